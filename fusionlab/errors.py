@@ -1,0 +1,76 @@
+"""Every exception FusionLab raises on purpose, and every rejection code with the sentence that explains it.
+
+An error message has three parts: what came, what was needed, what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FusionLabError(Exception):
+    """Base of all errors raised on purpose by FusionLab."""
+
+
+class TraceError(FusionLabError):
+    """The function could not be traced by JAX with the arguments given."""
+
+
+class ArgumentError(FusionLabError, ValueError):
+    """An argument has the wrong shape, dtype or value; the message names the argument."""
+
+
+class UnknownNameError(FusionLabError, ValueError):
+    """A pass, activation, implementation or option name is not one of the valid ones."""
+
+
+class BackendError(FusionLabError, RuntimeError):
+    """A named implementation cannot run this call here; the message says why."""
+
+
+class MissingDependencyError(FusionLabError, ImportError):
+    """An optional dependency is missing; the message names the extra that installs it."""
+
+
+class OutputError(FusionLabError, OSError):
+    """A file or folder could not be written; nothing was left half-written."""
+
+
+class RewriteError(FusionLabError, RuntimeError):
+    """The rewritten graph failed its own check (`fuse(check=True)`)."""
+
+
+class SideEffectError(FusionLabError, ValueError):
+    """The function has side effects (callbacks, prints) that repeated runs would repeat."""
+
+
+def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameError:
+    """The error for a misspelt name: lists the valid ones and, where one is close, suggests it."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(str(got), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"unknown {kind} {got!r}; valid: {', '.join(names)}.{hint}")
+
+
+# Rejection codes. The sentence says what the code means in general; each Rejection adds the particulars of its site.
+REJECTIONS: dict[str, str] = {
+    "rank": "an operand has a rank the fused op does not take",
+    "escapes": "an inner value is also read outside the site, so it has to exist anyway",
+    "activation": "the function applied to the linear result is not a known activation",
+    "bias": "the added term is not a bias along the output features",
+    "scalar": "a captured constant is outside the range the fused op gives meaning to",
+    "dtype": "a dtype the fused op does not take",
+    "mask": "scores are masked in a way this op does not express",
+    "structure": "the site has the pass's anchor but a later part differs from every example",
+    "axes": "the axes are reduced, contracted or batched differently from every example",
+    "gradient": "values agree but gradients differ from the fused op's",
+    "value": "the fused op does not reproduce the site's values",
+    "custom_rule": "a custom_jvp or custom_vjp of the user's own stands inside the site",
+    "stop_gradient": "a stop_gradient stands inside the site, and removing it would change gradients",
+    "region": "the site crosses the boundary of a region (scan, remat, custom rule) and cannot be replaced as one",
+    "overlap": "another, larger fusion claims the same nodes",
+    "uncertified": "the site holds a primitive that certification cannot evaluate",
+    "gelu_form": "the model computes a different GELU from the one asked for",
+    "skipped": "the site was switched off",
+}
