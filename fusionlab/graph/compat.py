@@ -1,0 +1,64 @@
+"""What differs between jax 0.10, 0.11 and 0.12, in one file.
+
+0.10 has `Jaxpr` (open, constants as variables) and `ClosedJaxpr`; from 0.11 they are one class. `jax.extend.core.ClosedJaxpr`
+exists in all three and constructs the right thing; never test with isinstance, only by attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns") and hasattr(x, "outvars")
+
+
+def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
+    """An open or closed jaxpr -> (jaxpr with invars/constvars/eqns, its constants)."""
+    consts = getattr(x, "consts", ())
+    return (x.jaxpr if hasattr(x, "jaxpr") else x), tuple(consts)
+
+
+def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: list, consts: list) -> Any:
+    """A jaxpr of the same kind (open or closed) as `template`, with its debug info and effects."""
+    base, old_consts = split_closed(template)
+    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, base.debug_info)
+    if not hasattr(template, "consts"):  # an open jaxpr of jax 0.10
+        if constvars:
+            raise AssertionError("an open jaxpr cannot carry constants")
+        return new
+    del old_consts
+    return jex_core.ClosedJaxpr(new, consts)
+
+
+def child_jaxprs(eqn: Any) -> Iterator[tuple[str, int | None, Any]]:
+    """The jaxprs in an equation's params: (param name, index within a tuple or None, jaxpr)."""
+    for key, val in eqn.params.items():
+        if is_jaxpr(val) or (hasattr(val, "jaxpr") and is_jaxpr(val.jaxpr)):
+            yield key, None, val
+        elif isinstance(val, tuple | list):
+            for i, item in enumerate(val):
+                if is_jaxpr(item) or (hasattr(item, "jaxpr") and is_jaxpr(item.jaxpr)):
+                    yield key, i, item
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(_leaves(consts)), len(_leaves(carry))
+
+
+def _leaves(tree: Any) -> list:
+    vals = getattr(tree, "vals", None)
+    return list(vals) if vals is not None else jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+
+def enable_x64(on: bool = True) -> Any:
+    """A context manager that switches 64-bit types on without touching the user's config."""
+    return jax.enable_x64(on)

@@ -1,0 +1,215 @@
+"""Function -> raw Graph. `jit` calls are flattened, regions are kept, dead equations are dropped."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from ..errors import ArgumentError, TraceError
+from .compat import child_jaxprs, split_closed
+from .ir import Atom, Block, Graph, Literal, Node, Value
+
+# Calls that mean nothing by themselves. Everything else that owns a jaxpr stays a node with child blocks.
+FLATTENED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+def trace(
+    fn: Callable,
+    *args: Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Graph:
+    """Traces `fn` at the shapes and dtypes of the arguments, without running it.
+
+    Args:
+      fn: any function `jax.jit` accepts.
+      *args, **kwargs: example arguments: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
+      static_argnums, static_argnames: arguments that are Python values rather than arrays, as in `jax.jit`.
+
+    Returns:
+      The raw Graph.
+
+    Raises:
+      ArgumentError: `fn` is not callable, or a static argument does not exist.
+      TraceError: the function raised while JAX traced it; the original error is the cause.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    name = getattr(fn, "__name__", type(fn).__name__)
+    try:
+        return trace_raw(fn, args, kwargs, static_argnums, static_argnames)
+    except ArgumentError:
+        raise
+    except Exception as error:  # the user's own code runs here, so anything may come
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise TraceError(
+            f"{name} does not trace: {type(error).__name__}: {first_line} "
+            f"Needed: a function jax.jit accepts with these arguments; try jax.jit({name}) on them first."
+        ) from error
+
+
+def trace_raw(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Graph:
+    """`trace` without wrapping the user's errors (used while the fused function itself is being traced)."""
+    call, dyn_args, dyn_kwargs = bind_static(fn, args, kwargs, static_argnums, static_argnames)
+    flat, in_tree = jax.tree_util.tree_flatten((dyn_args, dyn_kwargs))
+    closed, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
+    if len(split_closed(closed)[0].invars) != len(flat):
+        raise AssertionError("JAX flattened the arguments differently")
+    return graph_of_jaxpr(
+        closed,
+        name=getattr(fn, "__name__", type(fn).__name__),
+        in_tree=in_tree,
+        out_tree=jax.tree_util.tree_structure(out_shape),
+        in_names=_input_names(fn, args, static_argnums, dyn_args, dyn_kwargs),
+    )
+
+
+def bind_static(
+    fn: Callable, args: tuple, kwargs: dict, static_argnums: Any, static_argnames: Any
+) -> tuple[Callable, tuple, dict]:
+    """Splits off static arguments: (function of the dynamic ones, dynamic args, dynamic kwargs)."""
+    nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
+    for n in nums:
+        if not -len(args) <= n < len(args):
+            raise ArgumentError(f"static_argnums: got {n}, needed an index into the {len(args)} positional arguments")
+    static = {n % len(args): args[n] for n in nums}
+    names |= _parameter_names(fn, static)
+    for i, name in enumerate(_positional_names(fn)):
+        if name in names and i < len(args):
+            static[i] = args[i]
+    static_kw = {k: v for k, v in kwargs.items() if k in names}
+    if not static and not static_kw:
+        return fn, args, kwargs
+    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+
+    @functools.wraps(fn)
+    def call(*dyn: Any, **kw: Any) -> Any:
+        rest = iter(dyn)
+        full = [static[i] if i in static else next(rest) for i in range(len(args))]
+        return fn(*full, **static_kw, **kw)
+
+    return call, dynamic, {k: v for k, v in kwargs.items() if k not in static_kw}
+
+
+def _positional_names(fn: Callable) -> list[str]:
+    try:
+        params = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _parameter_names(fn: Callable, static: dict[int, Any]) -> set[str]:
+    names = _positional_names(fn)
+    return {names[i] for i in static if i < len(names)}
+
+
+def _input_names(fn: Callable, args: tuple, static_argnums: Any, dyn_args: tuple, dyn_kwargs: dict) -> tuple[str, ...]:
+    positional = _positional_names(fn)
+    if len(dyn_args) != len(args):
+        kept = {id(a) for a in dyn_args}
+        positional = [n for n, a in zip(positional, args, strict=False) if id(a) in kept]
+    names = []
+    for i, arg in enumerate(dyn_args):
+        base = positional[i] if i < len(positional) else f"arg{i}"
+        names += [base + jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
+    for key in sorted(dyn_kwargs):
+        names += [key + jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(dyn_kwargs[key])[0]]
+    return tuple(names)
+
+
+def graph_of_jaxpr(closed: Any, *, name: str, in_tree: Any, out_tree: Any, in_names: tuple[str, ...]) -> Graph:
+    """A closed jaxpr -> Graph."""
+    top = _Flattener().block(closed, path="", label="top")
+    return Graph(name, top, in_tree, out_tree, in_names, jax.__version__)
+
+
+class _Flattener:
+    """Hands out ids in program order and copies variables: one Jaxpr object may be shared by several call sites."""
+
+    def __init__(self) -> None:
+        self.value_ids = itertools.count()
+        self.node_ids = itertools.count()
+
+    def value(self, aval: Any) -> Value:
+        return Value(next(self.value_ids), aval)
+
+    def block(self, closed: Any, path: str, label: str) -> Block:
+        jaxpr, consts = split_closed(closed)
+        constvars = jaxpr.constvars if consts else ()
+        inputs = tuple(self.value(v.aval) for v in jaxpr.invars)
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+        const_values: dict[int, tuple[Value, Any]] = {}
+        self._bind_consts(constvars, consts, env, const_values)
+        eqns: list[tuple] = []
+        self._flatten(jaxpr, env, (), eqns, const_values)
+        outputs = tuple(_read(env, v) for v in jaxpr.outvars)
+        nodes = tuple(self._node(*e, path) for e in _live(eqns, outputs))
+        return Block(path, label, inputs, tuple(const_values.values()), nodes, outputs, closed)
+
+    def _bind_consts(self, constvars: Sequence, consts: Sequence, env: dict, const_values: dict) -> None:
+        for var, const in zip(constvars, consts, strict=True):
+            if id(const) not in const_values:
+                const_values[id(const)] = (self.value(var.aval), const)
+            env[var] = const_values[id(const)][0]
+
+    def _flatten(self, jaxpr: Any, env: dict, calls: tuple, out: list, const_values: dict) -> None:
+        for eqn in jaxpr.eqns:
+            inputs = tuple(_read(env, v) for v in eqn.invars)
+            child = _flattenable(eqn)
+            if child is None:
+                outputs = tuple(self.value(v.aval) for v in eqn.outvars)
+                env.update(zip(eqn.outvars, outputs, strict=True))
+                out.append((eqn, inputs, outputs, calls))
+                continue
+            inner, consts = split_closed(child)
+            inner_env: dict[Any, Atom] = dict(zip(inner.invars, inputs, strict=True))
+            self._bind_consts(inner.constvars if consts else (), consts, inner_env, const_values)
+            stack = eqn.source_info.name_stack
+            self._flatten(inner, inner_env, (*calls, stack) if str(stack) else calls, out, const_values)
+            env.update((v, _read(inner_env, o)) for v, o in zip(eqn.outvars, inner.outvars, strict=True))
+
+    def _node(self, eqn: Any, inputs: tuple, outputs: tuple, calls: tuple, path: str) -> Node:
+        nid = next(self.node_ids)
+        blocks = []
+        for key, index, child in child_jaxprs(eqn):
+            label = key if index is None else f"{key}[{index}]"
+            blocks.append(self.block(child, f"{path}.n{nid}.{label}" if path else f"n{nid}.{label}", label))
+        return Node(nid, eqn.primitive.name, inputs, outputs, eqn, tuple(blocks), calls)
+
+
+def _read(env: dict, atom: Any) -> Atom:
+    return Literal(atom.val, atom.aval) if isinstance(atom, jex_core.Literal) else env[atom]
+
+
+def _flattenable(eqn: Any) -> Any | None:
+    """The jaxpr to inline, or None. A jit that carries donation or shardings says something, and stays a node."""
+    if eqn.primitive.name not in FLATTENED:
+        return None
+    params = eqn.params
+    if any(params.get("donated_invars", ())):
+        return None
+    for key in ("in_shardings", "out_shardings"):
+        if any("Unspecified" not in type(s).__name__ for s in params.get(key, ()) if s is not None):
+            return None
+    return params.get("jaxpr", params.get("call_jaxpr"))
+
+
+def _live(eqns: list[tuple], outputs: tuple[Atom, ...]) -> list[tuple]:
+    """Drops equations nobody reads and that have no effects (differentiation leaves many)."""
+    wanted = {a.id for a in outputs if isinstance(a, Value)}
+    kept = []
+    for entry in reversed(eqns):
+        eqn, inputs, outs, _ = entry
+        if eqn.effects or any(v.id in wanted for v in outs):
+            kept.append(entry)
+            wanted.update(a.id for a in inputs if isinstance(a, Value))
+    return kept[::-1]
