@@ -116,7 +116,7 @@ class Node:
     """One equation: a primitive applied to inputs, giving outputs; region primitives own child blocks.
 
     `eqn` is JAX's own equation (its variables do NOT name values here; only its params, effects, context and source
-    information count). `outer_scope` is the scope of the flattened calls around it.
+    information count). `calls` are the equations of the flattened calls and regions around it, outermost first.
     """
 
     id: int
@@ -125,7 +125,7 @@ class Node:
     outputs: tuple[Value, ...]
     eqn: Any = dataclasses.field(repr=False)
     blocks: tuple[Block, ...] = ()
-    call_stack: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    calls: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -134,12 +134,12 @@ class Node:
     @functools.cached_property
     def source(self) -> Source | None:
         """The user's source line this equation came from, or None where JAX kept none."""
-        return source_of(self.eqn)
+        return source_of(self.eqn, self.calls)
 
     @functools.cached_property
     def scope(self) -> str:
         """The module scope: "encoder/layer_3/mlp"; "" at the top. From jax.named_scope and the libraries' modules."""
-        return scope_of(self.eqn, self.call_stack)
+        return scope_of(self.eqn, self.calls)
 
     def __repr__(self) -> str:
         outs = ", ".join(map(repr, self.outputs))

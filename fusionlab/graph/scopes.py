@@ -49,10 +49,27 @@ class Source:
         return self.short
 
 
-def source_of(eqn: Any) -> Source | None:
-    """The innermost frame outside JAX, FusionLab and installed libraries; else the innermost outside JAX; else None."""
+def source_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Source | None:
+    """The innermost frame outside JAX, FusionLab and installed libraries; else the innermost outside JAX; else None.
+
+    Args:
+      eqn: the equation.
+      calls: the call equations around it, outermost first. The body of a function jitted by JAX itself (jnp.where, jnp.tril)
+        is traced once and shared, so its frames name the first caller; the call's own frames are the right ones.
+    """
+    for call in calls:
+        if call.primitive.name in ("jit", "pjit") and defined_in_jax(call.params.get("jaxpr")):
+            eqn = call
+            break
     traceback = getattr(eqn.source_info, "traceback", None)
     return _source_of_traceback(traceback) if traceback is not None else None
+
+
+def defined_in_jax(jaxpr: Any) -> bool:
+    """True when the function a jaxpr was traced from is defined inside the installed JAX."""
+    debug = getattr(jaxpr, "debug_info", None) or getattr(getattr(jaxpr, "jaxpr", None), "debug_info", None)
+    where = str(getattr(debug, "func_src_info", "") or "")
+    return is_jax_file(where.partition(" at ")[2])
 
 
 @functools.lru_cache(maxsize=65536)
@@ -73,9 +90,9 @@ def _source_of_traceback(traceback: Any) -> Source | None:
     return fallback
 
 
-def scope_of(eqn: Any, call_stack: tuple[Any, ...] = ()) -> str:
+def scope_of(eqn: Any, calls: tuple[Any, ...] = ()) -> str:
     """The module path of an equation: name scopes of the calls around it, then its own, without transformation names."""
-    parts = [str(s) for s in (*call_stack, eqn.source_info.name_stack)]
+    parts = [str(e.source_info.name_stack) for e in (*calls, eqn)]
     return clean_scope("/".join(p for p in parts if p))
 
 
@@ -85,7 +102,7 @@ def clean_scope(raw: str) -> str:
     for part in _split(raw):
         while match := _WRAPPER.match(part):
             part = match.group(1)
-        names.extend(p for p in _split(part) if p)
+        names.extend(p for p in _split(part) if p and "->" not in p)  # jnp.einsum names a scope after its formula
     return "/".join(names)
 
 
@@ -98,3 +115,8 @@ def _split(raw: str) -> list[str]:
             parts.append(raw[start:i])
             start = i + 1
     return [*parts, raw[start:]]
+
+
+def is_jax_file(path: str) -> bool:
+    """True for a file (or "file:line") inside the installed JAX."""
+    return path.startswith(_JAX_PARTS)

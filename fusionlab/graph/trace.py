@@ -142,7 +142,7 @@ class _Flattener:
     def value(self, aval: Any) -> Value:
         return Value(next(self.value_ids), aval)
 
-    def block(self, closed: Any, path: str, label: str) -> Block:
+    def block(self, closed: Any, path: str, label: str, calls: tuple = ()) -> Block:
         jaxpr, consts = split_closed(closed)
         constvars = jaxpr.constvars if consts else ()
         inputs = tuple(self.value(v.aval) for v in jaxpr.invars)
@@ -150,7 +150,7 @@ class _Flattener:
         const_values: dict[int, tuple[Value, Any]] = {}
         self._bind_consts(constvars, consts, env, const_values)
         eqns: list[tuple] = []
-        self._flatten(jaxpr, env, (), eqns, const_values)
+        self._flatten(jaxpr, env, calls, eqns, const_values)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         nodes = tuple(self._node(*e, path) for e in _live(eqns, outputs))
         return Block(path, label, inputs, tuple(const_values.values()), nodes, outputs, closed)
@@ -173,8 +173,7 @@ class _Flattener:
             inner, consts = split_closed(child)
             inner_env: dict[Any, Atom] = dict(zip(inner.invars, inputs, strict=True))
             self._bind_consts(inner.constvars if consts else (), consts, inner_env, const_values)
-            stack = eqn.source_info.name_stack
-            self._flatten(inner, inner_env, (*calls, stack) if str(stack) else calls, out, const_values)
+            self._flatten(inner, inner_env, (*calls, eqn), out, const_values)
             env.update((v, _read(inner_env, o)) for v, o in zip(eqn.outvars, inner.outvars, strict=True))
 
     def _node(self, eqn: Any, inputs: tuple, outputs: tuple, calls: tuple, path: str) -> Node:
@@ -182,7 +181,8 @@ class _Flattener:
         blocks = []
         for key, index, child in child_jaxprs(eqn):
             label = key if index is None else f"{key}[{index}]"
-            blocks.append(self.block(child, f"{path}.n{nid}.{label}" if path else f"n{nid}.{label}", label))
+            child_path = f"{path}.n{nid}.{label}" if path else f"n{nid}.{label}"
+            blocks.append(self.block(child, child_path, label, (*calls, eqn)))
         return Node(nid, eqn.primitive.name, inputs, outputs, eqn, tuple(blocks), calls)
 
 

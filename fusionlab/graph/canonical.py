@@ -1,0 +1,206 @@
+"""The canonical view: one spelling per meaning, for matching only.
+
+A raw value maps to a `Ref`: a scalar coefficient times a hash-consed `CNode`, seen through an axis view. Layout (transposes,
+unit axes, broadcasts), scalar factors, float casts and no-ops disappear into the Ref; what remains is the algebra. The view
+never becomes code: it has dropped casts, and it says nothing of rounding. The primitives' rules stand in `rules.py`.
+
+A Ref's `dims` has one entry per non-unit axis of the raw value: the node's axis (>= 0), or `~size` for an axis the value is
+broadcast along. A node's own axis order is induced by its sorted operands, so x and x.T are the same node.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .ir import Atom, Block, Literal, Node, Value
+
+Coef = float | int | bool
+
+
+class Ref(NamedTuple):
+    """`coef` times node `nid`, its axes placed by `dims`."""
+
+    coef: Coef
+    nid: int
+    dims: tuple[int, ...]
+
+
+class Operand(NamedTuple):
+    """An edge: `coef` times node `nid`; `axes[i]` is what the node's axis i is called in the consumer (-1: reduced away)."""
+
+    coef: Coef
+    nid: int
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CNode:
+    """A canonical node. `params` must tell apart everything the operands do not. `shape` has no unit axes."""
+
+    id: int
+    op: str
+    params: Any
+    operands: tuple[Operand, ...]
+    shape: tuple[int, ...]
+
+
+ONE = 0  # the node every literal is a multiple of
+
+
+def nonunit(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(s) for s in shape if s != 1)
+
+
+def tidy(coef: Coef) -> Coef:
+    """Removes float64 noise of different orders of folding, so that equal coefficients hash equal."""
+    if isinstance(coef, bool | int):
+        return coef
+    return float(f"{coef:.12g}")
+
+
+class View:
+    """The canonical view of one block.
+
+    Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order).
+    """
+
+    def __init__(self, block: Block, literal_inputs: dict[int, Coef] | None = None) -> None:
+        self.block = block
+        self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
+        self.ref: dict[int, Ref] = {}
+        self.values_of: dict[int, list[Value]] = {}
+        self._table: dict[Any, int] = {("one", (), (), ()): ONE}
+        self._unique = itertools.count()
+        for i, value in enumerate(block.inputs):
+            coef = (literal_inputs or {}).get(i)
+            self._bind(value, self.leaf(("in", i), value.shape) if coef is None else self.literal(coef, value.shape))
+        for value, const in block.consts:
+            self._bind(value, self._constant(value, const))
+        self.run(block)
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def run(self, block: Block) -> None:
+        from .rules import apply_rule
+
+        for node in block.nodes:
+            refs = apply_rule(self, node, [self.read(a) for a in node.inputs])
+            for value, ref in zip(node.outputs, refs, strict=True):
+                self._bind(value, ref)
+
+    def _bind(self, value: Value, ref: Ref) -> None:
+        self.ref[value.id] = ref
+        self.values_of.setdefault(ref.nid, []).append(value)
+
+    def bind_alias(self, value: Value, ref: Ref) -> None:
+        """Gives a value of an inlined child block its Ref, without offering it as a raw value of this block."""
+        self.ref[value.id] = ref
+
+    def read(self, atom: Atom) -> Ref:
+        if isinstance(atom, Value):
+            return self.ref[atom.id]
+        scalar = as_scalar(atom)
+        return self.literal(scalar, atom.shape) if scalar is not None else self.unique_leaf("literal", atom.shape)
+
+    def _constant(self, value: Value, const: Any) -> Ref:
+        if not value.shape and isinstance(const, np.ndarray | np.generic):
+            scalar = as_scalar(Literal(const, value.aval))
+            if scalar is not None:
+                return self.literal(scalar, ())
+        return self.leaf(("const", value.id), value.shape)
+
+    def node(self, op: str, params: Any, operands: Sequence[Operand], shape: Sequence[int]) -> int:
+        """Hash-consing: the id of the node with this meaning."""
+        ops = tuple(operands)
+        key = (op, params, ops, tuple(shape))
+        nid = self._table.get(key)
+        if nid is None:
+            nid = self._table[key] = len(self.nodes)
+            self.nodes.append(CNode(nid, op, params, ops, tuple(shape)))
+        return nid
+
+    def literal(self, coef: Coef, shape: Sequence[int] = ()) -> Ref:
+        return Ref(coef, ONE, tuple(~s for s in nonunit(shape)))
+
+    def leaf(self, name: Any, shape: Sequence[int]) -> Ref:
+        sizes = nonunit(shape)
+        return Ref(1.0, self.node("leaf", name, (), sizes), tuple(range(len(sizes))))
+
+    def unique_leaf(self, name: str, shape: Sequence[int]) -> Ref:
+        return self.leaf((name, next(self._unique)), shape)
+
+    def opaque(self, node: Node, refs: Sequence[Ref]) -> list[Ref]:
+        """A node the view does not look into: equal only to itself, unless its params can be compared."""
+        params: Any = ("raw", node.id)
+        if not node.blocks and not node.eqn.effects:
+            try:
+                items = tuple(sorted((k, v) for k, v in node.params.items() if v is not None))
+                hash(items)
+                params = ("params", items)
+            except TypeError:
+                pass
+        ops = tuple(Operand(tidy(r.coef), r.nid, r.dims) for r in refs)
+        out = []
+        for i, value in enumerate(node.outputs):
+            sizes = nonunit(value.shape)
+            nid = self.node(node.primitive, (params, i), ops, sizes)
+            out.append(Ref(1.0, nid, tuple(range(len(sizes)))))
+        return out
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """Node id -> the nodes that have it as an operand, ascending."""
+        users: dict[int, dict[int, None]] = {}
+        for node in self.nodes:
+            for operand in node.operands:
+                users.setdefault(operand.nid, {})[node.id] = None
+        return {nid: tuple(us) for nid, us in users.items()}
+
+    @functools.cached_property
+    def by_op(self) -> dict[str, tuple[int, ...]]:
+        """Op -> the ids of its nodes, ascending."""
+        table: dict[str, list[int]] = {}
+        for node in self.nodes:
+            table.setdefault(node.op, []).append(node.id)
+        return {op: tuple(ids) for op, ids in table.items()}
+
+    def is_literal(self, ref: Ref) -> bool:
+        return ref.nid == ONE
+
+    def dim_sizes(self, ref: Ref) -> tuple[int, ...]:
+        shape = self.nodes[ref.nid].shape
+        return tuple(shape[d] if d >= 0 else ~d for d in ref.dims)
+
+    def __repr__(self) -> str:
+        return f"View({self.block.path or 'top'!r}, {len(self.nodes)} canonical nodes of {len(self.block.nodes)} raw)"
+
+
+def as_scalar(literal: Literal) -> Coef | None:
+    """A scalar literal as a Python number; None for arrays and extended dtypes."""
+    if literal.shape:
+        return None
+    try:
+        kind = np.dtype(literal.dtype).kind
+        array = np.asarray(literal.val)
+    except TypeError:
+        return None
+    if kind == "b":
+        return bool(array)
+    if kind in "iu":
+        return int(array)
+    return float(array) if kind in "fV" and not literal.shape else None
+
+
+def view_node_text(view: View, nid: int) -> str:
+    """One canonical node as text, for debugging and near-miss reports."""
+    node = view.nodes[nid]
+    ops = " ".join(f"{o.coef:g}*c{o.nid}{list(o.axes)}" for o in node.operands)
+    return f"c{nid} = {node.op}{list(node.shape)} {ops}"

@@ -1,0 +1,220 @@
+"""The proof of a match: the raw region and its replacement agree as real functions, in values and in gradients.
+
+Both are traced together with their vjp at the site's real shapes (custom rules and stop_gradients kept), then evaluated in
+float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, and repeated layers are proved once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from .compat import split_closed
+from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from .ir import Block, Literal, Node, Value
+from .region import Region
+
+# Largest relative error allowed. Casts are the identity here, so all that remains is how literals were rounded: two units
+# in the last place of the dtype they were written in, amplified by a handful of operations.
+TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2}
+_REDUCED = (3, 5, 4, 6, 7, 8, 9, 10, 11, 12, 13)
+_REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a certification. `code` is None when the proof succeeded, else a rejection code."""
+
+    code: str | None
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.code is None
+
+
+@dataclass
+class Certifier:
+    """Proves matches, remembering each proof by everything that matters; `hits` and `misses` are visible.
+
+    `inline` gives the plain meaning of primitives that JAX does not know (fused ops).
+    """
+
+    inline: Inline
+    hits: int = 0
+    misses: int = 0
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Any, prove: Callable[[], Any]) -> Any:
+        if key in self._known:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self._known[key] = prove()
+        return self._known[key]
+
+    def region(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
+        """Values and gradients of `replacement(*region.inputs)` against the region.
+
+        Args:
+          region: the raw region.
+          replacement: what would stand in its place, taking `region.inputs`.
+          what: hashable description of the replacement (op and attributes), part of the cache key.
+        """
+        key = ("region", region_signature(region), what)
+        return self.once(key, lambda: _prove(region, replacement, self.inline))
+
+
+def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> Verdict:
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
+    out = jax.ShapeDtypeStruct(region.root.shape, region.root.dtype)
+    old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
+    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
+    new = with_vjp(replacement, avals, out)
+    try:
+        sizes, args = _inputs(avals, out)
+        want = evaluate(old, args, Sizes(sizes), inline)
+        got = evaluate(new, args, Sizes(sizes), inline)
+    except CannotEvaluate as reduced:
+        if sum(math.prod(a.shape) for a in avals) > _REAL_SIZE_LIMIT:
+            return Verdict("uncertified", str(reduced))
+        try:
+            _, args = _inputs(avals, out, reduce=False)
+            want, got = evaluate(old, args, None, inline), evaluate(new, args, None, inline)
+        except CannotEvaluate as error:
+            return Verdict("uncertified", str(error))
+    tolerance = max(TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in (*region.inputs, region.root) if is_float(v.dtype))
+    names = ["value", *(f"gradient of {n}" for n in _float_names(region))]
+    for name, a, b in zip(names, want, got, strict=True):
+        error = relative_error(a, b)
+        if not error <= tolerance:
+            code = "value" if name == "value" else "gradient"
+            return Verdict(code, f"{name} differs by {error:.2g} relative (allowed {tolerance:.0e})")
+    return Verdict(None)
+
+
+def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any) -> Any:
+    """A jaxpr of (arguments, cotangent) -> (value, gradient of each float argument)."""
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
+
+    def joint(*args: Any) -> list[Any]:
+        *primals, ct = args
+
+        def of_floats(*xs: Any) -> Any:
+            full = list(primals)
+            for i, x in zip(floats, xs, strict=True):
+                full[i] = x
+            return fn(*full)
+
+        value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
+        return [value, *pull(ct)]
+
+    return jax.make_jaxpr(joint)(*avals, out)
+
+
+def is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def relative_error(want: np.ndarray, got: np.ndarray) -> float:
+    """Largest absolute difference over the largest absolute value; inf where NaN or infinities do not coincide."""
+    want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
+    if want.shape != got.shape:
+        return math.inf
+    finite = np.isfinite(want)
+    same_special = np.array_equal(np.where(finite, 0.0, want), np.where(np.isfinite(got), 0.0, got), equal_nan=True)
+    if not same_special or not np.array_equal(finite, np.isfinite(got)):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    difference = float(np.max(np.abs(want[finite] - got[finite])))
+    return difference / max(float(np.max(np.abs(want[finite]))), 1e-30) if difference else 0.0
+
+
+def _inputs(avals: Sequence[Any], out: Any, reduce: bool = True) -> tuple[dict[int, int], list[np.ndarray]]:
+    """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different."""
+    real = sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4}, reverse=True) if reduce else []
+    small = {int(s) for a in (*avals, out) for s in a.shape if s <= 4}
+    free = [s for s in _REDUCED if s not in small]
+    table = {size: free[i] if i < len(free) else 13 + i for i, size in enumerate(real)}
+    table = {size: min(size, to) for size, to in table.items()}
+    rng = np.random.default_rng(0)
+    args = []
+    for a in (*avals, out):
+        shape = tuple(table.get(int(s), int(s)) for s in a.shape)
+        if is_float(a.dtype):
+            args.append(rng.normal(size=shape))
+        elif np.dtype(a.dtype).kind == "b":
+            args.append(rng.random(size=shape) < 0.5)
+        else:
+            args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
+    return table, args
+
+
+def _float_names(region: Region) -> list[str]:
+    by_id: dict[int, list[str]] = {}
+    for name, value in region.leaves.items():
+        by_id.setdefault(value.id, []).append(name)
+    return ["/".join(by_id[v.id]) for v in region.inputs if is_float(v.dtype)]
+
+
+# -- signatures -------------------------------------------------------------------------------------------------------
+
+
+def region_signature(region: Region) -> Any:
+    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
+    number: dict[int, int] = {}
+    for value in region.inputs:
+        number[value.id] = len(number)
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    leaves = tuple((name, number[v.id], v.shape, str(v.dtype)) for name, v in region.leaves.items())
+    body = tuple(node_signature(n, number) for n in nodes)
+    return leaves, body, number.get(region.root.id)
+
+
+def node_signature(node: Node, number: dict[int, int]) -> Any:
+    """A hashable form of a node; `number` renames values in order of appearance and is extended."""
+    ins = tuple(
+        number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs
+    )
+    params = tuple(sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v)))
+    for value in node.outputs:
+        number[value.id] = len(number)
+    outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
+    return node.primitive, ins, params, outs, tuple(_block_signature(b) for b in node.blocks)
+
+
+_IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
+
+
+def _block_signature(block: Block) -> Any:
+    number = {v.id: i for i, v in enumerate(block.inputs)}
+    for value, const in block.consts:
+        number[value.id] = -1 - (id(const) & 0xFFFFFFFFFFFF)  # a captured array is equal only to itself
+    body = tuple(node_signature(n, number) for n in block.nodes)
+    return body, tuple(number[a.id] if isinstance(a, Value) else _literal_key(a) for a in block.outputs)
+
+
+def _literal_key(literal: Literal) -> Any:
+    return "lit", repr(np.asarray(literal.val).tolist()), str(literal.dtype)
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return any(hasattr(i, "eqns") or hasattr(i, "jaxpr") for i in items)
+
+
+def _param_key(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_param_key(v) for v in value)
+    if isinstance(value, int | float | bool | np.integer | np.floating):
+        return float(value)
+    text = str(value)
+    return (text, id(value)) if " at 0x" in text or callable(value) and not isinstance(value, type) else text

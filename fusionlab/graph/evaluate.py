@@ -1,0 +1,301 @@
+"""A numpy interpreter of jaxprs in float64, at reduced sizes: the machine behind certification.
+
+Every float is evaluated in float64, float casts are the identity, so two programs that agree here agree as real functions.
+Axis sizes may be mapped to smaller ones (8192 rows -> 3): the interpreter rewrites the shape parameters as it goes. A
+primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from .compat import split_closed
+from .scopes import defined_in_jax
+from .trace import FLATTENED
+
+Array = np.ndarray
+Inline = Callable[[Any], Callable | None]
+
+
+class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
+    """The program holds something the interpreter does not know; the message says what."""
+
+
+class Sizes:
+    """A mapping from real axis sizes to reduced ones; unknown sizes map to themselves."""
+
+    def __init__(self, table: Mapping[int, int] | None = None) -> None:
+        self.table = dict(table or {})
+
+    def __call__(self, size: int) -> int:
+        return self.table.get(int(size), int(size))
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self(s) for s in shape)
+
+    def learn(self, real: int, reduced: int) -> None:
+        if self.table.setdefault(int(real), int(reduced)) != reduced:
+            raise CannotEvaluate(f"axis size {real} would reduce to {self.table[int(real)]} and to {reduced}")
+
+
+def evaluate(closed: Any, args: Sequence[Array], sizes: Sizes | None = None, inline: Inline | None = None) -> list[Array]:
+    """Runs a jaxpr on numpy arrays already at reduced sizes, floats in float64.
+
+    Args:
+      closed: the jaxpr, at real sizes.
+      args: one array an input.
+      sizes: real size -> reduced size.
+      inline: equation -> plain jnp function for primitives of ours, or None.
+
+    Raises:
+      CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently.
+    """
+    jaxpr, consts = split_closed(closed)
+    constvars = jaxpr.constvars if consts else ()
+    env: dict[Any, Array] = dict(zip(constvars, [promote(np.asarray(c)) for c in consts], strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    run = _Run(sizes or Sizes(), inline or (lambda eqn: None))
+    with np.errstate(all="ignore"):
+        return run.block(jaxpr, env)
+
+
+def promote(x: Array) -> Array:
+    """Floats to float64; integers and booleans as they are."""
+    kind = x.dtype.kind
+    return x.astype(np.float64) if kind in "fV" else x
+
+
+class _Run:
+    def __init__(self, sizes: Sizes, inline: Inline) -> None:
+        self.sizes, self.inline = sizes, inline
+
+    def block(self, jaxpr: Any, env: dict[Any, Array]) -> list[Array]:
+        def read(a: Any) -> Array:
+            return promote(np.asarray(a.val)) if isinstance(a, jex_core.Literal) else env[a]
+
+        for eqn in jaxpr.eqns:
+            outs = self.eqn(eqn, [read(a) for a in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
+        name = eqn.primitive.name
+        ours = self.inline(eqn)
+        if ours is not None:
+            return self.call(_traced(ours, tuple(_shaped(v.aval) for v in eqn.invars)), ins)
+        if name == "custom_jvp_call" and defined_in_jax(eqn.params["call_jaxpr"]):
+            known = _JAX_FUNCTIONS.get(_function_name(eqn.params["call_jaxpr"]))
+            if known is not None:
+                return [known(*ins)]
+        if name in FLATTENED or name in ("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"):
+            child = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            return self.call(child, ins)
+        rule = _SHAPED.get(name)
+        if rule is not None:
+            return [rule(self, eqn, ins)]
+        plain = _PLAIN.get(name)
+        if plain is None:
+            raise CannotEvaluate(f"primitive {name}")
+        out = plain(*ins)
+        return [promote(np.asarray(out))]
+
+    def call(self, child: Any, ins: list[Array]) -> list[Array]:
+        jaxpr, consts = split_closed(child)
+        env = dict(zip(jaxpr.constvars if consts else (), [promote(np.asarray(c)) for c in consts], strict=True))
+        env.update(zip(jaxpr.invars, ins, strict=True))
+        return self.block(jaxpr, env)
+
+
+# From jax 0.12 the derivative of erf calls this; its float32 body splits bit patterns, which has no meaning in float64.
+_JAX_FUNCTIONS: dict[str, Callable[..., Array]] = {"exp_neg_sq": lambda x: np.exp(-x * x)}
+
+
+def _function_name(jaxpr: Any) -> str:
+    debug = getattr(jaxpr, "debug_info", None) or split_closed(jaxpr)[0].debug_info
+    return str(debug.func_src_info or "").partition(" at ")[0]
+
+
+def _shaped(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _traced(fn: Callable, avals: tuple) -> Any:
+    def flat(*args: Any) -> list:
+        return jax.tree.leaves(fn(*args))
+
+    return jax.make_jaxpr(flat)(*avals)
+
+
+# -- primitives without shape parameters ------------------------------------------------------------------------------
+
+
+def _erf(x: Array) -> Array:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _erfc(x: Array) -> Array:
+    return np.vectorize(math.erfc, otypes=[np.float64])(x)
+
+
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def _div(a: Array, b: Array) -> Array:
+    return a / b if a.dtype.kind == "f" else np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+
+
+def _max(a: Array, b: Array) -> Array:
+    return np.maximum(a, b)  # NaN propagates, as in XLA
+
+
+def _clamp(lo: Array, x: Array, hi: Array) -> Array:
+    return np.minimum(np.maximum(x, lo), hi)
+
+
+def _select(which: Array, *cases: Array) -> Array:
+    if which.dtype.kind == "b":
+        which = which.astype(np.int32)
+    shape = np.broadcast_shapes(which.shape, *(c.shape for c in cases))
+    return np.choose(np.broadcast_to(which, shape), [np.broadcast_to(c, shape) for c in cases])
+
+
+def _identity(x: Array) -> Array:
+    return x
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys("copy copy_p pvary stop_gradient reduce_precision name optimization_barrier".split(), _identity),
+    **{n: getattr(np, n) for n in "exp exp2 expm1 log log1p sin cos tan tanh sinh cosh floor ceil sign abs sqrt square".split()},
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _div, "neg": np.negative,
+    "max": _max, "min": np.minimum, "pow": np.power, "rem": np.fmod, "atan2": np.arctan2, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt, "erf": _erf, "erfc": _erfc, "logistic": _logistic, "one_minus_square": lambda x: 1 - x * x,
+    "is_finite": np.isfinite, "not": lambda x: ~x, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
+    "clamp": _clamp, "select_n": _select, "sinh": np.sinh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh,
+    "atan": np.arctan, "asin": np.arcsin, "acos": np.arccos, "round": np.round, "mul_add": lambda a, b, c: a * b + c,
+}  # fmt: skip
+
+
+# -- primitives with parameters ---------------------------------------------------------------------------------------
+
+
+def _convert(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    dst = np.dtype(eqn.params["new_dtype"])
+    return ins[0].astype(np.float64) if dst.kind in "fV" else ins[0].astype(dst)
+
+
+def _broadcast_in_dim(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    real, where = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
+    shape = list(run.sizes.shape(real))
+    expanded = [1] * len(shape)
+    real_in = getattr(eqn.invars[0].aval, "shape", ())
+    for d, r, s in zip(where, real_in, ins[0].shape, strict=True):
+        expanded[d] = s
+        if r == real[d]:
+            shape[d] = s
+    return np.broadcast_to(ins[0].reshape(expanded), shape)
+
+
+def _reshape(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    real_in = [int(s) for s in eqn.invars[0].aval.shape]
+    real_out = [int(s) for s in eqn.params["new_sizes"]]
+    reduced = list(ins[0].shape)
+    out, i, j = [], 0, 0
+    while i < len(real_in) or j < len(real_out):
+        lo_i, lo_j = i, j
+        a = b = 1
+        while True:  # the smallest group of input axes that holds the same elements as a group of output axes
+            if a <= b and i < len(real_in):
+                a, i = a * real_in[i], i + 1
+            elif j < len(real_out):
+                b, j = b * real_out[j], j + 1
+            elif i < len(real_in):
+                a, i = a * real_in[i], i + 1
+            if a == b and (i > lo_i or not real_in[lo_i:]) and (j > lo_j or not real_out[lo_j:]):
+                break
+        out += _reshape_group(run, real_in[lo_i:i], reduced[lo_i:i], real_out[lo_j:j])
+    return ins[0].reshape(out)
+
+
+def _reshape_group(run: _Run, real_in: list[int], reduced_in: list[int], real_out: list[int]) -> list[int]:
+    elements = math.prod(reduced_in)
+    big_in = [(r, s) for r, s in zip(real_in, reduced_in, strict=True) if r != 1]
+    big_out = [r for r in real_out if r != 1]
+    if [r for r, _ in big_in] == big_out:
+        sizes = iter([s for _, s in big_in])
+        return [next(sizes) if r != 1 else 1 for r in real_out]
+    if len(big_out) == 1:
+        run.sizes.learn(big_out[0], elements)
+    shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
+    if math.prod(shape) != elements:
+        raise CannotEvaluate(f"reshape {real_in} -> {real_out} at reduced sizes {reduced_in}")
+    return shape
+
+
+def _dot_general(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    lhs, rhs = ins
+    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    left = [next(letters) for _ in lhs.shape]
+    right = [next(letters) for _ in rhs.shape]
+    for i, j in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
+        right[int(j)] = left[int(i)]
+    batch = [left[int(i)] for i in lb]
+    free = [x for d, x in enumerate(left) if d not in lc and d not in lb]
+    free += [x for d, x in enumerate(right) if d not in rc and d not in rb]
+    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs)
+
+
+def _reduce(fn: Callable) -> Callable:
+    def rule(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+        return np.asarray(fn(ins[0], axis=tuple(int(a) for a in eqn.params["axes"])))
+
+    return rule
+
+
+def _iota(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    shape, axis = run.sizes.shape(eqn.params["shape"]), int(eqn.params["dimension"])
+    line = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(len(shape))])
+    kind = np.dtype(eqn.params["dtype"])
+    return np.broadcast_to(line, shape).astype(np.float64 if kind.kind in "fV" else kind)
+
+
+def _squeeze(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    return np.squeeze(ins[0], axis=tuple(int(d) for d in eqn.params["dimensions"]))
+
+
+def _pow_int(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    return ins[0] ** (ins[0].dtype.type(eqn.params["y"]) if ins[0].dtype.kind == "f" else eqn.params["y"])
+
+
+_SHAPED: dict[str, Callable[[_Run, Any, list[Array]], Array]] = {
+    "convert_element_type": _convert,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _reshape,
+    "dot_general": _dot_general,
+    "reduce_sum": _reduce(np.sum),
+    "reduce_max": _reduce(np.max),
+    "reduce_min": _reduce(np.min),
+    "reduce_and": _reduce(np.all),
+    "reduce_or": _reduce(np.any),
+    "iota": _iota,
+    "squeeze": _squeeze,
+    "integer_pow": _pow_int,
+    "transpose": lambda run, eqn, ins: np.transpose(ins[0], [int(p) for p in eqn.params["permutation"]]),
+    "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),
+    "argmax": lambda run, eqn, ins: np.argmax(ins[0], axis=int(eqn.params["axes"][0])),
+}
+
+
+@functools.lru_cache(maxsize=1)
+def known_primitives() -> frozenset[str]:
+    """The primitives the interpreter can evaluate."""
+    return frozenset(_PLAIN) | frozenset(_SHAPED)

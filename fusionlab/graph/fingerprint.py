@@ -1,0 +1,176 @@
+"""Activations recognised by value: a raw elementwise cone evaluated, with its derivative, on points that tell functions apart.
+
+A spelling does not matter, a name does not count. The points include both zeros, large magnitudes, infinities, NaN, and every
+literal the cone compares with (and its neighbours), so that relu6 does not pass for relu nor maximum for relu.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from .canonical import ONE, View
+from .certify import Certifier, node_signature, with_vjp
+from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from .ir import Block, Literal, Node, Value
+from .region import literal_values
+from .rewrite import slice_jaxpr
+from .rules import is_jax_rule
+
+ELEMENTWISE = frozenset(
+    "add sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf erfc sqrt rsqrt square integer_pow pow cbrt "
+    "sin cos atan sinh cosh asinh is_finite not and or eq ne gt ge lt le select_n clamp convert_element_type copy".split()
+)
+SMOOTH_POINTS = (-9.0, -4.0, -2.7, -2.02, -1.3, -0.9, -0.5, -0.1, -1e-3, 1e-3, 0.1, 0.5, 0.9, 1.3, 2.02, 2.7, 4.0, 5.5, 7.0, 9.0)
+HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
+# The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
+# rounding of a constant that was folded in another order. tanh- and erf-GELU are 4.7e-4 apart: half of that is the most
+# that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
+TOLERANCE = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-4, "bfloat16": 2e-4}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Values and derivatives of a function on `points`."""
+
+    points: np.ndarray
+    value: np.ndarray
+    slope: np.ndarray
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A cone value known by name. `name` is None for an unknown function; `why` then says what came nearest."""
+
+    name: str | None
+    why: str = ""
+    code: str = "activation"
+
+
+def cone(view: View, start: Value) -> list[Node]:
+    """Raw elementwise nodes of the block computable from `start` and literals alone, in program order."""
+    block = view.block
+    inside: set[int] = {start.id}
+    taken: dict[int, Node] = {}
+    queue = [n.id for n in block.users.get(start.id, ())]
+    by_id = {n.id: n for n in block.users.get(start.id, ())}
+    heapq.heapify(queue)
+    while queue:
+        nid = heapq.heappop(queue)
+        node = by_id[nid]
+        if nid in taken or not _joins(view, node, inside):
+            continue
+        taken[nid] = node
+        for value in node.outputs:
+            inside.add(value.id)
+            for user in block.users.get(value.id, ()):
+                if user.id not in by_id:
+                    by_id[user.id] = user
+                    heapq.heappush(queue, user.id)
+    return [taken[i] for i in sorted(taken)]
+
+
+def _joins(view: View, node: Node, inside: set[int]) -> bool:
+    if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
+        return False
+    return all(isinstance(a, Literal) or a.id in inside or view.ref[a.id].nid == ONE for a in node.inputs)
+
+
+def between(view: View, start: Value, end: Value) -> list[Node]:
+    """The nodes from `start` (excluded) to `end`, with the literal broadcasts they read, in program order."""
+    block, nodes, stack = view.block, {}, [end]
+    while stack:
+        value = stack.pop()
+        if value.id == start.id:
+            continue
+        node = block.producer[value.id]
+        if node.id not in nodes:
+            nodes[node.id] = node
+            stack.extend(a for a in node.inputs if isinstance(a, Value))
+    return [nodes[i] for i in sorted(nodes)]
+
+
+def recognise(
+    view: View, start: Value, end: Value, known: Mapping[str, Callable[..., Any]], certifier: Certifier
+) -> Recognised:
+    """Which known activation `end` is of `start`, in values and in derivative.
+
+    Args:
+      view: the block's canonical view.
+      start, end: raw values, `end` an elementwise function of `start`.
+      known: name -> jnp function.
+      certifier: remembers answers by the cone's signature.
+    """
+    nodes = between(view, start, end)
+    number = {start.id: 0}
+    key = ("cone", start.shape, str(start.dtype), tuple(node_signature(n, number) for n in nodes), number[end.id], tuple(known))
+    return certifier.once(key, lambda: _recognise(view.block, nodes, start, end, known, certifier.inline))
+
+
+def _recognise(
+    block: Block, nodes: Sequence[Node], start: Value, end: Value, known: Mapping[str, Callable[..., Any]], inline: Inline
+) -> Recognised:
+    if end.dtype != start.dtype:
+        return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
+    points = _points(literal_values(nodes), start.dtype)
+    fn = jex_core.jaxpr_as_fun(slice_jaxpr(block, nodes, (start,), end))
+    try:
+        mine = profile(lambda h: fn(h)[0], start, points, inline)
+    except CannotEvaluate as error:
+        return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
+    tolerance = TOLERANCE.get(np.dtype(start.dtype).name, 1e-6)
+    errors: dict[str, tuple[float, float]] = {}
+    for name, reference in known.items():
+        theirs = profile(reference, start, points, inline)
+        errors[name] = distance(mine.value, theirs.value), distance(mine.slope, theirs.slope)
+    good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
+    if good:
+        return Recognised(min(good, key=lambda n: errors[n]))
+    by_value = [n for n, (v, _) in errors.items() if v <= tolerance]
+    if by_value:
+        return Recognised(None, f"its values are {by_value[0]}'s but its gradient is not", "gradient")
+    nearest = min(errors, key=lambda n: errors[n][0])
+    return Recognised(None, f"the nearest known function is {nearest}, {errors[nearest][0]:.2g} away")
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference relative to the magnitude there (at least 1); inf where NaN or infinities do not coincide."""
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return math.inf
+    a, b = a[~np.isnan(a)], b[~np.isnan(b)]
+    special = ~np.isfinite(a) | ~np.isfinite(b)
+    if not np.array_equal(a[special], b[special]):
+        return math.inf
+    a, b = a[~special], b[~special]
+    return float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)), initial=0.0))
+
+
+def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inline) -> Profile:
+    """Values and derivative of an elementwise `fn` traced at `like`'s real shape and dtype, evaluated in float64 on points."""
+    aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    closed = with_vjp(fn, [aval], aval)
+    axis = next((i for i in reversed(range(len(like.shape))) if like.shape[i] != 1), None)
+    if axis is None:
+        rows = [evaluate(closed, [np.full(like.shape, p), np.ones(like.shape)], None, inline) for p in points]
+        return Profile(points, np.array([r[0].item() for r in rows]), np.array([r[1].item() for r in rows]))
+    sizes = {s: 2 for s in like.shape if s != 1} | {like.shape[axis]: len(points)}
+    shape = tuple(sizes.get(s, s) for s in like.shape)
+    line = points.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    value, slope = evaluate(closed, [np.broadcast_to(line, shape), np.ones(shape)], Sizes(sizes), inline)
+    pick = tuple(slice(None) if i == axis else 0 for i in range(len(shape)))
+    return Profile(points, np.broadcast_to(value, shape)[pick], np.broadcast_to(slope, shape)[pick])
+
+
+def _points(literals: Sequence[float], dtype: Any) -> np.ndarray:
+    extra = []
+    for c in literals:
+        step = 2.0**-23 * max(abs(c), 2.0**-20)
+        extra += [c, c - step, c + step, -c]
+    return np.array([*SMOOTH_POINTS, *HARD_POINTS, *extra])

@@ -1,0 +1,222 @@
+"""Matching a pattern in a canonical view, with the nearest miss.
+
+A match binds pattern nodes to target nodes, and axis letters to target axes. It says nothing about rounding or gradients:
+a match is only a proposal until it is certified.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .canonical import ONE, CNode, Coef, View, view_node_text
+from .pattern import Axis, Pattern, axis_classes, axis_links
+
+log = logging.getLogger("fusionlab.match")
+
+_AC = frozenset("sum prod dot max min eq ne and or xor iadd imul".split())
+_STEP_LIMIT = 6000  # backtracking steps per root; patterns have 5 to 20 nodes, so this is never met by a real one
+
+
+@dataclass(frozen=True)
+class Match:
+    """Pattern node -> target node, with what was captured.
+
+    Attributes:
+      pattern: the pattern.
+      nodes: pattern node id -> target node id.
+      order: pattern node id -> for each pattern operand, the index of the target operand bound to it.
+      scalars: scalar name -> value, still including the factors that leaves carry (`gauge`).
+      letters: axis letter -> the target's axis classes, each with its size.
+      axes: (pattern node id, target axis) -> class number.
+    """
+
+    pattern: Pattern = field(repr=False)
+    nodes: Mapping[int, int]
+    order: Mapping[int, tuple[int, ...]]
+    scalars: Mapping[str, float]
+    letters: Mapping[str, tuple[int, ...]]
+    axes: Mapping[Axis, int]
+    sizes: Mapping[int, int]
+
+    @property
+    def leaves(self) -> dict[str, int]:
+        """Leaf name -> target node id."""
+        return {name: self.nodes[nid] for nid, name in self.pattern.leaf_of.items() if nid in self.nodes}
+
+    def leaf_id(self, name: str) -> int:
+        """The pattern node id of a leaf."""
+        return next(nid for nid, n in self.pattern.leaf_of.items() if n == name)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The nearest miss: how far the match got and what stopped it.
+
+    `matched` of `total` pattern nodes; `target` is the canonical node that did not fit; `bound` what had been matched.
+    """
+
+    pattern: Pattern = field(repr=False)
+    matched: int
+    total: int
+    target: int
+    reason: str
+    kind: str
+    bound: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class _State:
+    nodes: dict[int, int]
+    order: dict[int, tuple[int, ...]]
+    scalars: dict[str, float]
+    entered: dict[int, int]  # nodes whose op fitted, before their operands were looked at: the measure of progress
+
+
+class _Matcher:
+    def __init__(self, pattern: Pattern, view: View) -> None:
+        self.pattern, self.view = pattern, view
+        self.steps = 0
+        self.best: Miss | None = None
+
+    def miss(self, state: _State, target: int, reason: str, kind: str) -> None:
+        matched = len(state.entered)
+        if self.best is None or matched > self.best.matched:
+            self.best = Miss(self.pattern, matched, self.pattern.size, target, reason, kind, dict(state.entered))
+
+    def node(self, pid: int, tid: int, state: _State) -> Iterator[_State]:
+        self.steps += 1
+        if self.steps > _STEP_LIMIT:
+            return
+        bound = state.nodes.get(pid)
+        if bound is not None:
+            if bound == tid:
+                yield state
+            else:
+                self.miss(state, tid, "two uses of one value read different values", "structure")
+            return
+        if pid in self.pattern.leaf_of:
+            if tid != ONE:
+                yield _State({**state.nodes, pid: tid}, state.order, state.scalars, state.entered)
+            return
+        want, have = self.pattern.nodes[pid], self.view.nodes[tid]
+        if want.op != have.op:
+            self.miss(state, tid, f"{have.op} where the pattern has {want.op}", "structure")
+            return
+        if pid == ONE:
+            yield _State({**state.nodes, pid: tid}, state.order, state.scalars, state.entered)
+            return
+        if len(want.operands) != len(have.operands) or not _params_fit(want, have):
+            self.miss(state, tid, f"{have.op} of {len(have.operands)} operands does not fit", "structure")
+            return
+        state = _State(state.nodes, state.order, state.scalars, {**state.entered, pid: tid})
+        for order in self._orders(want, have):
+            yield from self.operands(pid, tid, order, 0, state)
+
+    def _orders(self, want: CNode, have: CNode) -> Iterator[tuple[int, ...]]:
+        n = len(want.operands)
+        if want.op not in _AC:
+            yield tuple(range(n))
+            return
+        for order in itertools.permutations(range(n)):
+            if want.op != "prod" or all(want.params[i] == have.params[j] for i, j in enumerate(order)):
+                yield order
+
+    def operands(self, pid: int, tid: int, order: tuple[int, ...], i: int, state: _State) -> Iterator[_State]:
+        want, have = self.pattern.nodes[pid], self.view.nodes[tid]
+        if i == len(order):
+            yield _State({**state.nodes, pid: tid}, {**state.order, pid: order}, state.scalars, state.entered)
+            return
+        po, to = want.operands[i], have.operands[order[i]]
+        for after in self.node(po.nid, to.nid, state):
+            scalars = self.coefficient(pid, i, to.coef, tid, after)
+            if scalars is not None:
+                yield from self.operands(pid, tid, order, i + 1, _State(after.nodes, after.order, scalars, after.entered))
+
+    def coefficient(self, pid: int, i: int, coef: Coef, tid: int, state: _State) -> dict[str, float] | None:
+        """The captured scalars with this edge's, or None when its coefficient does not fit."""
+        operand = self.pattern.nodes[pid].operands[i]
+        edge = self.pattern.edges.get((pid, i))
+        if edge is not None:
+            try:
+                value = float((coef / edge.const) ** (1 / edge.power))
+            except (ZeroDivisionError, TypeError, OverflowError):
+                return self._coef_miss(state, tid, coef, edge.scalar)
+            known = state.scalars.get(edge.scalar)
+            if known is not None and not close(known, value):
+                return self._coef_miss(state, tid, coef, f"{edge.scalar} = {known:g}")
+            return {**state.scalars, edge.scalar: value} if known is None else state.scalars
+        if operand.nid in self.pattern.gauged or close(operand.coef, coef):
+            return state.scalars
+        return self._coef_miss(state, tid, coef, f"{operand.coef:g}")
+
+    def _coef_miss(self, state: _State, tid: int, coef: Coef, wanted: str) -> None:
+        self.miss(state, tid, f"a factor {coef:g} where the pattern has {wanted}", "scalar")
+
+    def axes(self, state: _State) -> Match | Miss:
+        """The axis check: every target axis must play a letter's part in every matched node."""
+        pattern, links, sizes = self.pattern, [], {}
+        for pid, order in state.order.items():
+            have = self.view.nodes[state.nodes[pid]]
+            keys: list[Any] = [None] * len(order)
+            for i, j in enumerate(order):
+                keys[j] = pattern.nodes[pid].operands[i].nid
+            links += axis_links(have, pid, keys)
+        classes = axis_classes(links)
+        members: dict[int, set[int]] = {}
+        for (pid, axis), c in classes.items():
+            if isinstance(axis, int):
+                members.setdefault(c, set()).add(pid)
+                sizes[c] = self.view.nodes[state.nodes[pid]].shape[axis]
+        letters: dict[str, list[int]] = {letter: [] for letter in pattern.letters}
+        for c, pids in members.items():
+            fits = [x for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))]
+            if len(fits) != 1:
+                names = sorted(pattern.leaf_of[p] for p in pids if p in pattern.leaf_of)
+                reason = f"an axis of size {sizes[c]} that {' and '.join(names) or 'no operand'} has plays no part in the pattern"
+                self.miss(state, state.nodes[pattern.root], reason, "axes")
+                return Miss(pattern, pattern.size, pattern.size, state.nodes[pattern.root], reason, "axes", state.nodes)
+            letters[fits[0]].append(c)
+        fixed = {x: tuple(cs) for x, cs in letters.items()}
+        return Match(pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
+
+    def _plays(self, letter: str, full: frozenset[int], pids: frozenset[int]) -> bool:
+        optional = self.pattern.example.optional.get(letter, frozenset())
+        may_lack = frozenset(p for p, name in self.pattern.leaf_of.items() if name in optional)
+        return full - may_lack <= pids <= full
+
+
+def match(pattern: Pattern, view: View, root: int) -> Match | Miss:
+    """Matches `pattern` with its root at canonical node `root`."""
+    matcher = _Matcher(pattern, view)
+    axis_miss: Miss | None = None
+    for state in matcher.node(pattern.root, root, _State({}, {}, {}, {})):
+        result = matcher.axes(state)
+        if isinstance(result, Match):
+            return result
+        axis_miss = axis_miss or result
+    miss = axis_miss or matcher.best
+    if miss is None:
+        miss = Miss(pattern, 0, pattern.size, root, "nothing fits", "structure", {})
+    log.debug(
+        "%s at %s: %d of %d, %s; bound %s",
+        pattern.example.name, view_node_text(view, root), miss.matched, miss.total, miss.reason, sorted(miss.bound.values()),
+    )  # fmt: skip
+    return miss
+
+
+def close(a: Coef, b: Coef, ulps: int = 2) -> bool:
+    """Equal within `ulps` units of float32: literals reach us rounded to their dtype, and folded in different orders."""
+    if a == b:
+        return True
+    if isinstance(a, bool) or isinstance(b, bool):
+        return False
+    return abs(a - b) <= ulps * 2**-23 * max(abs(a), abs(b))
+
+
+def _params_fit(want: CNode, have: CNode) -> bool:
+    """Params that are only names of axes or labels (dot) or are checked per operand (prod) are not compared here."""
+    return want.op in ("dot", "prod") or want.params == have.params

@@ -1,0 +1,235 @@
+"""From canonical back to raw: which raw nodes a match covers, where it is cut, and whether anything escapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .canonical import ONE, View
+from .evaluate import CannotEvaluate, evaluate, promote
+from .ir import Block, Literal, Node, Value
+from .rewrite import slice_jaxpr
+
+VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims".split())
+SCALINGS = frozenset("mul div neg".split())
+_CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The raw side of a match.
+
+    Attributes:
+      block: where it stands.
+      root: the value it makes.
+      leaves: leaf name -> the raw value at the cut.
+      nodes: nodes the fusion replaces, in program order.
+      support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
+    """
+
+    block: Block
+    root: Value
+    leaves: Mapping[str, Value]
+    nodes: tuple[Node, ...]
+    support: tuple[Node, ...]
+
+    @property
+    def node_ids(self) -> frozenset[int]:
+        return frozenset(n.id for n in self.nodes)
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The leaf values, each once, in leaf order."""
+        return tuple({v.id: v for v in self.leaves.values()}.values())
+
+    def jaxpr(self) -> Any:
+        """The region as a closed jaxpr: a function of `inputs`."""
+        nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
+        return slice_jaxpr(self.block, nodes, self.inputs, self.root)
+
+
+@dataclass(frozen=True)
+class Escape:
+    """An inner value that is read outside the region: `value`, made by `node`, read by `user` (None: returned)."""
+
+    value: Value
+    node: Node
+    user: Node | None
+
+
+class NotARegion(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
+    """The match cannot be cut out of the raw block; the message says why."""
+
+
+def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: frozenset[str] = frozenset()) -> Region:
+    """Cuts the raw nodes between `root` and the leaves.
+
+    A leaf binds to the raw value the boundary equation reads, looked at through pure views (and, for the leaves named in
+    `through_scale`, through multiplications by literals); never through a cast.
+
+    Args:
+      view: the canonical view of the block.
+      root: the raw value the match makes.
+      leaves: leaf name -> canonical node id.
+      through_scale: leaves whose literal factors belong to the region.
+
+    Raises:
+      NotARegion: the region reads something that is no leaf, or two leaves cannot be told apart.
+    """
+    block = view.block
+    names_of: dict[int, list[str]] = {}
+    for name, nid in leaves.items():
+        names_of.setdefault(nid, []).append(name)
+    inner: dict[int, Node] = {}
+    support: dict[int, Node] = {}
+    bound: dict[int, dict[int, Value]] = {nid: {} for nid in names_of}
+    stack: list[Value] = [root]
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if value.id in seen:
+            continue
+        seen.add(value.id)
+        ref = view.ref[value.id]
+        node = block.producer.get(value.id)
+        if ref.nid in names_of and value.id != root.id:
+            base, crossed = _look_through(view, value, all(n in through_scale for n in names_of[ref.nid]))
+            bound[ref.nid][base.id] = base
+            support.update((n.id, n) for n in crossed)
+            continue
+        if node is None:
+            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
+        target = support if is_constant(view, value) else inner
+        target[node.id] = node
+        stack.extend(a for a in node.inputs if isinstance(a, Value))
+    chosen = {name: _one(bound[nid], name) for name, nid in leaves.items()}
+    inner.update(_dead_with(block, inner, support, chosen.values()))
+    support = {i: n for i, n in support.items() if i not in inner}
+    nodes = tuple(inner[i] for i in sorted(inner))
+    return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)))
+
+
+def _look_through(view: View, value: Value, through_scale: bool) -> tuple[Value, list[Node]]:
+    """Through pure views of the same canonical node (and literal factors) to the value underneath."""
+    crossed = []
+    while (node := view.block.producer.get(value.id)) is not None:
+        allowed = VIEWS | SCALINGS if through_scale else VIEWS
+        if node.primitive not in allowed:
+            break
+        sources = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == view.ref[value.id].nid]
+        if len(sources) != 1 or sources[0].dtype != value.dtype:
+            break
+        if any(isinstance(a, Value) and a is not sources[0] and view.ref[a.id].nid != ONE for a in node.inputs):
+            break
+        crossed.append(node)
+        value = sources[0]
+    return value, crossed
+
+
+def _one(values: dict[int, Value], name: str) -> Value:
+    if len(values) == 1:
+        return next(iter(values.values()))
+    raise NotARegion(f"operand {name} is read in {len(values)} different forms")
+
+
+def _dead_with(block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]) -> dict[int, Node]:
+    """Support nodes nobody else reads: they disappear with the region."""
+    leaf_ids = {v.id for v in leaves}
+    dead: dict[int, Node] = {}
+    for nid in sorted(support, reverse=True):
+        node = support[nid]
+        outs = [v.id for v in node.outputs]
+        if any(i in block.returned or i in leaf_ids for i in outs):
+            continue
+        users = [u for i in outs for u in block.users.get(i, ())]
+        if all(u.id in inner or u.id in dead for u in users):
+            dead[nid] = node
+    return dead
+
+
+def is_constant(view: View, value: Value) -> bool:
+    """Made of literals and iotas alone: shared freely, never claimed."""
+    ref = view.ref[value.id]
+    return ref.nid == ONE or _constant_node(view, ref.nid, {})
+
+
+def _constant_node(view: View, nid: int, known: dict[int, bool]) -> bool:
+    stack = [nid]
+    while stack:
+        top = stack[-1]
+        node = view.nodes[top]
+        if top in known:
+            stack.pop()
+        elif node.op in ("one", "iota"):
+            known[top] = True
+        elif not node.operands or node.op == "dot":
+            known[top] = False
+        elif pending := [o.nid for o in node.operands if o.nid not in known]:
+            if any(known.get(o.nid) is False for o in node.operands):
+                known[top] = False
+            else:
+                stack.extend(pending)
+        else:
+            known[top] = all(known[o.nid] for o in node.operands)
+    return known[nid]
+
+
+def escapes(region: Region) -> list[Escape]:
+    """Every inner value (not the root) that is read outside the region or returned."""
+    inside = {n.id for n in region.nodes} | {n.id for n in region.support}
+    found = []
+    for node in region.nodes:
+        for value in node.outputs:
+            if value.id == region.root.id:
+                continue
+            if value.id in region.block.returned:
+                found.append(Escape(value, node, None))
+            found += [Escape(value, node, u) for u in region.block.users.get(value.id, ()) if u.id not in inside]
+    return found
+
+
+def constant_array(block: Block, value: Value) -> np.ndarray | None:
+    """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None."""
+    if math.prod(value.shape) > _CONSTANT_LIMIT:
+        return None
+    consts = dict((v.id, c) for v, c in block.consts)
+    nodes: dict[int, Node] = {}
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        node = block.producer.get(v.id)
+        if node is None:
+            if not isinstance(consts.get(v.id), np.ndarray | np.generic) and not _concrete(consts.get(v.id)):
+                return None
+        elif node.id not in nodes:
+            if node.eqn.effects or (node.blocks and node.primitive != "custom_jvp_call"):
+                return None
+            nodes[node.id] = node
+            stack.extend(a for a in node.inputs if isinstance(a, Value))
+    if not nodes:
+        return promote(np.asarray(consts[value.id]))
+    try:
+        return evaluate(slice_jaxpr(block, [nodes[i] for i in sorted(nodes)], (), value), [])[0]
+    except CannotEvaluate:
+        return None
+
+
+def _concrete(const: Any) -> bool:
+    """A captured array whose values can be read now (not a tracer of an enclosing transformation)."""
+    return const is not None and hasattr(const, "is_fully_addressable") and not hasattr(const, "_trace")
+
+
+def literal_values(nodes: Iterable[Node]) -> list[float]:
+    """Every finite float or int literal written in the nodes, custom-rule bodies included."""
+    out: list[float] = []
+    for node in nodes:
+        for atom in node.inputs:
+            if isinstance(atom, Literal) and not atom.shape and np.asarray(atom.val).dtype.kind in "fiuV":
+                out.append(float(atom.val))
+        for block in node.blocks:
+            out += literal_values(block.nodes)
+    return [c for c in out if math.isfinite(c)]

@@ -1,0 +1,173 @@
+"""Graph -> jaxpr, with sites replaced. Everything outside a site is the traced equation itself, untouched.
+
+A `Replacement` names the nodes that go, the value they made, and the function that makes it instead. Equations of the other
+nodes are re-emitted with their own params, effects, contexts, scopes and source lines; regions are rebuilt only where a site
+stands inside them, with their own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from ..errors import RewriteError
+from .compat import rebuild, split_closed
+from .ir import Atom, Block, Graph, Literal, Node, Value
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """One site: the fused function in place of some nodes.
+
+    Attributes:
+      block_path: the block the site stands in.
+      node_ids: nodes that disappear.
+      root: the value they made; it is made by `fn` now.
+      leaves: the values `fn` takes, in order.
+      fn: arrays -> array of the root's shape and dtype.
+    """
+
+    block_path: str
+    node_ids: frozenset[int]
+    root: Value
+    leaves: tuple[Value, ...]
+    fn: Callable[..., Any]
+
+
+def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
+    """A closed jaxpr that computes `graph` with `replacements` applied.
+
+    Raises:
+      RewriteError: a replacement's result differs in shape or dtype from the value it replaces.
+    """
+    by_path: dict[str, list[Replacement]] = {}
+    for replacement in replacements:
+        by_path.setdefault(replacement.block_path, []).append(replacement)
+    return _Emitter(by_path).block(graph.top)
+
+
+def slice_jaxpr(block: Block, nodes: Sequence[Node], inputs: Sequence[Value], output: Value) -> Any:
+    """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`."""
+    emitter = _Emitter({})
+    env = {v.id: jex_core.Var(v.aval) for v in inputs}
+    consts = [(v, c) for v, c in block.consts if v.id not in env]
+    env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
+    eqns = [emitter.eqn(node, env) for node in nodes]
+    base, _ = split_closed(block.jaxpr)
+    debug = base.debug_info._replace(arg_names=None, result_paths=None)
+    new = jex_core.Jaxpr(
+        [env[v.id] for v, _ in consts], [env[v.id] for v in inputs], [env[output.id]], eqns, debug_info=debug
+    )
+    return jex_core.ClosedJaxpr(new, [c for _, c in consts])
+
+
+class _Emitter:
+    def __init__(self, by_path: Mapping[str, list[Replacement]]) -> None:
+        self.by_path = by_path
+
+    def block(self, block: Block) -> Any:
+        env: dict[int, Any] = {v.id: jex_core.Var(v.aval) for v in block.inputs}
+        env.update((v.id, jex_core.Var(v.aval)) for v, _ in block.consts)
+        eqns, extra = self._equations(block, env)
+        outvars = [_atom(env, a) for a in block.outputs]
+        constvars = [env[v.id] for v, _ in block.consts] + [v for v, _ in extra]
+        consts = [c for _, c in block.consts] + [c for _, c in extra]
+        eqns = _live(eqns, outvars)
+        return rebuild(block.jaxpr, constvars, [env[v.id] for v in block.inputs], outvars, eqns, consts)
+
+    def _equations(self, block: Block, env: dict[int, Any]) -> tuple[list, list]:
+        sites = self.by_path.get(block.path, ())
+        at_root = {r.root.id: r for r in sites}
+        gone = {nid for r in sites for nid in r.node_ids}
+        eqns: list[Any] = []
+        extra: list[tuple[Any, Any]] = []
+        for node in block.nodes:
+            replacement = next((at_root[v.id] for v in node.outputs if v.id in at_root), None)
+            if replacement is not None:
+                eqns += self._splice(replacement, node, env, extra)
+            elif node.id not in gone:
+                eqns.append(self.eqn(node, env))
+        return eqns, extra
+
+    def eqn(self, node: Node, env: dict[int, Any]) -> Any:
+        """The node's own equation on new variables; child blocks rebuilt only if a site stands inside."""
+        invars = [_atom(env, a) for a in node.inputs]
+        outvars = [jex_core.Var(v.aval) for v in node.outputs]
+        env.update((v.id, var) for v, var in zip(node.outputs, outvars, strict=True))
+        eqn = node.eqn.replace(invars=invars, outvars=outvars, source_info=_source_info(node))
+        if any(self._touched(b) for b in node.blocks):
+            eqn = eqn.replace(params=self._params(node))
+        return eqn
+
+    def _touched(self, block: Block) -> bool:
+        return any(path == block.path or path.startswith(block.path + ".") for path in self.by_path)
+
+    def _params(self, node: Node) -> dict[str, Any]:
+        params = dict(node.params)
+        for block in node.blocks:
+            if not self._touched(block):
+                continue
+            key, _, index = block.label.partition("[")
+            new = self.block(block)
+            if index:
+                items = list(params[key])
+                items[int(index.rstrip("]"))] = new
+                params[key] = type(params[key])(items)
+            else:
+                params[key] = new
+        return params
+
+    def _splice(self, r: Replacement, at: Node, env: dict[int, Any], extra: list) -> list:
+        """The equations of the fused function, in the place and with the source information of the site's root."""
+        args = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in r.leaves]
+        closed = jax.make_jaxpr(r.fn)(*args)
+        jaxpr, consts = split_closed(closed)
+        made = jaxpr.outvars[0].aval
+        if len(jaxpr.outvars) != 1 or made.shape != r.root.shape or made.dtype != r.root.dtype:
+            raise RewriteError(
+                f"the replacement for {r.root!r} gives {made.str_short()}, needed the same shape and dtype; this is a bug"
+            )
+        inner: dict[Any, Any] = dict(zip(jaxpr.invars, (env[v.id] for v in r.leaves), strict=True))
+        for var, const in zip(jaxpr.constvars if consts else (), consts, strict=True):
+            inner[var] = jex_core.Var(var.aval)
+            extra.append((inner[var], const))
+        info = _source_info(at)
+        eqns = []
+        for eqn in jaxpr.eqns:
+            outvars = [jex_core.Var(v.aval) for v in eqn.outvars]
+            invars = [inner.get(v, v) if not isinstance(v, jex_core.Literal) else v for v in eqn.invars]
+            inner.update(zip(eqn.outvars, outvars, strict=True))
+            eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+        out = jaxpr.outvars[0]
+        env[r.root.id] = out if isinstance(out, jex_core.Literal) else inner[out]
+        return eqns
+
+
+def _atom(env: Mapping[int, Any], atom: Atom) -> Any:
+    return jex_core.Literal(atom.val, atom.aval) if isinstance(atom, Literal) else env[atom.id]
+
+
+def _source_info(node: Node) -> Any:
+    """The equation's source information, its scope completed with those of the calls that were flattened around it."""
+    info = node.eqn.source_info
+    stack = None
+    for call in node.calls:
+        if call.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
+            outer = call.source_info.name_stack
+            stack = outer if stack is None else stack + outer
+    return info if stack is None else info.replace(name_stack=stack + info.name_stack)
+
+
+def _live(eqns: list, outvars: list) -> list:
+    """Drops equations a replacement has left without readers."""
+    wanted = {v for v in outvars if not isinstance(v, jex_core.Literal)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
+            kept.append(eqn)
+            wanted.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+    return kept[::-1]
