@@ -1,0 +1,14 @@
+"""What may be fused: one pass a file, each with its examples, its conditions and the fused op it becomes."""
+
+from .base import Pass as Pass
+from .find import find_in as find_in
+from .findings import Backend as Backend
+from .findings import Candidate as Candidate
+from .findings import Findings as Findings
+from .findings import Rejection as Rejection
+from .findings import Residual as Residual
+from .gemm_epilogue import GemmEpiloguePass
+from .strategy import Strategy as Strategy
+from .strategy import select as select
+
+BUILT_IN: tuple[Pass, ...] = (GemmEpiloguePass(),)

@@ -75,10 +75,13 @@ class View:
         self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
         self.ref: dict[int, Ref] = {}
         self.values_of: dict[int, list[Value]] = {}
+        self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
         self._table: dict[Any, int] = {("one", (), (), ()): ONE}
         self._unique = itertools.count()
         for i, value in enumerate(block.inputs):
             coef = (literal_inputs or {}).get(i)
+            if coef is not None:
+                self.known_inputs[value.id] = coef
             self._bind(value, self.leaf(("in", i), value.shape) if coef is None else self.literal(coef, value.shape))
         for value, const in block.consts:
             self._bind(value, self._constant(value, const))

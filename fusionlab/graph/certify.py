@@ -170,7 +170,7 @@ def _float_names(region: Region) -> list[str]:
 
 def region_signature(region: Region) -> Any:
     """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
-    number: dict[int, int] = {}
+    number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
     for value in region.inputs:
         number[value.id] = len(number)
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
@@ -179,7 +179,7 @@ def region_signature(region: Region) -> Any:
     return leaves, body, number.get(region.root.id)
 
 
-def node_signature(node: Node, number: dict[int, int]) -> Any:
+def node_signature(node: Node, number: dict[int, Any]) -> Any:
     """A hashable form of a node; `number` renames values in order of appearance and is extended."""
     ins = tuple(
         number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs

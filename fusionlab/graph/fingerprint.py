@@ -19,7 +19,7 @@ from jax.extend import core as jex_core
 from .canonical import ONE, View
 from .certify import Certifier, node_signature, with_vjp
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
-from .ir import Block, Literal, Node, Value
+from .ir import Literal, Node, Value
 from .region import literal_values
 from .rewrite import slice_jaxpr
 from .rules import is_jax_rule
@@ -88,7 +88,7 @@ def between(view: View, start: Value, end: Value) -> list[Node]:
     block, nodes, stack = view.block, {}, [end]
     while stack:
         value = stack.pop()
-        if value.id == start.id:
+        if value.id == start.id or value.id in view.known_inputs:
             continue
         node = block.producer[value.id]
         if node.id not in nodes:
@@ -109,18 +109,18 @@ def recognise(
       certifier: remembers answers by the cone's signature.
     """
     nodes = between(view, start, end)
-    number = {start.id: 0}
+    number: dict[int, Any] = {start.id: 0, **{i: ("known", c) for i, c in view.known_inputs.items()}}
     key = ("cone", start.shape, str(start.dtype), tuple(node_signature(n, number) for n in nodes), number[end.id], tuple(known))
-    return certifier.once(key, lambda: _recognise(view.block, nodes, start, end, known, certifier.inline))
+    return certifier.once(key, lambda: _recognise(view, nodes, start, end, known, certifier.inline))
 
 
 def _recognise(
-    block: Block, nodes: Sequence[Node], start: Value, end: Value, known: Mapping[str, Callable[..., Any]], inline: Inline
+    view: View, nodes: Sequence[Node], start: Value, end: Value, known: Mapping[str, Callable[..., Any]], inline: Inline
 ) -> Recognised:
     if end.dtype != start.dtype:
         return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
     points = _points(literal_values(nodes), start.dtype)
-    fn = jex_core.jaxpr_as_fun(slice_jaxpr(block, nodes, (start,), end))
+    fn = jex_core.jaxpr_as_fun(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs))
     try:
         mine = profile(lambda h: fn(h)[0], start, points, inline)
     except CannotEvaluate as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Region:
       root: the value it makes.
       leaves: leaf name -> the raw value at the cut.
       nodes: nodes the fusion replaces, in program order.
+      known: scalar block inputs that are literals at the call, by value id.
       support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
     """
 
@@ -36,6 +37,7 @@ class Region:
     leaves: Mapping[str, Value]
     nodes: tuple[Node, ...]
     support: tuple[Node, ...]
+    known: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def node_ids(self) -> frozenset[int]:
@@ -49,7 +51,7 @@ class Region:
     def jaxpr(self) -> Any:
         """The region as a closed jaxpr: a function of `inputs`."""
         nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
-        return slice_jaxpr(self.block, nodes, self.inputs, self.root)
+        return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: froze
             bound[ref.nid][base.id] = base
             support.update((n.id, n) for n in crossed)
             continue
+        if value.id in view.known_inputs:
+            continue
         if node is None:
             raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
         target = support if is_constant(view, value) else inner
@@ -110,7 +114,7 @@ def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: froze
     inner.update(_dead_with(block, inner, support, chosen.values()))
     support = {i: n for i, n in support.items() if i not in inner}
     nodes = tuple(inner[i] for i in sorted(inner))
-    return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)))
+    return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)), view.known_inputs)
 
 
 def _look_through(view: View, value: Value, through_scale: bool) -> tuple[Value, list[Node]]:
@@ -192,16 +196,19 @@ def escapes(region: Region) -> list[Escape]:
     return found
 
 
-def constant_array(block: Block, value: Value) -> np.ndarray | None:
+def constant_array(view: View, value: Value) -> np.ndarray | None:
     """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None."""
     if math.prod(value.shape) > _CONSTANT_LIMIT:
         return None
-    consts = dict((v.id, c) for v, c in block.consts)
+    block = view.block
+    consts = {v.id: c for v, c in block.consts}
     nodes: dict[int, Node] = {}
     stack = [value]
     while stack:
         v = stack.pop()
         node = block.producer.get(v.id)
+        if v.id in view.known_inputs:
+            continue
         if node is None:
             if not isinstance(consts.get(v.id), np.ndarray | np.generic) and not _concrete(consts.get(v.id)):
                 return None
@@ -211,9 +218,9 @@ def constant_array(block: Block, value: Value) -> np.ndarray | None:
             nodes[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     if not nodes:
-        return promote(np.asarray(consts[value.id]))
+        return promote(np.asarray(consts[value.id])) if value.id in consts else None
     try:
-        return evaluate(slice_jaxpr(block, [nodes[i] for i in sorted(nodes)], (), value), [])[0]
+        return evaluate(slice_jaxpr(block, [nodes[i] for i in sorted(nodes)], (), value, view.known_inputs), [])[0]
     except CannotEvaluate:
         return None
 

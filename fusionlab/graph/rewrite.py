@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
@@ -50,10 +51,19 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     return _Emitter(by_path).block(graph.top)
 
 
-def slice_jaxpr(block: Block, nodes: Sequence[Node], inputs: Sequence[Value], output: Value) -> Any:
-    """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`."""
+def slice_jaxpr(
+    block: Block, nodes: Sequence[Node], inputs: Sequence[Value], output: Value, known: Mapping[int, Any] | None = None
+) -> Any:
+    """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`.
+
+    `known` gives the value of scalar block inputs (by id) that are literals at the call.
+    """
     emitter = _Emitter({})
-    env = {v.id: jex_core.Var(v.aval) for v in inputs}
+    avals = {v.id: v.aval for v in block.inputs}
+    env: dict[int, Any] = {
+        i: jex_core.Literal(np.asarray(c, avals[i].dtype)[()], avals[i]) for i, c in (known or {}).items()
+    }
+    env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
     consts = [(v, c) for v, c in block.consts if v.id not in env]
     env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
     eqns = [emitter.eqn(node, env) for node in nodes]

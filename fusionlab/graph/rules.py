@@ -429,7 +429,7 @@ def is_jax_rule(node: Node) -> bool:
 
 
 def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
-    """Which inputs of a region's body are literals known at the call: scan constants, and all operands of remat, jit, shard_map."""
+    """Which inputs of a region's body are scalars known at the call: scan constants, and all operands of remat, jit, shard_map."""
     if node.primitive == "scan":
         count = scan_counts(node.params)[0]
     elif node.primitive in ("remat2", "remat", "checkpoint", "shard_map", "jit", "pjit"):
@@ -437,7 +437,7 @@ def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
     else:
         return {}
     refs = [view.read(a) for a in node.inputs[:count]]
-    return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
+    return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r) and not r.dims and not node.inputs[i].shape}
 
 
 RULES: dict[str, Rule] = {

@@ -24,6 +24,7 @@ _OWN_CODE = tuple(os.path.join(_OWN_DIR, room) + os.sep for room in ("graph", "k
     os.path.join(_OWN_DIR, "lab.py"),
 )
 # jvp(...), transpose(...), vmap(...) and the like wrap a scope's name when a transformation traced it.
+_NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body", "cond", "closed_call", "core_call"})
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
 
 
@@ -102,7 +103,7 @@ def clean_scope(raw: str) -> str:
     for part in _split(raw):
         while match := _WRAPPER.match(part):
             part = match.group(1)
-        names.extend(p for p in _split(part) if p and "->" not in p)  # jnp.einsum names a scope after its formula
+        names.extend(p for p in _split(part) if p and "->" not in p and p not in _NOT_MODULES)  # jnp.einsum names a scope after its formula
     return "/".join(names)
 
 

@@ -1,0 +1,186 @@
+"""What a pass is, and what it needs to search a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+from ..device import Device
+from ..errors import unknown_name
+from ..graph.canonical import View
+from ..graph.certify import Certifier, Verdict, region_signature
+from ..graph.compat import split_closed
+from ..graph.ir import Graph, Node, Value
+from ..graph.region import Escape, Region
+from ..graph.rewrite import Replacement
+from ..kernels.op import Op
+from .findings import Backend, Candidate, Rejection, Residual
+
+
+class Pass(Protocol):
+    """One fusion pass: a name, words for people, and a search over one block.
+
+    Attributes:
+      name: as in `passes=[...]` and `Strategy`.
+      op: the fused op it rewrites to.
+      formula: what it fuses, in one line.
+      needs: its conditions, in one line.
+      options: option name -> (default, meaning).
+      sample: a small function and arguments in which it finds a site (for the before/after picture).
+    """
+
+    name: str
+    op: str
+    formula: str
+    needs: str
+    options: Mapping[str, tuple[Any, str]]
+    sample: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        """Every site of the block: a candidate, or a rejection that says why not."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """One pass over one block.
+
+    Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse).
+    """
+
+    graph: Graph
+    view: View
+    device: Device
+    certifier: Certifier
+    options: Mapping[str, Any] = field(default_factory=dict)
+    implementation: str | None = None
+
+    @property
+    def block(self) -> Any:
+        return self.view.block
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a region becomes a call of a fused op.
+
+    Attributes:
+      op, attrs: the fused op and its attributes.
+      operands: region inputs -> the op's operands (None for an absent one).
+      finish: the op's result -> the region's root.
+      formula: what it computes at this site.
+    """
+
+    op: Op
+    attrs: Mapping[str, Any]
+    operands: Callable[..., tuple[Any, ...]]
+    finish: Callable[[Any], Any]
+    formula: str
+
+    def call(self, *inputs: Any) -> Any:
+        return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What certification of a site yields, shared by all sites of the same signature."""
+
+    verdict: Verdict
+    nodes_after: int
+    residuals: tuple[Residual, ...]
+    backends: tuple[Backend, ...]
+
+
+def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node, notes: Sequence[str] = ()) -> Any:
+    """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`."""
+    key = ("site", region_signature(region), plan.op.name, tuple(sorted(plan.attrs.items())), search.implementation, search.device)
+    facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan))
+    if not facts.verdict.ok:
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
+        return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
+    plan_call = plan.call
+    replacement = Replacement(region.block.path, region.node_ids, region.root, region.inputs, plan_call)
+    return Candidate(
+        id=f"{name}@{anchor.scope}",
+        pass_name=name,
+        op=plan.op.name,
+        attrs={k: v for k, v in plan.attrs.items() if k != "implementation" and v is not None},
+        node_ids=region.node_ids,
+        root=region.root,
+        leaves=dict(region.leaves),
+        block_path=region.block.path,
+        nodes_before=len(region.nodes),
+        nodes_after=facts.nodes_after,
+        source=anchor.source,
+        formula=plan.formula,
+        residuals=facts.residuals,
+        backends=facts.backends,
+        notes=tuple(notes),
+        site=replacement,
+    )
+
+
+def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
+    what = (plan.op.name, tuple(sorted(plan.attrs.items())))
+    verdict = search.certifier.region(region, plan.call, what)
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
+    nodes_after = len(split_closed(jax.make_jaxpr(plan.call)(*avals))[0].eqns)
+    operands = jax.eval_shape(plan.operands, *avals)
+    attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+    residuals = plan.op.residuals(*operands, **attrs)
+    backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
+    return _Facts(
+        verdict,
+        nodes_after,
+        tuple(Residual(r.name, r.shape, r.dtype, r.nbytes, r.readers) for r in residuals),
+        tuple(Backend(b.name, b.verdict, b.reason) for b in backends),
+    )
+
+
+def reject(
+    search: Search,
+    name: str,
+    code: str,
+    sentence: str,
+    anchor: Node,
+    guilty: Iterable[Node],
+    site: Iterable[Node],
+    progress: tuple[int, int] | None = None,
+    edit: str | None = None,
+) -> Rejection:
+    """A Rejection at `anchor`; `progress` defaults to all of the site's nodes having matched."""
+    site_ids = frozenset(n.id for n in site) | {anchor.id}
+    matched, total = progress or (len(site_ids), len(site_ids))
+    guilty_ids = tuple(n.id for n in guilty)
+    return Rejection(f"{name}@{anchor.scope}", name, code, sentence, guilty_ids, site_ids, matched, total, anchor.source, edit)
+
+
+def anchor_text(node: Node) -> str:
+    """"%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
+    outs = ", ".join(map(repr, node.outputs))
+    return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
+
+
+def escape_text(escape: Escape) -> str:
+    """"%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
+    reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
+    return f"{anchor_text(escape.node)} {reader}"
+
+
+def option(search: Search, pass_: Pass, key: str) -> Any:
+    """An option's value: as given, or the default."""
+    return search.options.get(key, pass_.options[key][0])
+
+
+def check_options(pass_: Pass, options: Mapping[str, Any]) -> None:
+    """Raises UnknownNameError for an option the pass does not have."""
+    for key in options:
+        if key not in pass_.options:
+            raise unknown_name(f"option of pass {pass_.name}", key, pass_.options)
+
+
+def value_dtypes(values: Iterable[Value]) -> set[str]:
+    return {str(v.dtype) for v in values}

@@ -1,0 +1,144 @@
+"""The search: every pass over every block, overlaps settled, sites named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..device import Device
+from ..graph.canonical import View
+from ..graph.certify import Certifier
+from ..graph.ir import Block, Graph, Node
+from ..graph.rules import is_jax_rule, literal_inputs
+from ..kernels import meaning_of
+from .base import Pass, Search
+from .findings import Candidate, Findings, Rejection
+
+# Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
+# of the user's own.
+SEARCHED = frozenset("scan while cond remat2 remat checkpoint shard_map jit pjit custom_vjp_call custom_jvp_call".split())
+
+
+def find_in(
+    graph: Graph,
+    passes: Iterable[tuple[Pass, Mapping[str, Any]]],
+    device: Device,
+    implementation: str | None = None,
+    certifier: Certifier | None = None,
+) -> Findings:
+    """Searches a graph.
+
+    Args:
+      graph: the raw graph.
+      passes: passes with their options, in order.
+      device: what backends are judged for.
+      implementation: as in `fuse`.
+      certifier: remembers proofs; a new one by default.
+    """
+    passes = list(passes)
+    certifier = certifier or Certifier(meaning_of)
+    started = time.perf_counter()
+    views = list(_views(graph))
+    seconds = {"canonicalise": time.perf_counter() - started}
+    found: list[Candidate | Rejection] = []
+    for pass_, options in passes:
+        if implementation is not None and implementation not in _implementations(pass_):
+            continue
+        started = time.perf_counter()
+        for view, owner in views:
+            search = Search(graph, view, device, certifier, options, implementation)
+            for item in pass_.search(search):
+                found.append(_inside_rule(item, owner) if owner is not None else item)
+        seconds[pass_.name] = time.perf_counter() - started
+    candidates, rejections = _settle(found)
+    names = tuple(p.name for p, _ in passes)
+    return Findings(graph, names, *_number(candidates, rejections), seconds, str(device))
+
+
+def _implementations(pass_: Pass) -> Mapping[str, Any]:
+    from ..kernels import OPS
+
+    return OPS[pass_.op].implementations
+
+
+def _views(graph: Graph) -> Iterator[tuple[View, Node | None]]:
+    """The canonical view of every block worth searching, with the user's custom rule it stands in (None: in none)."""
+    stack: list[tuple[Block, dict[int, Any], Node | None]] = [(graph.top, {}, None)]
+    while stack:
+        block, literals, owner = stack.pop()
+        view = View(block, literals)
+        yield view, owner
+        for node in reversed(block.nodes):
+            if node.primitive not in SEARCHED or is_jax_rule(node):
+                continue
+            inner = node if node.primitive in ("custom_vjp_call", "custom_jvp_call") else owner
+            known = literal_inputs(view, node)
+            stack.extend((child, known, inner) for child in reversed(node.blocks))
+
+
+def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
+    """A site inside a user's custom_jvp or custom_vjp: its gradient is the user's, so it is left alone."""
+    if isinstance(item, Rejection):
+        return item
+    where = f" ({owner.source})" if owner.source else ""
+    return Rejection(
+        item.id,
+        item.pass_name,
+        "custom_rule",
+        f"{item.formula} stands inside a {owner.primitive}{where}, whose derivative is the user's own",
+        (owner.id,),
+        item.node_ids,
+        item.nodes_before,
+        item.nodes_before,
+        item.source,
+    )
+
+
+def _settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
+    """Where candidates share nodes the one with more nodes wins; the loser becomes a rejection naming the winner."""
+    rejections = [r for r in found if isinstance(r, Rejection)]
+    candidates = [c for c in found if isinstance(c, Candidate)]
+    owner: dict[int, Candidate] = {}
+    lost: dict[int, Candidate] = {}
+    for c in sorted(candidates, key=lambda c: -c.nodes_before):
+        taken = next((owner[n] for n in c.node_ids if n in owner), None)
+        if taken is not None:
+            lost[id(c)] = taken
+        else:
+            owner.update(dict.fromkeys(c.node_ids, c))
+    return _with_losers(candidates, lost, rejections)
+
+
+def _with_losers(
+    candidates: list[Candidate], lost: Mapping[int, Candidate], rejections: list[Rejection]
+) -> tuple[list[Candidate], list[Rejection]]:
+    kept = [c for c in candidates if id(c) not in lost]
+    for c in candidates:
+        winner = lost.get(id(c))
+        if winner is not None:
+            rejections.append(
+                Rejection(
+                    c.id, c.pass_name, "overlap", f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, which is larger",
+                    tuple(c.node_ids & winner.node_ids), c.node_ids, c.nodes_before, c.nodes_before, c.source, winner=str(id(winner)),
+                )  # fmt: skip
+            )
+    return kept, rejections
+
+
+def _number(candidates: list[Candidate], rejections: list[Rejection]) -> tuple[tuple[Candidate, ...], tuple[Rejection, ...]]:
+    """Completes ids with the ordinal within (pass, scope), in program order over candidates and rejections alike."""
+    first = {id(x): min(x.node_ids if isinstance(x, Candidate) else x.site_ids) for x in (*candidates, *rejections)}
+    counter: dict[str, int] = {}
+    ids: dict[int, str] = {}
+    for item in sorted((*candidates, *rejections), key=lambda x: (x.pass_name, first[id(x)])):
+        counter[item.id] = counter.get(item.id, 0) + 1
+        ids[id(item)] = f"{item.id}#{counter[item.id]}"
+    winners = {str(key): name for key, name in ids.items()}
+    new_c = tuple(replace(c, id=ids[id(c)]) for c in sorted(candidates, key=lambda c: first[id(c)]))
+    new_r = tuple(
+        replace(r, id=ids[id(r)], winner=winners.get(r.winner or "", None))
+        for r in sorted(rejections, key=lambda r: first[id(r)])
+    )
+    return new_c, new_r

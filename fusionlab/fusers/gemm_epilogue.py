@@ -1,0 +1,346 @@
+"""Pass `gemm_epilogue`: act(x @ w + b) -> one `gemm_epilogue` op.
+
+The linear part is matched by example; the activation is recognised by value, from the linear result onwards. Every product
+with a bias or an activation is a site; a bare product is not, since there is nothing to fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.canonical import View
+from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise
+from ..graph.ir import Node, Value
+from ..graph.match import Match, Miss, close, match
+from ..graph.pattern import Example, pattern_of
+from ..graph.region import NotARegion, Region, cut, escapes
+from ..kernels import OPS
+from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+from .base import Plan, Search, anchor_text, escape_text, option, propose, reject
+from .findings import Candidate, Rejection
+from .layout import Axes, arrange, axes_of, in_order, restore
+
+LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
+PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
+KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
+# Functions that make an elementwise cone an activation rather than a scaling.
+NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split())
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """x @ w (+ b) found at an anchor: the raw value it makes, and the match."""
+
+    value: Value
+    match: Match
+    bias: bool
+    swapped: bool = False  # the match calls the weight x: without a bias the pattern is symmetric
+
+    def leaf(self, role: str) -> int:
+        """The pattern node of the operand that plays `role` ("x", "w" or "b")."""
+        names = {"x": "w", "w": "x"} if self.swapped else {}
+        return self.match.leaf_id(names.get(role, role))
+
+    @property
+    def leaves(self) -> dict[str, int]:
+        """Role -> canonical node."""
+        return {role: self.match.nodes[self.leaf(role)] for role in ("x", "w", "b")[: 3 if self.bias else 2]}
+
+
+@dataclass(frozen=True)
+class GemmEpiloguePass:
+    """See the module docstring."""
+
+    name: str = "gemm_epilogue"
+    op: str = "gemm_epilogue"
+    formula: str = "act(x @ w + b), act one of " + ", ".join(ACTIVATIONS)
+    needs: str = (
+        "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read by the "
+        "activation alone"
+    )
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        strict = (False, "judge the weight's rank before any squeeze, as the original pass did")
+        object.__setattr__(self, "options", {"strict_rank": strict})
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        import jax
+
+        def linear(x: Any, w: Any, b: Any) -> Any:
+            return jax.nn.gelu(x @ w + b)
+
+        return linear, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(16))
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        for node in search.block.nodes:
+            if node.primitive == "dot_general":
+                yield from _Site(self, search, node).examine()
+
+
+class _Site:
+    """One product, from anchor to candidate or rejection."""
+
+    def __init__(self, pass_: GemmEpiloguePass, search: Search, anchor: Node) -> None:
+        self.pass_, self.search, self.anchor = pass_, search, anchor
+        self.view: View = search.view
+        self.product = anchor.outputs[0]
+
+    def examine(self) -> Iterator[Candidate | Rejection]:
+        if self.view.nodes[self.view.ref[self.product.id].nid].op != "dot":
+            return
+        linear = self.linear()
+        if isinstance(linear, Rejection):
+            yield linear
+        elif linear is not None:
+            yield from self.with_activation(linear)
+
+    # -- the linear part ------------------------------------------------------------------------------------------
+
+    def linear(self) -> _Linear | Rejection | None:
+        """The product with its bias, or bare; a Rejection when something is added that is no bias; None when it is no site."""
+        added = self.addition()
+        if added is None:
+            found = match(pattern_of(PRODUCT), self.view, self.view.ref[self.product.id].nid)
+            return self.oriented(found) if isinstance(found, Match) else None
+        node, total, other = added
+        found = match(pattern_of(LINEAR), self.view, self.view.ref[total.id].nid)
+        if isinstance(found, Match):
+            rows = self.row_bias(found, total, node)
+            return rows or _Linear(total, found, True)
+        return self.not_a_bias(node, other, found)
+
+    def oriented(self, found: Match) -> _Linear:
+        """Without a bias the weight is told by rank (it has one free axis), else by order (it stands on the right)."""
+        free = {"x": len(found.letters["m"]), "w": len(found.letters["n"])}
+        left = self.view.read(self.anchor.inputs[0]).nid
+        swapped = free["x"] == 1 if free["x"] != free["w"] else found.leaves["x"] != left
+        return _Linear(self.product, found, False, swapped)
+
+    def addition(self) -> tuple[Node, Value, Any] | None:
+        """The add that reads the product (through views and scalings): (node, its result, the other operand)."""
+        nid = self.view.ref[self.product.id].nid
+        value = self.product
+        while True:
+            users = self.search.block.users.get(value.id, ())
+            adds = [u for u in users if u.primitive in ("add", "sub") and self.view.nodes[self.ref_id(u.outputs[0])].op == "sum"]
+            if adds:
+                total = adds[0].outputs[0]
+                others = [a for a in adds[0].inputs if not (isinstance(a, Value) and self.ref_id(a) == nid)]
+                return (adds[0], total, others[0]) if len(others) == 1 else None
+            same = [u for u in users if u.outputs and self.ref_id(u.outputs[0]) == nid]
+            if len(users) != 1 or not same:
+                return None
+            value = same[0].outputs[0]
+
+    def ref_id(self, value: Value) -> int:
+        return self.view.ref[value.id].nid
+
+    def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
+        """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
+        axes = axes_of(found, self.view, found.pattern.root, total)
+        features = found.letters["n"]
+        real = [c for c in axes if c is not None]
+        if not features or len(found.letters["m"]) != 1 or len(features) != 1 or real[-1] in features:
+            return None
+        sentence = f"{anchor_text(node)} adds a vector along the rows of the product, not along its output features"
+        return self.rejection("bias", sentence, [node], (1, 2), "transpose the product so that the features come last: (x @ w).T + b")
+
+    def not_a_bias(self, node: Node, other: Any, miss: Miss) -> Rejection | None:
+        """Why what is added is no bias; None when the product is no linear layer at all."""
+        dot = self.view.nodes[self.view.ref[self.product.id].nid]
+        batch = [x for x in dot.params if all(x in o.axes for o in dot.operands)]
+        other_ref = self.view.read(other)
+        if self.view.nodes[other_ref.nid].op == "dot":
+            return None  # a sum of two products
+        span = sum(d >= 0 for d in other_ref.dims)
+        if batch:
+            if span >= len(dot.shape):
+                return None  # attention scores plus a mask, and the like
+            sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {len(self.anchor.inputs[1].shape)}: a batch of matrices"
+            return self.rejection("rank", sentence, [self.anchor], (1, 2), "map the layer over its batch of weights with jax.vmap")
+        if span >= len(dot.shape):
+            sentence = f"{anchor_text(node)} adds a full tensor {list(other.shape)}, not a bias along the output features"
+            return self.rejection("bias", sentence, [node], (1, 2), "add the bias first, (x @ w + b) + y, if there is one")
+        if not span:
+            sentence = f"{anchor_text(node)} adds a scalar, not a bias along the output features"
+            return self.rejection("bias", sentence, [node], (1, 2), "broadcast the scalar to a vector of the output features")
+        sentence = f"{anchor_text(node)} adds {list(other.shape)}, which is no bias along the output features: {miss.reason}"
+        return self.rejection("bias", sentence, [node], (1, 2), None)
+
+    # -- the activation -------------------------------------------------------------------------------------------
+
+    def with_activation(self, linear: _Linear) -> Iterator[Candidate | Rejection]:
+        end, name, problem = self.activation(linear)
+        if end is not None and name is not None:
+            yield self.candidate(linear, end, name, ())
+            return
+        if problem is not None:
+            yield problem
+        if linear.bias:
+            notes = (f"linear part only: {problem.sentence}",) if problem else ()
+            yield self.candidate(linear, linear.value, "none", notes)
+
+    def activation(self, linear: _Linear) -> tuple[Value | None, str | None, Rejection | None]:
+        """The last recognised function of the linear result that nothing escapes from, or why there is none."""
+        nodes = cone(self.view, linear.value)
+        if not any(n.primitive in NONLINEAR or n.primitive == "custom_jvp_call" for n in nodes):
+            return None, None, self.custom_rule(linear)
+        problem: Rejection | None = None
+        first_unknown: tuple[Node, Recognised] | None = None
+        for node in reversed(nodes):
+            value = node.outputs[0]
+            if value.shape != linear.value.shape or value.dtype != linear.value.dtype:
+                continue
+            known = recognise(self.view, linear.value, value, KNOWN, self.search.certifier)
+            if known.name is None:
+                first_unknown = first_unknown or (node, known)
+                continue
+            leak = self.leak(linear.value, value)
+            if leak is None:
+                return value, known.name, None
+            edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
+            problem = problem or self.rejection("escapes", f"{known.name} is not fused: {leak}", [node], None, edit, nodes)
+        if problem is None and first_unknown is not None:
+            problem = self.unknown(linear, nodes, *first_unknown)
+        return None, None, problem
+
+    def unknown(self, linear: _Linear, nodes: list[Node], node: Node, known: Recognised) -> Rejection | None:
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {known.why}"
+        edit = f"use one of {', '.join(KNOWN)} if that is what is meant"
+        if known.code == "gradient":
+            edit = "use jax.nn.relu, whose gradient at 0 is 0, if that is what is meant"
+        return self.rejection(known.code, sentence, [node], None, edit, nodes)
+
+    def custom_rule(self, linear: _Linear) -> Rejection | None:
+        """A user's custom_jvp or custom_vjp right after the linear result: its gradient is the user's own."""
+        for user in self.search.block.users.get(linear.value.id, ()):
+            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+                sentence = f"{anchor_text(user)} has a derivative of the user's own, which a fused activation would replace"
+                return self.rejection("custom_rule", sentence, [user], None, None, [user])
+            if user.primitive == "stop_gradient":
+                sentence = f"{anchor_text(user)} stops the gradient of the linear result"
+                return self.rejection("stop_gradient", sentence, [user], None, None, [user])
+        return None
+
+    def leak(self, start: Value, end: Value) -> str | None:
+        """Who else reads the linear result or an inner value of the activation; None when nobody does."""
+        block = self.search.block
+        nodes = between(self.view, start, end)
+        inside = {n.id for n in nodes}
+        for value in (start, *(v for n in nodes for v in n.outputs)):
+            if value.id == end.id or self.view.is_literal(self.view.ref[value.id]):
+                continue
+            maker = block.producer[value.id]
+            if value.id in block.returned:
+                return f"{anchor_text(maker)} is also returned"
+            for user in block.users.get(value.id, ()):
+                if user.id not in inside:
+                    return f"{anchor_text(maker)} is also read by {anchor_text(user)}"
+        return None
+
+    # -- the candidate --------------------------------------------------------------------------------------------
+
+    def candidate(self, linear: _Linear, root: Value, activation: str, notes: tuple[str, ...]) -> Candidate | Rejection:
+        try:
+            region = cut(self.view, root, linear.leaves)
+            problem = self.conditions(linear, region)
+            if problem is not None:
+                return problem
+            plan = _plan(self.search, linear, region, activation, self.anchor)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
+        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
+
+    def conditions(self, linear: _Linear, region: Region) -> Rejection | None:
+        if self.anchor not in region.nodes:
+            raise NotARegion("the product does not stand inside the site")
+        dtypes = {str(v.dtype) for v in (*region.leaves.values(), region.root, self.product)}
+        if len(dtypes) != 1:
+            sentence = f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
+            return self.rejection("dtype", sentence, [self.anchor], None, "cast x, w and b to one dtype before the product")
+        x, w = region.leaves["x"], region.leaves["w"]
+        if len(x.shape) < 2:
+            sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
+            return self.rejection("rank", sentence, [self.anchor], None, "give x a leading axis, or map the layer with jax.vmap")
+        if option(self.search, self.pass_, "strict_rank") and len(w.shape) != 2:
+            sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
+            return self.rejection("rank", sentence, [self.anchor], None, "reshape the weight to a matrix, or leave strict_rank off")
+        scale = self.scale(linear, region)
+        if not close(scale, 1.0):
+            sentence = f"{anchor_text(self.anchor)}: the product is multiplied by {scale:g} before the bias"
+            return self.rejection("scalar", sentence, [self.anchor], None, "fold the factor into x or w")
+        leaks = escapes(region)
+        if leaks:
+            sentence = escape_text(leaks[0])
+            return self.rejection("escapes", sentence, [leaks[0].node], None, "compute the outside use from x, w and b again")
+        return None
+
+    def scale(self, linear: _Linear, region: Region) -> float:
+        """The factor on the product that its operands do not carry themselves."""
+        m = linear.match
+        carried = 1.0
+        for name in ("x", "w"):
+            carried *= float(self.view.ref[region.leaves[name].id].coef)
+        if not linear.bias:
+            return float(self.view.ref[linear.value.id].coef) / carried
+        root = self.view.nodes[m.nodes[m.pattern.root]]
+        product = self.view.ref[self.product.id].nid
+        on_edge = next(float(o.coef) for o in root.operands if o.nid == product)
+        return on_edge / carried
+
+    def rejection(
+        self,
+        code: str,
+        sentence: str,
+        guilty: list[Node],
+        progress: tuple[int, int] | None,
+        edit: str | None,
+        site: list[Node] | None = None,
+    ) -> Rejection:
+        return reject(
+            self.search, self.pass_.name, code, sentence, self.anchor, guilty, site or [self.anchor, *guilty], progress, edit
+        )
+
+
+def _plan(search: Search, linear: _Linear, region: Region, activation: str, anchor: Node) -> Plan:
+    """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the root's axes."""
+    m, view, sizes = linear.match, search.view, linear.match.sizes
+    axes: dict[str, Axes] = {role: axes_of(m, view, linear.leaf(role), v) for role, v in region.leaves.items()}
+    x_axes, w_axes = axes["x"], axes["w"]
+    k = in_order(w_axes, [c for c in w_axes if c in x_axes])
+    n = tuple(c for c in w_axes if c is not None and c not in k)
+    rows = tuple(c for c in x_axes if c is not None and c not in k)
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    pick = {role: position[v.id] for role, v in region.leaves.items()}
+    direct = len(k) == 1 and len(n) == 1 and len(x_axes) >= 2 and len(w_axes) == 2
+    x_contract = x_axes.index(k[0]) if direct else -1
+    w_contract = w_axes.index(k[0]) if direct else 0
+    out_groups = [[c] for c in rows] + [list(n)]
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        x, w = inputs[pick["x"]], inputs[pick["w"]]
+        bias = arrange(inputs[pick["b"]], axes["b"], [n], sizes) if linear.bias else None
+        if direct:
+            return x, w, bias
+        x_groups = [[c] for c in rows] or [[]]
+        return arrange(x, x_axes, [*x_groups, k], sizes), arrange(w, w_axes, [k, n], sizes), bias
+
+    root_axes = axes_of(m, view, m.pattern.root, linear.value)  # an activation keeps the axes
+
+    def finish(out: Any) -> Any:
+        return restore(out, out_groups, root_axes, region.root.shape, sizes)
+
+    attrs = {
+        "activation": activation,
+        "x_contract": x_contract,
+        "w_contract": w_contract,
+        "precision": anchor.params.get("precision"),
+        "implementation": search.implementation,
+    }
+    op = OPS["gemm_epilogue"]
+    return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}))

@@ -1,0 +1,65 @@
+"""From axis letters to arrays: bringing a site's operands into the fused op's layout, and its result back.
+
+An axis of a raw value is described by its class number in the match (equal classes are the same axis), or None for a unit axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.canonical import View
+from ..graph.ir import Value
+from ..graph.match import Match
+from ..graph.region import NotARegion
+
+Axes = tuple[int | None, ...]
+
+
+def axes_of(match: Match, view: View, pattern_node: int, value: Value) -> Axes:
+    """The class of each axis of `value`, which shows the target node bound to `pattern_node`.
+
+    Raises:
+      NotARegion: the value is broadcast along an axis its node does not have.
+    """
+    dims = iter(view.ref[value.id].dims)
+    out: list[int | None] = []
+    for size in value.shape:
+        if size == 1:
+            out.append(None)
+            continue
+        d = next(dims)
+        if d < 0:
+            raise NotARegion(f"{value!r} is broadcast along an axis of size {size}")
+        out.append(match.axes[pattern_node, d])
+    return tuple(out)
+
+
+def in_order(axes: Axes, classes: Sequence[int]) -> tuple[int, ...]:
+    """The classes, in the order they have in `axes`; those it lacks come last."""
+    present = [c for c in axes if c in classes]
+    return tuple(present + [c for c in classes if c not in present])
+
+
+def arrange(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Any:
+    """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
+    order = [c for group in groups for c in group]
+    kept = [c for c in have if c is not None]
+    x = jnp.reshape(x, [s for s, c in zip(x.shape, have, strict=True) if c is not None])
+    x = jnp.transpose(x, [kept.index(c) for c in order if c in kept])
+    missing = [c for c in order if c not in kept]
+    if missing:
+        x = jnp.reshape(x, [1 if c in missing else sizes[c] for c in order])
+        x = jnp.broadcast_to(x, [sizes[c] for c in order])
+    return jnp.reshape(x, [math.prod(sizes[c] for c in group) for group in groups])
+
+
+def restore(x: Any, groups: Sequence[Sequence[int]], want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
+    """The inverse: from one axis per group to the axes `want` with `shape`."""
+    order = [c for group in groups for c in group]
+    x = jnp.reshape(x, [sizes[c] for c in order])
+    x = jnp.transpose(x, [order.index(c) for c in want if c is not None])
+    return jnp.reshape(x, shape)

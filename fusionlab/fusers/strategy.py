@@ -1,0 +1,82 @@
+"""Which passes run, with which options: what `passes=` takes beside a list of names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ..errors import ArgumentError, unknown_name
+from .base import Pass, check_options
+
+
+class Strategy(Mapping[str, Any]):
+    """A frozen choice of passes: `Strategy(gemm_epilogue=True, dot_product_attention=False)`.
+
+    A value is True, False, or a dict of the pass's options. Passes not named are off. Round-trips through JSON.
+    """
+
+    def __init__(self, **passes: bool | Mapping[str, Any]) -> None:
+        for name, value in passes.items():
+            if not isinstance(value, bool | Mapping):
+                raise ArgumentError(f"Strategy: {name}={value!r}, needed True, False or a dict of options")
+        frozen = {k: v if isinstance(v, bool) else dict(v) for k, v in passes.items()}
+        object.__setattr__(self, "_passes", frozen)
+
+    _passes: dict[str, Any]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Strategy is frozen; make a new one with {name} changed")
+
+    def __getitem__(self, name: str) -> Any:
+        return self._passes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._passes)
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def __repr__(self) -> str:
+        return f"Strategy({', '.join(f'{k}={v!r}' for k, v in self._passes.items())})"
+
+    def to_json(self) -> str:
+        return json.dumps(self._passes, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Strategy:
+        """Raises ArgumentError when the text is no JSON object of passes."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ArgumentError(f"Strategy.from_json: not JSON ({error}); needed what to_json gives") from error
+        if not isinstance(data, dict):
+            raise ArgumentError(f"Strategy.from_json: got {type(data).__name__}, needed an object of pass names")
+        return cls(**data)
+
+
+def select(registry: Mapping[str, Pass], passes: Strategy | Iterable[str] | str | None) -> list[tuple[Pass, dict[str, Any]]]:
+    """The passes asked for, in the registry's order, with their options.
+
+    Raises:
+      UnknownNameError: a name or option that does not exist; the message lists the valid ones.
+    """
+    if passes is None:
+        return [(p, {}) for p in registry.values()]
+    if isinstance(passes, str):
+        passes = [passes]
+    chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
+    for name in chosen:
+        if name not in registry:
+            raise unknown_name("pass", name, registry)
+    result = []
+    for name, pass_ in registry.items():
+        value = chosen.get(name, False)
+        options = dict(value) if isinstance(value, Mapping) else {}
+        check_options(pass_, options)
+        if value is not False:
+            result.append((pass_, options))
+    return result
