@@ -7,8 +7,7 @@ from .findings import Candidate as Candidate
 from .findings import Findings as Findings
 from .findings import Rejection as Rejection
 from .findings import Residual as Residual
-from .gemm_epilogue import GemmEpiloguePass
+from .registry import add_pass as add_pass
+from .registry import registry as registry
 from .strategy import Strategy as Strategy
 from .strategy import select as select
-
-BUILT_IN: tuple[Pass, ...] = (GemmEpiloguePass(),)

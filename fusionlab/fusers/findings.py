@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
 from ..graph.ir import Graph, Node, Value
+from ..graph.rewrite import to_jaxpr
 from ..graph.scopes import Source
+from ..graph.text import node_text
+from ..graph.trace import graph_of_jaxpr
 
 
 @dataclass(frozen=True)
@@ -148,3 +153,155 @@ class Findings:
         nid = node if isinstance(node, int) else node.id
         hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.node_ids]
         return hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids]
+
+    def __getitem__(self, site_id: str) -> Candidate | Rejection:
+        """The candidate or rejection with this id."""
+        for item in (*self.candidates, *self.rejections):
+            if item.id == site_id:
+                return item
+        raise unknown_name("site", site_id, (x.id for x in (*self.candidates, *self.rejections)))
+
+    def select(self, enabled: Iterable[str] | None = None, skip: Iterable[str] = ()) -> tuple[Candidate, ...]:
+        """Candidates by site id or pass name: those `enabled` (None: all) and not in `skip`.
+
+        Raises:
+          UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
+        """
+        names = {c.id for c in self.candidates} | {r.id for r in self.rejections} | set(self.passes)
+        wanted = None if enabled is None else set(enabled)
+        for name in (*(wanted or ()), *skip):
+            if name not in names:
+                raise unknown_name("site or pass", name, names)
+        out = set(skip)
+        chosen = (c for c in self.candidates if wanted is None or c.id in wanted or c.pass_name in wanted)
+        return tuple(c for c in chosen if c.id not in out and c.pass_name not in out)
+
+    def rewritten(self, enabled: Iterable[str] | None = None, skip: Iterable[str] = ()) -> Any:
+        """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
+        return to_jaxpr(self.graph, [c.site for c in self.select(enabled, skip)])
+
+    def apply(self, enabled: Iterable[str] | None = None, skip: Iterable[str] = ()) -> Graph:
+        """The graph with the selected candidates applied (see `select`)."""
+        g = self.graph
+        closed = self.rewritten(enabled, skip)
+        new = graph_of_jaxpr(closed, name=g.name, in_tree=g.in_tree, out_tree=g.out_tree, in_names=g.in_names)
+        return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
+
+    def line(self, pass_name: str) -> str:
+        """"gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
+        mine = [c for c in self.candidates if c.pass_name == pass_name]
+        declined = [r.code for r in self.rejections if r.pass_name == pass_name]
+        why = f" ({', '.join(_counted(declined))})" if declined else ""
+        before = self.graph.node_count
+        after = self.apply([c.id for c in mine]).node_count if mine else before
+        return f"{pass_name}: {len(mine)} subgraphs fused, {len(declined)} declined{why}, nodes {before} -> {after}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.line(p) for p in self.passes)
+
+    def __repr__(self) -> str:
+        return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
+
+    def explain(self, node: Node | int | str) -> str:
+        """What was found about a node ("%143", a node id, a Node) or a site id, in sentences."""
+        if isinstance(node, str) and "@" in node:
+            return _explain_item(self[node])
+        found = self._node(node)
+        items = self.of_node(found)
+        head = node_text(found)
+        if not items:
+            return f"{head}\n  in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"
+        return "\n".join([head, *("  " + _explain_item(i).replace("\n", "\n  ") for i in items)])
+
+    def _node(self, node: Node | int | str) -> Node:
+        if isinstance(node, Node):
+            return node
+        if isinstance(node, str) and node.startswith("%"):
+            for n in self.graph.nodes():
+                if any(v.name == node for v in n.outputs):
+                    return n
+            raise ArgumentError(f"explain: no node makes {node}; print(graph) lists the values")
+        if isinstance(node, int) and node in self.graph.node_by_id:
+            return self.graph.node_by_id[node]
+        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able: passes, counts, candidates, rejections, phase times."""
+        return {
+            "function": self.graph.name,
+            "device": self.device,
+            "jax": self.graph.jax_version,
+            "nodes": self.graph.node_count,
+            "passes": list(self.passes),
+            "counts": self.counts(),
+            "lines": [self.line(p) for p in self.passes],
+            "candidates": [_candidate_dict(c) for c in self.candidates],
+            "rejections": [_rejection_dict(r) for r in self.rejections],
+            "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_dataframe(self) -> Any:
+        """One row per candidate and rejection, as a pandas DataFrame.
+
+        Raises:
+          MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
+        rows = [{"state": "candidate", **_candidate_dict(c)} for c in self.candidates]
+        rows += [{"state": "declined", **_rejection_dict(r)} for r in self.rejections]
+        columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
+        return pd.DataFrame(rows, columns=columns)
+
+
+def _counted(codes: list[str]) -> list[str]:
+    """["rank", "bias x2"]: each code once, in order of first appearance."""
+    return [c if (n := codes.count(c)) == 1 else f"{c} x{n}" for c in dict.fromkeys(codes)]
+
+
+def _explain_item(item: Candidate | Rejection) -> str:
+    if isinstance(item, Rejection):
+        return f"{item}\n  {REJECTIONS[item.code]}"
+    lines = [str(item), *(f"  {n}" for n in item.notes)]
+    lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
+    lines += [
+        f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}" for r in item.residuals
+    ]
+    return "\n".join(lines)
+
+
+def _candidate_dict(c: Candidate) -> dict[str, Any]:
+    return {
+        "id": c.id,
+        "pass": c.pass_name,
+        "op": c.op,
+        "formula": c.formula,
+        "attrs": {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in c.attrs.items()},
+        "nodes": sorted(c.node_ids),
+        "nodes_before": c.nodes_before,
+        "nodes_after": c.nodes_after,
+        "source": str(c.source) if c.source else None,
+        "residuals": [dataclasses.asdict(r) for r in c.residuals],
+        "backends": [dataclasses.asdict(b) for b in c.backends],
+        "notes": list(c.notes),
+    }
+
+
+def _rejection_dict(r: Rejection) -> dict[str, Any]:
+    return {
+        "id": r.id,
+        "pass": r.pass_name,
+        "code": r.code,
+        "sentence": r.sentence,
+        "nodes": list(r.node_ids),
+        "matched": r.matched,
+        "total": r.total,
+        "source": str(r.source) if r.source else None,
+        "edit": r.edit,
+        "winner": r.winner,
+    }

@@ -19,11 +19,14 @@ from ..graph.region import NotARegion
 Axes = tuple[int | None, ...]
 
 
-def axes_of(match: Match, view: View, pattern_node: int, value: Value) -> Axes:
+BROADCAST = -1  # in place of a class: the value repeats itself along this axis
+
+
+def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast: bool = False) -> Axes:
     """The class of each axis of `value`, which shows the target node bound to `pattern_node`.
 
     Raises:
-      NotARegion: the value is broadcast along an axis its node does not have.
+      NotARegion: the value is broadcast along an axis its node does not have, and `broadcast` does not allow it.
     """
     dims = iter(view.ref[value.id].dims)
     out: list[int | None] = []
@@ -32,6 +35,9 @@ def axes_of(match: Match, view: View, pattern_node: int, value: Value) -> Axes:
             out.append(None)
             continue
         d = next(dims)
+        if d < 0 and broadcast:
+            out.append(BROADCAST)
+            continue
         if d < 0:
             raise NotARegion(f"{value!r} is broadcast along an axis of size {size}")
         out.append(match.axes[pattern_node, d])

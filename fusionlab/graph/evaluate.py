@@ -59,9 +59,9 @@ def evaluate(closed: Any, args: Sequence[Array], sizes: Sizes | None = None, inl
     """
     jaxpr, consts = split_closed(closed)
     constvars = jaxpr.constvars if consts else ()
-    env: dict[Any, Array] = dict(zip(constvars, [promote(np.asarray(c)) for c in consts], strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
     run = _Run(sizes or Sizes(), inline or (lambda eqn: None))
+    env: dict[Any, Array] = dict(zip(constvars, [run.const(c) for c in consts], strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
     with np.errstate(all="ignore"):
         return run.block(jaxpr, env)
 
@@ -85,6 +85,13 @@ class _Run:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
+    def const(self, value: Any) -> Array:
+        """A captured array, its leading corner when sizes are reduced."""
+        if hasattr(value, "_trace"):
+            raise CannotEvaluate("a captured value that an enclosing transformation is tracing")
+        array = np.asarray(value)
+        return promote(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
+
     def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
         name = eqn.primitive.name
         ours = self.inline(eqn)
@@ -103,12 +110,14 @@ class _Run:
         plain = _PLAIN.get(name)
         if plain is None:
             raise CannotEvaluate(f"primitive {name}")
-        out = plain(*ins)
-        return [promote(np.asarray(out))]
+        try:
+            return [promote(np.asarray(plain(*ins)))]
+        except ValueError as error:  # shapes that no longer broadcast: the sizes did not reduce consistently
+            raise CannotEvaluate(f"primitive {name} at reduced sizes ({error})") from error
 
     def call(self, child: Any, ins: list[Array]) -> list[Array]:
         jaxpr, consts = split_closed(child)
-        env = dict(zip(jaxpr.constvars if consts else (), [promote(np.asarray(c)) for c in consts], strict=True))
+        env = dict(zip(jaxpr.constvars if consts else (), [self.const(c) for c in consts], strict=True))
         env.update(zip(jaxpr.invars, ins, strict=True))
         return self.block(jaxpr, env)
 

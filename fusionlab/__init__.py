@@ -1,0 +1,28 @@
+"""FusionLab: shows where a JAX model could run as fused kernels, fuses it, and proves it was worth it."""
+
+from importlib.metadata import PackageNotFoundError as _NotInstalled
+from importlib.metadata import version as _version
+
+from . import errors as errors
+from . import ops as ops
+from .device import Device as Device
+from .doctor import doctor as doctor
+from .fusers import Candidate as Candidate
+from .fusers import Rejection as Rejection
+from .fusers import Strategy as Strategy
+from .lab import Comparison as Comparison
+from .lab import Findings as Findings
+from .lab import Fused as Fused
+from .lab import Graph as Graph
+from .lab import compare as compare
+from .lab import explore as explore
+from .lab import find as find
+from .lab import fuse as fuse
+from .lab import passes as passes
+from .lab import register as register
+from .lab import trace as trace
+
+try:
+    __version__ = _version("fusionlab")
+except _NotInstalled:  # a source tree that was never installed
+    __version__ = "0+unknown"

@@ -1,0 +1,48 @@
+"""Dumps: the graph before and after each pass, as text, DOT and SVG, with a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .device import Device
+from .fusers import Findings, Pass, find_in
+from .graph.ir import Graph
+from .graph.text import graph_text
+from .output import output_folder
+
+
+def write_dump(
+    folder: Any,
+    graph: Graph,
+    passes: Iterable[tuple[Pass, Mapping[str, Any]]],
+    device: Device,
+    implementation: str | None = None,
+) -> None:
+    """Writes `NN_<pass>.before.txt/.dot/.svg`, `NN_<pass>.after.*` and `report.json`, passes applied in order.
+
+    Raises:
+      OutputError: the folder cannot be written; nothing is left half-written.
+    """
+    with output_folder(folder) as into:
+        reports = []
+        for i, (pass_, options) in enumerate(passes):
+            found = find_in(graph, [(pass_, options)], device, implementation)
+            stem = f"{i:02d}_{pass_.name}"
+            _write(into, f"{stem}.before", graph, found)
+            graph = found.apply()
+            _write(into, f"{stem}.after", graph, None)
+            reports.append({"order": i, **found.to_dict()})
+        (into / "report.json").write_text(json.dumps({"version": 1, "passes": reports}, indent=2) + "\n")
+
+
+def _write(folder: Path, stem: str, graph: Graph, found: Findings | None) -> None:
+    from .viz.dot import to_dot
+    from .viz.render import to_svg
+
+    dot = to_dot(graph, found)
+    (folder / f"{stem}.txt").write_text(graph_text(graph) + "\n")
+    (folder / f"{stem}.dot").write_text(dot)
+    (folder / f"{stem}.svg").write_text(to_svg(dot))

@@ -1,0 +1,353 @@
+"""Pass `dot_product_attention`: softmax(scale * q k^T) v, causal or not, in any layout -> one `dot_product_attention` op.
+
+The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
+Spellings of softmax are examples; a mask is told by its values, which must be those of a causal mask or of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..graph.canonical import CNode, View
+from ..graph.ir import Node, Value
+from ..graph.match import Match, Miss, match
+from ..graph.pattern import Example, pattern_of
+from ..graph.region import NotARegion, Region, constant_array, cut, escapes
+from ..kernels import OPS
+from .base import Plan, Search, anchor_text, escape_text, propose, reject
+from .findings import Candidate, Rejection
+from .layout import BROADCAST, Axes, arrange, axes_of, in_order, restore
+
+_LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
+_MASK_FILL = -1e4  # a fill at or below this, after the scale, leaves a masked key no weight in any of the dtypes
+
+
+def _scores(q: Any, k: Any, scale: float) -> Any:
+    return jnp.einsum("btc,bsc->bts", q, k) * scale
+
+
+def _weigh(p: Any, v: Any) -> Any:
+    return jnp.einsum("bts,bsd->btd", p, v)
+
+
+def _by_max(z: Any, v: Any) -> Any:
+    return _weigh(jax.nn.softmax(z), v)
+
+
+def _plain(z: Any, v: Any) -> Any:
+    e = jnp.exp(z)
+    return _weigh(e / e.sum(-1, keepdims=True), v)
+
+
+def _by_logsumexp(z: Any, v: Any) -> Any:
+    return _weigh(jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True)), v)
+
+
+def _by_log_softmax(z: Any, v: Any) -> Any:
+    return _weigh(jnp.exp(jax.nn.log_softmax(z, -1)), v)
+
+
+def _divided_after(z: Any, v: Any) -> Any:
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    return _weigh(e, v) / e.sum(-1)[..., None]
+
+
+def _examples() -> Iterator[Example]:
+    softmaxes: Mapping[str, Callable[[Any, Any], Any]] = {
+        "softmax": _by_max,
+        "softmax without max": _plain,
+        "exp(z - logsumexp(z))": _by_logsumexp,
+        "exp(log_softmax(z))": _by_log_softmax,
+        "division after the product": _divided_after,
+    }
+    lacks = {x: frozenset({"mask"}) for x in "bts"}
+    masked = {**_LEAVES, "mask": "bts"}
+    for name, end in softmaxes.items():
+        yield Example(name, lambda q, k, v, s, end=end: end(_scores(q, k, s), v), _LEAVES, ("scale",))
+        yield Example(
+            f"{name}, masked",
+            lambda q, k, v, m, s, fill, end=end: end(jnp.where(m, _scores(q, k, s), fill), v),
+            masked, ("scale", "fill"), frozenset({"mask"}), lacks,
+        )  # fmt: skip
+        yield Example(
+            f"{name}, masked where true",
+            lambda q, k, v, m, s, fill, end=end: end(jnp.where(m, fill, _scores(q, k, s)), v),
+            masked, ("scale", "fill"), frozenset({"mask"}), lacks,
+        )  # fmt: skip
+        yield Example(
+            f"{name}, additive mask", lambda q, k, v, m, s, end=end: end(_scores(q, k, s) + m, v), masked, ("scale",), optional=lacks
+        )  # fmt: skip
+
+
+EXAMPLES = tuple(_examples())
+
+
+@dataclass(frozen=True)
+class DotProductAttentionPass:
+    """See the module docstring."""
+
+    name: str = "dot_product_attention"
+    op: str = "dot_product_attention"
+    formula: str = "softmax(scale * q @ k.T) @ v, scale anywhere, no mask or a causal one, any layout"
+    needs: str = "f32 or bf16, softmax along the keys, the attention weights read by the product with v alone"
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", {})
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            scores = jnp.einsum("bthd,bshd->bhts", q, k) * 0.25
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+        q = jnp.zeros((2, 8, 2, 16))
+        return attention, (q, q, q)
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        view = search.view
+        done: set[int] = set()
+        for node in search.block.nodes:
+            if node.primitive != "dot_general":
+                continue
+            weights = _weights(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            if weights is None or weights in done:
+                continue
+            done.add(weights)
+            yield _Site(self, search, node).examine()
+
+
+def _weights(view: View, dot: CNode) -> int | None:
+    """The operand of a product that is made of exponentials of another product: the attention weights."""
+    if dot.op != "dot":
+        return None
+    for operand in dot.operands:
+        exp = _reach(view, operand.nid, "exp", 3, frozenset({"prod", "select", "cast", "sum"}))
+        if exp is not None and _reach(view, exp, "dot", 8, None) is not None:
+            return operand.nid
+    return None
+
+
+def _reach(view: View, start: int, op: str, depth: int, through: frozenset[str] | None) -> int | None:
+    """The nearest node of kind `op` below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
+    level = [start]
+    for _ in range(depth + 1):
+        for nid in level:
+            if view.nodes[nid].op == op:
+                return nid
+        inner = [n for n in level if through is None or view.nodes[n].op in through]
+        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
+    return None
+
+
+class _Site:
+    """One softmax between two products, from anchor to candidate or rejection."""
+
+    def __init__(self, pass_: DotProductAttentionPass, search: Search, anchor: Node) -> None:
+        self.pass_, self.search, self.anchor = pass_, search, anchor
+        self.view: View = search.view
+
+    def examine(self) -> Candidate | Rejection:
+        found = self.match()
+        if isinstance(found, Miss):
+            return self.near_miss(found)
+        try:
+            return self.candidate(found)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def roots(self) -> list[int]:
+        """The product itself, or the division that follows it."""
+        nid = self.view.ref[self.anchor.outputs[0].id].nid
+        after = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "prod"]
+        return [*after, nid]
+
+    def match(self) -> Match | Miss:
+        best: Miss | None = None
+        for root in self.roots():
+            for example in EXAMPLES:
+                pattern = pattern_of(example)
+                if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
+                    continue
+                found = match(pattern, self.view, root)
+                if isinstance(found, Match):
+                    return found
+                if best is None or found.matched / found.total > best.matched / best.total:
+                    best = found
+        assert best is not None  # the examples include a root for every anchor
+        return best
+
+    def near_miss(self, miss: Miss) -> Rejection:
+        node = self.raw_of(miss.target)
+        site = [n for t in miss.bound.values() if (n := self.raw_of(t)) is not None]
+        code = miss.kind if miss.kind in ("axes", "scalar") else "structure"
+        target = self.view.nodes[miss.target]
+        if code == "structure" and target.op == "select":
+            code = "mask"
+        where = anchor_text(node) if node is not None else "an operand"
+        sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
+        progress = (miss.matched, miss.total)
+        return self.rejection(code, sentence, [node] if node else [], site, progress)
+
+    def raw_of(self, nid: int) -> Node | None:
+        values = self.view.values_of.get(nid, ())
+        return next((n for v in values if (n := self.search.block.producer.get(v.id)) is not None), None)
+
+    def candidate(self, found: Match) -> Candidate | Rejection:
+        root = self.root_value(found)
+        region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
+        if self.anchor not in region.nodes:
+            raise NotARegion("the product does not stand inside the site")
+        problem = self.conditions(found, region)
+        if problem is not None:
+            return problem
+        mask = self.mask(found, region)
+        if isinstance(mask, Rejection):
+            return mask
+        leaks = escapes(region)
+        if leaks:
+            leak = leaks[0]
+            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            return self.rejection("escapes", escape_text(leak), [leak.node], region.nodes, None, edit)
+        region = _without_mask(region)
+        plan = _plan(self.search, found, region, self.scale(found, region), mask == "causal", self.precision(region))
+        return propose(self.search, self.pass_.name, region, plan, self.anchor)
+
+    def root_value(self, found: Match) -> Value:
+        """The raw value of the match's root that stands after the anchor: the last cast or view is left outside."""
+        nid = found.nodes[found.pattern.root]
+        for value in self.view.values_of.get(nid, ()):
+            maker = self.search.block.producer.get(value.id)
+            if maker is not None and maker.id >= self.anchor.id and self.view.ref[value.id].coef == 1.0:
+                return value
+        raise NotARegion("its result carries a factor")
+
+    def conditions(self, found: Match, region: Region) -> Rejection | None:
+        dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
+        if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
+            sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
+            return self.rejection("dtype", sentence, [self.anchor], region.nodes, None, "cast q, k and v to bfloat16 or float32")
+        fill = found.scalars.get("fill")
+        if fill is not None and not fill <= _MASK_FILL:
+            sentence = f"masked scores become {fill:g}, which still gives them weight; a mask's fill is -inf or <= {_MASK_FILL:g}"
+            return self.rejection("scalar", sentence, [self.anchor], region.nodes, None, "fill with -jnp.inf")
+        return None
+
+    def mask(self, found: Match, region: Region) -> str | Rejection:
+        """"none" or "causal", told by the mask's values."""
+        if "mask" not in region.leaves:
+            return "none"
+        value = region.leaves["mask"]
+        kept = self.kept(found, value)
+        if kept is None:
+            sentence = f"the mask {value!r} is data, known only when the function runs; this version takes no mask or a causal one"
+            return self.rejection("mask", sentence, [self.anchor], region.nodes)
+        if kept.all():
+            return "none"
+        if np.array_equal(kept, np.tril(np.ones_like(kept))):
+            return "causal"
+        sentence = f"the mask {value!r} is constant but not causal; this version takes no mask or a causal one"
+        return self.rejection("mask", sentence, [self.anchor], region.nodes)
+
+    def kept(self, found: Match, value: Value) -> np.ndarray | None:
+        """[T, S] booleans: which keys a query sees; None when the mask is no constant, or has batch axes."""
+        array = constant_array(self.view, value)
+        t, s = found.letters["t"], found.letters["s"]
+        axes = axes_of(found, self.view, found.leaf_id("mask"), value, broadcast=True)
+        if array is not None and BROADCAST in axes:
+            array = array[tuple(0 if c == BROADCAST else slice(None) for c in axes)]
+            axes = tuple(c for c in axes if c != BROADCAST)
+        if array is None or len(t) > 1 or len(s) > 1 or any(c is not None and c not in (*t, *s) for c in axes):
+            return None
+        order = [c for c in (*t, *s) if c in axes]
+        squeezed = array.reshape([n for n, c in zip(array.shape, axes, strict=True) if c is not None])
+        present = [c for c in axes if c is not None]
+        squeezed = squeezed.transpose([present.index(c) for c in order])
+        shape = [found.sizes[c] if c in axes else 1 for c in (*t, *s)]
+        full = [found.sizes[c] for c in (*t, *s)]
+        grid = np.broadcast_to(squeezed.reshape(shape), full)
+        name = found.pattern.example.name
+        if name.endswith("additive mask"):
+            if not np.all((grid == 0) | (grid <= _MASK_FILL)):
+                return None
+            grid = grid == 0
+        elif name.endswith("where true"):
+            grid = ~grid.astype(bool)
+        grid = grid.astype(bool)
+        return grid.reshape([found.sizes[t[0]] if t else 1, found.sizes[s[0]] if s else 1])
+
+    def scale(self, found: Match, region: Region) -> float:
+        """The factor on q k^T that the bound operands do not carry themselves."""
+        carried = 1.0
+        for name in ("q", "k"):
+            carried *= float(self.view.ref[region.leaves[name].id].coef)
+        return found.scalars.get("scale", 1.0) / carried
+
+    def precision(self, region: Region) -> Any:
+        """What the user asked of the products; None for the default."""
+        asked = [n.params.get("precision") for n in region.nodes if n.primitive == "dot_general"]
+        chosen = [p for p in asked if p is not None]
+        return chosen[0] if chosen and region.root.dtype == jnp.float32 else None
+
+    def rejection(
+        self,
+        code: str,
+        sentence: str,
+        guilty: Sequence[Node] = (),
+        site: Sequence[Node] = (),
+        progress: tuple[int, int] | None = None,
+        edit: str | None = None,
+    ) -> Rejection:
+        return reject(self.search, self.pass_.name, code, sentence, self.anchor, guilty or [self.anchor], site, progress, edit)
+
+
+def _without_mask(region: Region) -> Region:
+    """The region as a function of q, k and v alone: a constant mask becomes part of its support."""
+    if "mask" not in region.leaves:
+        return region
+    block, mask = region.block, region.leaves["mask"]
+    known = {n.id for n in (*region.nodes, *region.support)}
+    extra: dict[int, Node] = {}
+    stack = [mask]
+    while stack:
+        node = block.producer.get(stack.pop().id)
+        if node is not None and node.id not in known and node.id not in extra:
+            extra[node.id] = node
+            stack.extend(a for a in node.inputs if isinstance(a, Value))
+    support = tuple(sorted((*region.support, *extra.values()), key=lambda n: n.id))
+    leaves = {name: v for name, v in region.leaves.items() if name != "mask"}
+    return Region(block, region.root, leaves, region.nodes, support, region.known)
+
+
+def _plan(search: Search, found: Match, region: Region, scale: float, causal: bool, precision: Any) -> Plan:
+    """Operands into [*B, T, N, H], the last batch axis being the heads; the result back to the root's axes."""
+    sizes = found.sizes
+    axes: dict[str, Axes] = {n: axes_of(found, search.view, found.leaf_id(n), v) for n, v in region.leaves.items()}
+    order = {x: in_order(axes[n], found.letters[x]) for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))}
+    batch, heads = [[c] for c in order["b"][:-1]], list(order["b"][-1:])
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    where = {n: position[v.id] for n, v in region.leaves.items()}
+    groups = {
+        "q": [*batch, order["t"], heads, order["c"]],
+        "k": [*batch, order["s"], heads, order["c"]],
+        "v": [*batch, order["s"], heads, order["d"]],
+    }
+    out_groups = [*batch, order["t"], heads, order["d"]]
+    root_axes = axes_of(found, search.view, found.pattern.root, region.root)
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        return tuple(arrange(inputs[where[n]], axes[n], groups[n], sizes) for n in ("q", "k", "v"))
+
+    def finish(out: Any) -> Any:
+        return restore(out, out_groups, root_axes, region.root.shape, sizes)
+
+    op = OPS["dot_product_attention"]
+    attrs = {"scale": scale, "is_causal": causal, "precision": precision, "implementation": search.implementation}
+    return Plan(op, attrs, operands, finish, op.formula(scale=scale, is_causal=causal))
+
+

