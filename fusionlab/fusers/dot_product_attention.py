@@ -115,21 +115,21 @@ class DotProductAttentionPass:
         for node in search.block.nodes:
             if node.primitive != "dot_general":
                 continue
-            weights = _weights(view, view.nodes[view.ref[node.outputs[0].id].nid])
-            if weights is None or weights in done:
-                continue
-            done.add(weights)
+            exponentials = _exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            if exponentials is None or exponentials in done:
+                continue  # the products of a backward pass read the same exponentials as their forward
+            done.add(exponentials)
             yield _Site(self, search, node).examine()
 
 
-def _weights(view: View, dot: CNode) -> int | None:
-    """The operand of a product that is made of exponentials of another product: the attention weights."""
+def _exponentials(view: View, dot: CNode) -> int | None:
+    """The exponentials of another product that an operand of this product is made of: those of the attention weights."""
     if dot.op != "dot":
         return None
     for operand in dot.operands:
         exp = _reach(view, operand.nid, "exp", 3, frozenset({"prod", "select", "cast", "sum"}))
         if exp is not None and _reach(view, exp, "dot", 8, None) is not None:
-            return operand.nid
+            return exp
     return None
 
 
@@ -316,10 +316,11 @@ def _without_mask(region: Region) -> Region:
     stack = [mask]
     while stack:
         node = block.producer.get(stack.pop().id)
-        if node is not None and node.id not in known and node.id not in extra:
+        if node is not None and node.id not in extra:
             extra[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
-    support = tuple(sorted((*region.support, *extra.values()), key=lambda n: n.id))
+    added = (n for i, n in extra.items() if i not in known)
+    support = tuple(sorted((*region.support, *added), key=lambda n: n.id))
     leaves = {name: v for name, v in region.leaves.items() if name != "mask"}
     return Region(block, region.root, leaves, region.nodes, support, region.known)
 

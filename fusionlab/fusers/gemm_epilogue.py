@@ -108,6 +108,11 @@ class _Site:
             found = match(pattern_of(PRODUCT), self.view, self.view.ref[self.product.id].nid)
             return self.oriented(found) if isinstance(found, Match) else None
         node, total, other = added
+        if self.depends(self.view.read(other).nid):
+            return None  # softmax subtracting its maximum, and the like
+        if node.primitive == "sub":
+            sentence = f"{anchor_text(node)} subtracts, where a bias is added"
+            return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
         found = match(pattern_of(LINEAR), self.view, self.view.ref[total.id].nid)
         if isinstance(found, Match):
             rows = self.row_bias(found, total, node)
@@ -136,6 +141,16 @@ class _Site:
             if len(users) != 1 or not same:
                 return None
             value = same[0].outputs[0]
+
+    def depends(self, nid: int, depth: int = 6) -> bool:
+        """Whether a canonical node is computed from the product, within a few steps."""
+        product = self.view.ref[self.product.id].nid
+        level = {nid}
+        for _ in range(depth):
+            if product in level:
+                return True
+            level = {o.nid for n in level for o in self.view.nodes[n].operands}
+        return product in level
 
     def ref_id(self, value: Value) -> int:
         return self.view.ref[value.id].nid

@@ -61,7 +61,7 @@ def tidy(coef: Coef) -> Coef:
     """Removes float64 noise of different orders of folding, so that equal coefficients hash equal."""
     if isinstance(coef, bool | int):
         return coef
-    return float(f"{coef:.12g}")
+    return coef if coef in (1.0, -1.0) else float(f"{coef:.12g}")
 
 
 class View:

@@ -102,6 +102,7 @@ def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: froze
             base, crossed = _look_through(view, value, all(n in through_scale for n in names_of[ref.nid]))
             bound[ref.nid][base.id] = base
             support.update((n.id, n) for n in crossed)
+            stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
             continue
         if value.id in view.known_inputs:
             continue

@@ -1,0 +1,112 @@
+"""The same small models in flax.linen, flax.nnx, equinox and haiku: (function, arguments) pairs. Not a test module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu_erf": lambda h: jax.nn.gelu(h, approximate=False),
+}
+KEY = jax.random.key(0)
+
+
+def linen_mlp(act: Callable, dtype: Any) -> Case:
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            h = act(nn.Dense(24, dtype=dtype, param_dtype=dtype)(x))
+            return nn.Dense(10, dtype=dtype, param_dtype=dtype)(h)
+
+    x = jnp.ones((6, 12), dtype)
+    model = MLP()
+    return model.apply, (model.init(KEY, x), x)
+
+
+def nnx_mlp(act: Callable, dtype: Any) -> Case:
+    class MLP(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(12, 24, dtype=dtype, param_dtype=dtype, rngs=rngs)
+            self.second = nnx.Linear(24, 10, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.second(act(self.first(x)))
+
+    return _nnx_case(MLP(nnx.Rngs(0)), jnp.ones((6, 12), dtype))
+
+
+def _nnx_case(model: Any, *args: Any) -> Case:
+    definition, state = nnx.split(model)
+    return (lambda state, *args: nnx.merge(definition, state)(*args)), (state, *args)
+
+
+def equinox_mlp(act: Callable, dtype: Any) -> Case:
+    model = eqx.nn.MLP(12, 10, 24, 1, activation=act, dtype=dtype, key=KEY)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    return (lambda p, x: jax.vmap(eqx.combine(p, static))(x)), (params, jnp.ones((6, 12), dtype))
+
+
+def haiku_mlp(act: Callable, dtype: Any) -> Case:
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([24, 10], activation=act)(x)))
+    x = jnp.ones((6, 12), dtype)
+    return model.apply, (model.init(KEY, x), x)
+
+
+MLPS = {"linen": linen_mlp, "nnx": nnx_mlp, "equinox": equinox_mlp, "haiku": haiku_mlp}
+
+
+def linen_attention(causal: bool, dtype: Any) -> Case:
+    model = nn.MultiHeadDotProductAttention(num_heads=3, qkv_features=24, dtype=dtype, param_dtype=dtype)
+    x = jnp.ones((2, 10, 12), dtype)
+
+    def apply(params: Any, x: Any) -> Any:
+        return model.apply(params, x, x, mask=nn.make_causal_mask(x[..., 0]) if causal else None)
+
+    return apply, (model.init(KEY, x, x), x)
+
+
+def nnx_attention(causal: bool, dtype: Any) -> Case:
+    model = nnx.MultiHeadAttention(
+        num_heads=3, in_features=12, qkv_features=24, dtype=dtype, param_dtype=dtype, decode=False, rngs=nnx.Rngs(0)
+    )
+    definition, state = nnx.split(model)
+
+    def apply(state: Any, x: Any) -> Any:
+        mask = nnx.make_causal_mask(x[..., 0]) if causal else None
+        return nnx.merge(definition, state)(x, mask=mask)
+
+    return apply, (state, jnp.ones((2, 10, 12), dtype))
+
+
+def equinox_attention(causal: bool, dtype: Any) -> Case:
+    model = eqx.nn.MultiheadAttention(3, 12, dtype=dtype, key=KEY)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def apply(p: Any, x: Any) -> Any:
+        mask = jnp.tril(jnp.ones((10, 10), bool)) if causal else None
+        return jax.vmap(lambda x: eqx.combine(p, static)(x, x, x, mask=mask))(x)
+
+    return apply, (params, jnp.ones((2, 10, 12), dtype))
+
+
+def haiku_attention(causal: bool, dtype: Any) -> Case:
+    def forward(x: Any) -> Any:
+        mask = jnp.tril(jnp.ones((1, 1, 10, 10))) if causal else None
+        return hk.MultiHeadAttention(3, 8, w_init=hk.initializers.VarianceScaling())(x, x, x, mask=mask)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    x = jnp.ones((2, 10, 12), dtype)
+    return model.apply, (model.init(KEY, x), x)
+
+
+ATTENTIONS = {"linen": linen_attention, "nnx": nnx_attention, "equinox": equinox_attention, "haiku": haiku_attention}
