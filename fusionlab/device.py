@@ -1,4 +1,7 @@
-"""The device a decision is made for: real or simulated. Support checks take this record, so any device can be asked about on a laptop."""
+"""The device a decision is made for: real or simulated.
+
+Support checks take this record, so that any device can be asked about on a laptop.
+"""
 
 from __future__ import annotations
 

@@ -191,7 +191,11 @@ class Fused:
 
 
 def _known(found: PlainFindings, name: str) -> bool:
-    return name in found.passes or any(c.id == name for c in found.candidates) or any(r.id == name for r in found.rejections)
+    return (
+        name in found.passes
+        or any(c.id == name for c in found.candidates)
+        or any(r.id == name for r in found.rejections)
+    )
 
 
 def _traced(args: tuple, kwargs: dict) -> bool:

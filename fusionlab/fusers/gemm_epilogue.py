@@ -17,7 +17,7 @@ from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognis
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.region import VIEWS, NotARegion, Region, cut, escapes
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from .base import Plan, Search, anchor_text, escape_text, option, propose, reject
@@ -142,6 +142,17 @@ class _Site:
                 return None
             value = same[0].outputs[0]
 
+    def given(self, atom: Any) -> bool:
+        """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
+        while isinstance(atom, Value):
+            maker = self.search.block.producer.get(atom.id)
+            if maker is None:
+                return True
+            if maker.primitive not in VIEWS | {"convert_element_type"}:
+                return False
+            atom = maker.inputs[0]
+        return True
+
     def depends(self, nid: int, depth: int = 6) -> bool:
         """Whether a canonical node is computed from the product, within a few steps."""
         product = self.view.ref[self.product.id].nid
@@ -178,6 +189,8 @@ class _Site:
                 return None  # attention scores plus a mask, and the like
             sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {len(self.anchor.inputs[1].shape)}: a batch of matrices"
             return self.rejection("rank", sentence, [self.anchor], (1, 2), "map the layer over its batch of weights with jax.vmap")
+        if span >= len(dot.shape) and not self.given(other):
+            return None  # a residual connection: what is added was computed elsewhere
         if span >= len(dot.shape):
             sentence = f"{anchor_text(node)} adds a full tensor {list(other.shape)}, not a bias along the output features"
             return self.rejection("bias", sentence, [node], (1, 2), "add the bias first, (x @ w + b) + y, if there is one")

@@ -54,18 +54,22 @@ def arrange(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[
     """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
     order = [c for group in groups for c in group]
     kept = [c for c in have if c is not None]
+    merged = [math.prod(sizes[c] for c in group) for group in groups]
+    if kept == order:
+        return jnp.reshape(x, merged)
     x = jnp.reshape(x, [s for s, c in zip(x.shape, have, strict=True) if c is not None])
     x = jnp.transpose(x, [kept.index(c) for c in order if c in kept])
     missing = [c for c in order if c not in kept]
     if missing:
         x = jnp.reshape(x, [1 if c in missing else sizes[c] for c in order])
         x = jnp.broadcast_to(x, [sizes[c] for c in order])
-    return jnp.reshape(x, [math.prod(sizes[c] for c in group) for group in groups])
+    return jnp.reshape(x, merged)
 
 
 def restore(x: Any, groups: Sequence[Sequence[int]], want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
     """The inverse: from one axis per group to the axes `want` with `shape`."""
     order = [c for group in groups for c in group]
-    x = jnp.reshape(x, [sizes[c] for c in order])
-    x = jnp.transpose(x, [order.index(c) for c in want if c is not None])
+    wanted = [c for c in want if c is not None]
+    if order != wanted:
+        x = jnp.transpose(jnp.reshape(x, [sizes[c] for c in order]), [order.index(c) for c in wanted])
     return jnp.reshape(x, shape)

@@ -1,0 +1,170 @@
+"""The command line: `fusionlab doctor | demo | trace | find | compare`, each with `--json`.
+
+Results go to standard output, progress to standard error. Exit status: 0 done, 1 an error (one line on standard error),
+2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from .errors import FusionLabError
+from .loading import example_arguments, load_function
+from .output import output_folder
+
+_FUNCTION = """\
+FUNCTION is package.module:function or path/to/file.py:function.
+
+Its example arguments are, in this order:
+  --args EXPR         a Python expression, evaluated in the module beside jax, jnp and np: a tuple of arguments, or one
+                      argument; jax.ShapeDtypeStruct stands for an array where nothing is run
+  function.example_args   an attribute of the function
+  example_args        an attribute of the module; may be a dict from function name
+Each attribute is a tuple of arguments, or a function of no arguments that returns one.
+
+example:
+  fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's parser, with its complaint on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"fusionlab: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except FusionLabError as e:
+        print(f"fusionlab: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of a pipe left (`fusionlab trace ... | head`): no error, but Python would complain when flushing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fusionlab", description="Shows where a JAX model could run fused, and proves it.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what this machine has and can run, and the one next command")
+    doctor.set_defaults(run=_doctor)
+
+    demo = commands.add_parser("demo", help="find, fuse, verify and time a transformer block; write a report")
+    demo.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the report and its pictures")
+    demo.add_argument("--size", type=_positive, default=2048, metavar="S", help="sequence length (default %(default)s)")
+    demo.set_defaults(run=_demo)
+
+    trace = _function_command(commands, "trace", "the traced program, as text")
+    trace.set_defaults(run=_trace)
+
+    find = _function_command(commands, "find", "what may be fused, what was declined, and why")
+    _add_pass_options(find)
+    find.add_argument("--device", metavar="NAME", help="judge for this device: cpu, or sm_90 and the like")
+    find.add_argument("--dump", metavar="DIR", help="write the graph before and after each pass, and report.json")
+    find.set_defaults(run=_find)
+
+    compare = _function_command(commands, "compare", "time and errors, before and after fusing")
+    _add_pass_options(compare)
+    compare.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    compare.add_argument("-o", "--output", metavar="FILE.html", help="write the comparison as a web page")
+    compare.set_defaults(run=_compare)
+
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def _function_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=summary, epilog=_FUNCTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_argument("function", metavar="FUNCTION", help="module:function or file.py:function")
+    command.add_argument("--args", metavar="EXPR", help="example arguments, as a Python expression")
+    return command
+
+
+def _add_pass_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--passes", type=_names, metavar="A,B", help="ask only these passes (default: all)")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed a whole number above 0")
+    return int(text)
+
+
+def _print(options: argparse.Namespace, text: Any, data: dict[str, Any]) -> None:
+    print(json.dumps(data, indent=2) if options.json else text)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from .doctor import doctor
+
+    found = doctor()
+    _print(options, found, found.to_dict())
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import run_demo
+
+    result = run_demo(options.output, size=options.size)
+    _print(options, result, result.to_dict())
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    function, module = load_function(options.function)
+    return function, example_arguments(function, module, options.args)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    from .viz.view_model import view_model
+
+    function, args = _load(options)
+    graph = fl.trace(function, *args)
+    if options.json:
+        print(json.dumps(view_model(graph), indent=2))
+    else:
+        print(graph)
+
+
+def _find(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    function, args = _load(options)
+    with output_folder(options.dump) if options.dump else contextlib.nullcontext() as work:
+        found = fl.find(function, *args, passes=options.passes, device=options.device, dump=work)
+    _print(options, found, found.to_dict())
+
+
+def _compare(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    function, args = _load(options)
+    fused = fl.fuse(function, passes=options.passes)
+    result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True)
+    if options.output:
+        result.to_html(options.output)
+    _print(options, result, result.to_dict())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

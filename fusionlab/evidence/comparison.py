@@ -1,0 +1,357 @@
+"""The whole of the evidence on one pair of functions: time, memory, errors, and what they were measured with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from fusionlab.errors import MissingDependencyError, TraceError
+from fusionlab.graph.promote import Promoted, promote
+from fusionlab.kernels.op import meaning_of
+
+from .memory import CompiledMemory, Memory, memory_of
+from .numerics import (
+    Error,
+    LeafNumerics,
+    Numerics,
+    leaf_numerics,
+    output_numerics,
+    random_cotangents,
+    reduction_size,
+    value_and_gradients,
+)
+from .program import Call, Program, bind_call, compile_program, donated_by
+from .progress import Progress, Reporter
+from .record import Environment, environment, to_json
+from .timing import Runs, Timing, Verdict, as_tuple, check_effort, seconds, time_programs
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
+
+    Attributes:
+      timing, timing_grad: of the call, and of value and gradient; None where not asked for or the same code.
+      numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
+      memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
+      environment: hardware, versions, settings.
+      same_code: True when the two are what XLA runs anyway, so that nothing was timed.
+      notes: sentences worth reading.
+      hlo: optimised HLO text of "before" and "after" (forward); `to_dict` leaves it out.
+    """
+
+    name: str
+    environment: Environment
+    timing: Timing | None = None
+    timing_grad: Timing | None = None
+    numerics: Numerics | None = None
+    memory: Memory | None = None
+    memory_grad: Memory | None = None
+    same_code: bool = False
+    notes: tuple[str, ...] = ()
+    hlo: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        """Forward, then forward + backward, as far as they were timed."""
+        return tuple(t for t in (self.timing, self.timing_grad) if t is not None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the forward call; `timing_grad.verdict` has the other."""
+        if self.same_code:
+            return Verdict.SAME_CODE
+        return self.timing.verdict if self.timing is not None else Verdict.NOT_TIMED
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.verdict}"]
+        lines += [f"  {t}" for t in self.timings]
+        if self.timing is not None:
+            b, a = self.timing.before, self.timing.after
+            lines.append(
+                f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (once each, {self.timing.hardware})"
+            )
+        lines += [f"  {m}" for m in (self.memory,) if m is not None]
+        lines += [f"  forward + backward, {m}" for m in (self.memory_grad,) if m is not None]
+        lines += self._error_lines()
+        return "\n".join([*lines, *(f"  note: {n}" for n in self.notes), f"  {self.environment}"])
+
+    def _error_lines(self) -> list[str]:
+        if self.numerics is None:
+            return []
+        where = self.environment.hardware
+        worst = [leaf for kind in ("output", "gradient") if (leaf := self.numerics.worst(kind)) is not None]
+        lines = [f"  error against float64, worst {leaf} ({where})" for leaf in worst]
+        bad = self.numerics.regressions
+        lines += (
+            [f"  {len(bad)} of {len(self.numerics.leaves)} outputs and gradients are WORSE than before"] if bad else []
+        )
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` reads it back. Medians and quartiles are for readers; the samples are the source."""
+        data: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "same_code": self.same_code}
+        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad"):
+            value = getattr(self, part)
+            data[part] = None if value is None else asdict(value)
+            if isinstance(value, Timing):
+                for runs in (value.before, value.after):
+                    data[part][runs.name] |= {"median_s": runs.median_s, "quartiles_s": runs.quartiles_s}
+            if isinstance(value, Numerics):
+                for leaf, row in zip(value.leaves, data[part]["leaves"], strict=True):
+                    row["ok"] = leaf.ok
+        return json.loads(to_json({**data, "notes": self.notes}))
+
+    def to_json(self) -> str:
+        return to_json(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
+        """Reads `to_dict` back (the HLO text is not in it)."""
+        return cls(
+            name=data["name"],
+            environment=Environment.from_dict(data["environment"]),
+            timing=_timing(data["timing"]),
+            timing_grad=_timing(data["timing_grad"]),
+            numerics=_numerics(data["numerics"]),
+            memory=_memory(data["memory"]),
+            memory_grad=_memory(data["memory_grad"]),
+            same_code=data["same_code"],
+            notes=tuple(data["notes"]),
+        )
+
+    def to_dataframe(self) -> Any:
+        """A pandas frame in long form: quantity, name, version, value, unit, hardware.
+
+        Raises:
+          MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
+            ) from error
+        return pd.DataFrame(list(self.rows()), columns=["quantity", "name", "version", "value", "unit", "hardware"])
+
+    def rows(self) -> list[tuple[str, str, str, float, str, str]]:
+        """Every number as (quantity, name, version, value, unit, hardware)."""
+        rows: list[tuple[str, str, str, float, str, str]] = []
+        for timing in self.timings:
+            for runs in (timing.before, timing.after):
+                rows += [("time", timing.what, runs.name, s, "s", timing.hardware) for s in runs.samples_s]
+        for what, memory in (("forward", self.memory), ("forward + backward", self.memory_grad)):
+            if memory is not None:
+                plans = (memory.before, memory.after)
+                rows += [("compiled peak memory", what, p.name, p.peak, "bytes", memory.hardware) for p in plans]
+        for leaf in self.numerics.leaves if self.numerics else ():
+            for version, error in (("before", leaf.before), ("after", leaf.after)):
+                where = (f"{leaf.kind} {leaf.name}", version)
+                rows.append(("max abs error", *where, error.max_abs, leaf.dtype, self.environment.hardware))
+                rows.append(("relative L2 error", *where, error.rel_l2, "", self.environment.hardware))
+                rows.append(("max ulp error", *where, error.ulp_max, "ulp", self.environment.hardware))
+        return rows
+
+
+def _timing(data: Mapping[str, Any] | None) -> Timing | None:
+    if data is None:
+        return None
+
+    def runs(d: Mapping[str, Any]) -> Runs:
+        keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
+        return Runs(samples_s=tuple(d["samples_s"]), **{k: d[k] for k in keys})
+
+    low, high = (float(x) for x in data["interval"])
+    return Timing(
+        what=data["what"],
+        before=runs(data["before"]),
+        after=runs(data["after"]),
+        ratio=data["ratio"],
+        interval=(low, high),
+        verdict=Verdict(data["verdict"]),
+        hardware=data["hardware"],
+        stopped=data["stopped"],
+    )
+
+
+def _memory(data: Mapping[str, Any] | None) -> Memory | None:
+    if data is None:
+        return None
+    return Memory(CompiledMemory(**data["before"]), CompiledMemory(**data["after"]), data["hardware"])
+
+
+def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
+    if data is None:
+        return None
+
+    def error(d: Mapping[str, Any]) -> Error:
+        whole = {"over_tolerance": d["over_tolerance"], "nonfinite_mismatch": d["nonfinite_mismatch"]}
+        floats = {k: float(v) for k, v in d.items() if k not in (*whole, "worst_index")}
+        return Error(**floats, **whole, worst_index=tuple(d["worst_index"]))
+
+    def leaf(d: Mapping[str, Any]) -> LeafNumerics:
+        parts: dict[str, Any] = {k: d[k] for k in ("name", "kind", "dtype", "size", "rtol", "atol")}
+        parts |= {k: error(d[k]) for k in ("before", "after", "between")}
+        return LeafNumerics(shape=tuple(d["shape"]), **parts)
+
+    leaves = tuple(map(leaf, data["leaves"]))
+    return Numerics(leaves, tuple(data["left_out"]), data["reduction_size"], tuple(data["notes"]))
+
+
+def measure(
+    fn: Callable,
+    fused: Callable,
+    *args: Any,
+    grad: bool = True,
+    argnums: int | Sequence[int] | None = None,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    same_code: bool = False,
+    timing: bool = True,
+    numerics: bool = True,
+    memory: bool = True,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    **kwargs: Any,
+) -> Evidence:
+    """Measures a function against its fused version: time, compiled memory, errors of both against float64.
+
+    Args:
+      fn: the original; "before" is `jax.jit(fn)`, so write it as a user would.
+      fused: what it is compared with; same arguments, same outputs.
+      *args, **kwargs: arrays, used as given (donated ones are copied).
+      grad: also the gradient of a fixed random weighting of all float outputs.
+      argnums: the arguments to differentiate by; None is every float leaf.
+      samples, budget_s: of each function, and seconds, per timing (forward, and forward + backward).
+      donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found unasked.
+      static_argnums, static_argnames: as in `jax.jit`.
+      same_code: the fused version is what XLA runs anyway: nothing is timed and the verdict says so.
+      timing, numerics, memory: what to measure.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      cancel: asked between steps; when it says True, what is there so far is returned, with a note.
+
+    Raises:
+      ArgumentError: shapes where arrays are needed, a position that is none, outputs that differ in structure.
+      SideEffectError: a function prints or calls back into Python; named with its source line.
+      TraceError: a function does not trace, or (with `grad`) cannot be differentiated.
+    """
+    check_effort(samples, budget_s)
+    calls = [bind_call(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
+    donated = as_tuple(donate_argnums)
+    if not (donated or static_argnums or static_argnames):
+        donated = donated_by(fn, args, kwargs)
+    measuring = _Measuring(calls[0], calls[1], donated, argnums, grad)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    notes: list[str] = []
+    parts: dict[str, Any] = {}
+    effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
+    steps: list[tuple[str, Callable[[], Any]]] = []
+    if numerics:
+        steps.append(("numerics", lambda: measuring.numerics(progress, notes)))
+    if memory:
+        steps.append(("memory", lambda: memory_of(*measuring.forward)))
+        steps += [("memory_grad", lambda: memory_of(*measuring.backward))] if grad else []
+    if timing and not same_code:
+        steps.append(("timing", lambda: time_programs("forward", *measuring.forward, **effort)))
+        steps += (
+            [("timing_grad", lambda: time_programs("forward + backward", *measuring.backward, **effort))]
+            if grad
+            else []
+        )
+    for key, step in steps:
+        if cancel is not None and cancel():
+            notes.append(f"cancelled before: {key}")
+            break
+        parts[key] = step()
+    hlo = measuring.hlo()
+    if len(set(map(_instructions, hlo.values()))) < len(hlo):
+        notes.append("both compile to the same optimised HLO")
+    return Evidence(name, environment(), same_code=same_code, notes=tuple(notes), hlo=hlo, **parts)
+
+
+def _instructions(hlo: str) -> str:
+    """HLO text without what only says where it came from."""
+    body = hlo[hlo.find("\n%") if "\n%" in hlo else hlo.find("\nENTRY") :]
+    return re.sub(r", metadata=\{[^}]*\}", "", body)
+
+
+class _Measuring:
+    """The programs of one comparison, each compiled at most once, when first needed."""
+
+    def __init__(self, before: Call, after: Call, donated: Sequence[int], argnums: Any, grad: bool) -> None:
+        self.calls, self.grad = {"before": before, "after": after}, grad
+        self.donated = before.dynamic(donated, "donate_argnums")
+        self._forward: tuple[Program, Program] | None = None
+        self._backward: tuple[Program, Program] | None = None
+        asked = range(len(before.args)) if argnums is None else before.dynamic(as_tuple(argnums), "argnums")
+        leaves = jax.tree.leaves((before.args, before.kwargs))
+        wanted = range(len(leaves)) if argnums is None else before.leaves_of(asked)
+        self.chosen = tuple(i for i in wanted if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating))
+        self.left_out = tuple(n for i, n in enumerate(before.leaf_names) if i not in self.chosen)
+
+    @property
+    def forward(self) -> tuple[Program, Program]:
+        if self._forward is None:
+            before, after = (
+                compile_program(c.fn, c.args, c.kwargs, name=name, donate_argnums=self.donated)
+                for name, c in self.calls.items()
+            )
+            self._forward = before, after
+        return self._forward
+
+    @property
+    def backward(self) -> tuple[Program, Program]:
+        if self._backward is None:
+            cotangents = random_cotangents(self.forward[0].jaxpr.out_avals)
+            before, after = (
+                compile_program(
+                    value_and_gradients(c.fn, self.chosen),
+                    (cotangents, c.args, c.kwargs),
+                    {},
+                    name=name,
+                    advice="a function jax.grad accepts; or pass grad=False to compare the forward call alone.",
+                )
+                for name, c in self.calls.items()
+            )
+            self._backward = before, after
+        return self._backward
+
+    def hlo(self) -> dict[str, str]:
+        return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}
+
+    def numerics(self, progress: Progress, notes: list[str]) -> Numerics | None:
+        """Errors of outputs and gradients; None, with a note, where the program has no float64 form."""
+        before, after = self.forward
+        if self.grad:
+            _ = self.backward  # a function that cannot be differentiated is an error, not a note
+        # The programs' own arguments: copies on the device, of which donated ones are copied again for each run.
+        args, kwargs = before.args, before.kwargs
+        size = reduction_size(before.jaxpr)
+        with Reporter(progress, "comparing with float64", 2 if self.grad else 1) as reporter:
+            try:
+                reference = promote(self.calls["before"].fn, *args, inline=meaning_of, **kwargs)
+                leaves = output_numerics(before, after, reference, args, kwargs, size)
+                reporter.step()
+                leaves += self._gradients(reference, size) if self.grad else []
+                reporter.step()
+            except TraceError as error:
+                notes.append(f"no errors were measured: {error}")
+                return None
+        return Numerics(tuple(leaves), self.left_out if self.grad else (), size, reference.notes)
+
+    def _gradients(self, reference: Promoted, size: int) -> list[LeafNumerics]:
+        (_, first), (_, second) = (p.run() for p in self.backward)
+        cotangents, args, kwargs = self.backward[0].args
+        want = reference.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
+        flat = jax.tree_util.tree_leaves(want, is_leaf=lambda x: x is None)
+        names = [self.calls["before"].leaf_names[i] for i in self.chosen]
+        return leaf_numerics("gradient", names, first, second, [flat[i] for i in self.chosen], size)

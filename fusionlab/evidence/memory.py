@@ -1,0 +1,158 @@
+"""Peak memory: what the compiler planned, and what a fresh process really grew by."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusionlab.errors import ArgumentError, BackendError
+
+from .program import Program
+from .record import hardware
+
+
+@dataclass(frozen=True)
+class CompiledMemory:
+    """The compiler's plan for one program, in bytes.
+
+    `peak` counts arguments, outputs and temporaries alive together. A library called by XLA may take scratch memory
+    beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted: `resident_growth` sees both.
+    """
+
+    name: str
+    argument: int
+    output: int
+    temp: int
+    alias: int
+    code: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Compiled memory of both versions; `hardware` is where they were compiled for."""
+
+    before: CompiledMemory
+    after: CompiledMemory
+    hardware: str
+
+    def __str__(self) -> str:
+        b, a = self.before, self.after
+        change = f", {b.peak / a.peak:.2f}x less" if a.peak and b.peak != a.peak else ""
+        return (
+            f"compiled peak memory: {size(b.peak)} -> {size(a.peak)}{change} "
+            f"(temporaries {size(b.temp)} -> {size(a.temp)}, {self.hardware})"
+        )
+
+
+def size(n: float) -> str:
+    """Bytes with a binary unit: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:.4g} {unit}"
+        n /= 1024
+    raise AssertionError("unreachable")
+
+
+def compiled_memory(program: Program) -> CompiledMemory | None:
+    """What the compiler planned for it; None where the backend does not say."""
+    stats = program.compiled.memory_analysis()
+    if stats is None:
+        return None
+    parts = {k: int(getattr(stats, f"{k}_size_in_bytes", 0)) for k in ("argument", "output", "temp", "alias")}
+    peak = int(getattr(stats, "peak_memory_in_bytes", 0) or 0)
+    plan = parts["argument"] + parts["output"] + parts["temp"] - parts["alias"]
+    return CompiledMemory(
+        program.name, **parts, code=int(getattr(stats, "generated_code_size_in_bytes", 0)), peak=peak or plan
+    )
+
+
+def memory_of(before: Program, after: Program) -> Memory | None:
+    """Compiled memory of both, or None where the backend does not say."""
+    first, second = compiled_memory(before), compiled_memory(after)
+    return Memory(first, second, hardware()) if first is not None and second is not None else None
+
+
+@dataclass(frozen=True)
+class ResidentGrowth:
+    """Resident memory of a fresh process around one run, in bytes.
+
+    Attributes:
+      target: what was run.
+      before: resident set with the arguments made and the function compiled.
+      peak: highest resident set during the run; `growth` is the difference.
+      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process, so that
+        `growth` is at most what it says when compiling took more).
+    """
+
+    target: str
+    before: int
+    peak: int
+    method: str
+
+    @property
+    def growth(self) -> int:
+        return max(0, self.peak - self.before)
+
+
+_CHILD = """
+import importlib, json, sys
+import jax
+target, arguments = sys.argv[1], json.loads(sys.argv[2])
+module, _, name = target.partition(":")
+made = getattr(importlib.import_module(module), name)(*arguments)
+fn, args = made
+compiled = jax.jit(fn).lower(*args).compile()
+jax.block_until_ready(args)
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+try:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before, method = status("VmRSS"), "VmHWM"
+except OSError:
+    import resource
+    unit = 1 if sys.platform == "darwin" else 1024
+    before, method = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "ru_maxrss"
+jax.block_until_ready(compiled(*args))
+peak = status("VmHWM") if method == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+print("fusionlab-resident", json.dumps([before, peak, method]))
+"""
+
+
+def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
+    """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
+
+    Args:
+      target: "module:function"; the function takes `arguments` and returns (fn, args): what to compile and run.
+      arguments: JSON-able values.
+      timeout_s: seconds until the process is given up.
+
+    Raises:
+      ArgumentError: `target` is not "module:function".
+      BackendError: the process failed or took too long; its last line is in the message.
+    """
+    if ":" not in target:
+        raise ArgumentError(f"target: got {target!r}, needed 'module:function'")
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    command = [sys.executable, "-c", _CHILD, target, json.dumps(list(arguments))]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": path}
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(f"{target} did not finish in {timeout_s} s in a process of its own") from error
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fusionlab-resident ")]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BackendError(f"{target} failed in a process of its own (exit {done.returncode}): {last}")
+    before, peak, method = json.loads(lines[-1].partition(" ")[2])
+    return ResidentGrowth(target, before, peak, method)

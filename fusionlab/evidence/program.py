@@ -1,0 +1,215 @@
+"""A function made ready to run many times: compiled once, arguments on the device, side effects ruled out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from fusionlab.errors import ArgumentError, SideEffectError, TraceError
+from fusionlab.graph.compat import child_jaxprs, split_closed
+from fusionlab.graph.scopes import source_of
+from fusionlab.graph.trace import bind_static
+
+
+_JIT_ADVICE = "a function jax.jit accepts; name Python-valued arguments in static_argnums or static_argnames."
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled function with its arguments.
+
+    Attributes:
+      name: what tables call it ("before", "after").
+      compiled: `jax.stages.Compiled`.
+      args, kwargs: its dynamic arguments, NumPy arrays moved to the device.
+      donated: positions in `args` whose buffers each run consumes.
+      jaxpr: what was compiled.
+      trace_s, lower_s, compile_s: seconds spent getting here, apart.
+    """
+
+    name: str
+    compiled: Any
+    args: tuple
+    kwargs: dict
+    donated: tuple[int, ...]
+    jaxpr: Any
+    trace_s: float
+    lower_s: float
+    compile_s: float
+
+    def fresh_args(self) -> tuple:
+        """The arguments of one run: donated ones copied, the copies finished."""
+        copies = [jax.tree.map(jnp.copy, a) if i in self.donated else a for i, a in enumerate(self.args)]
+        if self.donated:
+            jax.block_until_ready(copies)
+        return tuple(copies)
+
+    def run(self) -> Any:
+        """One run, blocked on."""
+        return jax.block_until_ready(self.compiled(*self.fresh_args(), **self.kwargs))
+
+
+def compile_program(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    name: str = "function",
+    donate_argnums: Sequence[int] = (),
+    advice: str = _JIT_ADVICE,
+) -> Program:
+    """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
+
+    Raises:
+      ArgumentError: an argument is a shape instead of an array.
+      SideEffectError: the function prints, calls back into Python or mutates; repeating it would repeat that.
+      TraceError: JAX cannot trace or compile it.
+    """
+    args, kwargs = on_device(args), on_device(kwargs)
+
+    @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
+    def uncached(*a: Any, **k: Any) -> Any:
+        # JAX keeps what it compiled by function object; a new one makes the compile time a compile time.
+        return fn(*a, **k)
+
+    jitted = jax.jit(uncached, donate_argnums=tuple(donate_argnums))
+    start = time.perf_counter()
+    try:
+        traced = jitted.trace(*args, **kwargs)
+    except (ArgumentError, SideEffectError):
+        raise
+    except Exception as error:  # the user's own code runs here, so anything may come
+        raise trace_error(name, error, advice) from error
+    refuse_side_effects(name, traced.jaxpr)
+    traced_at = time.perf_counter()
+    lowered = traced.lower()
+    lowered_at = time.perf_counter()
+    compiled = lowered.compile()
+    times = (traced_at - start, lowered_at - traced_at, time.perf_counter() - lowered_at)
+    return Program(name, compiled, args, kwargs, tuple(donate_argnums), traced.jaxpr, *times)
+
+
+def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> TraceError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return TraceError(
+        f"{name} does not run under jax.jit with these arguments: {type(error).__name__}: {first} Needed: {advice}"
+    )
+
+
+def on_device(tree: Any) -> Any:
+    """NumPy leaves become JAX arrays, so that no run pays for the transfer; shapes are refused."""
+    return jax.tree.map(_leaf_on_device, tree)
+
+
+def _leaf_on_device(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise ArgumentError(
+            f"arguments: got a shape ({x.dtype}{list(x.shape)}), needed arrays: a measurement has to run the function. "
+            "Make some, for instance with jax.random.normal(jax.random.key(0), shape)."
+        )
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def refuse_side_effects(name: str, jaxpr: Any) -> None:
+    """Raises SideEffectError naming the first primitive with a side effect and the user's line; pure callbacks pass."""
+    if not jaxpr.effects:
+        return
+    eqn = _first_with_effects(jaxpr)
+    what = f"{eqn.primitive.name}" if eqn is not None else f"effect {next(iter(jaxpr.effects))}"
+    source = source_of(eqn) if eqn is not None else None
+    where = f" at {source} ({source.text})" if source else ""
+    raise SideEffectError(
+        f"{name}: got a function with a side effect, {what}{where}; a measurement runs it hundreds of times. "
+        "Needed: a function without prints, callbacks or mutation; take that line out, or use jax.pure_callback."
+    )
+
+
+def _first_with_effects(jaxpr: Any) -> Any:
+    for eqn in split_closed(jaxpr)[0].eqns:
+        if eqn.effects:
+            inner = [found for _, _, child in child_jaxprs(eqn) if (found := _first_with_effects(child)) is not None]
+            return inner[0] if inner else eqn
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function with its static arguments bound, and what is left to give it.
+
+    Attributes:
+      fn: the function of the dynamic arguments; `args`, `kwargs`: those, in order.
+      positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
+      leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
+    """
+
+    fn: Callable
+    args: tuple
+    kwargs: dict
+    positions: tuple[int, ...]
+    total: int
+    leaf_names: tuple[str, ...]
+
+    def dynamic(self, argnums: Iterable[int], what: str) -> tuple[int, ...]:
+        """Positions in the user's call -> positions in `args`.
+
+        Raises:
+          ArgumentError: one of them does not exist or is static.
+        """
+        wanted = tuple(n + self.total if n < 0 else n for n in argnums)
+        for n in wanted:
+            if n not in self.positions:
+                raise ArgumentError(f"{what}: got {n}, needed the position of an array argument, {self.positions}")
+        return tuple(self.positions.index(n) for n in wanted)
+
+    def leaves_of(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """The flat leaf positions of the arguments at these positions in `args`."""
+        sizes = [len(jax.tree.leaves(a)) for a in self.args]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+        return tuple(i for p in positions for i in range(starts[p], starts[p + 1]))
+
+
+def bind_call(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Call:
+    """Splits off static arguments and names the leaves of the rest."""
+    if not callable(fn):
+        raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    call, dyn_args, dyn_kwargs = bind_static(fn, args, kwargs, static_argnums, static_argnames)
+    parameters = _positional_names(fn)
+    nums = {n % len(args) for n in ((static_argnums,) if isinstance(static_argnums, int) else static_argnums)}
+    named = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
+    nums |= {i for i, name in enumerate(parameters) if name in named}
+    positions = tuple(i for i in range(len(args)) if i not in nums)
+    names = [parameters[p] if p < len(parameters) else f"arg{p}" for p in positions]
+    trees = [*zip(names, dyn_args, strict=True), *sorted(dyn_kwargs.items())]
+    leaves = [
+        name + jax.tree_util.keystr(path)
+        for name, tree in trees
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    return Call(call, dyn_args, dyn_kwargs, positions, len(args), tuple(leaves))
+
+
+def _positional_names(fn: Callable) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def donated_by(fn: Any, args: tuple, kwargs: dict) -> tuple[int, ...]:
+    """The positional arguments a function already under `jax.jit` donates whole; () for any other function."""
+    if not isinstance(fn, type(jax.jit(lambda: None))):
+        return ()
+    try:
+        info = fn.trace(*args, **kwargs).args_info[0]
+    except Exception as error:  # the user's own code runs here, so anything may come
+        raise trace_error(getattr(fn, "__name__", "function"), error) from error
+    return tuple(i for i, a in enumerate(info) if (x := jax.tree.leaves(a)) and all(leaf.donated for leaf in x))

@@ -1,0 +1,38 @@
+"""Telling the caller how far a long measurement is: silence, a bar, or a function of the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Progress = bool | Callable[[str, int, int], Any]
+
+
+class Reporter:
+    """Counts steps of one named piece of work.
+
+    `progress` is False (silence), True (a `tqdm.auto` bar), or a function called with (what, done, total).
+    """
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self.progress, self.what, self.total, self.done = progress, what, total, 0
+        self._bar = None
+        if progress is True:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total, desc=what, leave=False)
+
+    def step(self, n: int = 1) -> None:
+        n = min(n, self.total - self.done)
+        self.done += n
+        if self._bar is not None:
+            self._bar.update(n)
+        elif callable(self.progress):
+            self.progress(self.what, self.done, self.total)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,184 @@
+"""What a number was measured with: hardware, versions, settings; and results as JSON files, whole or not at all."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fusionlab.errors import ArgumentError, OutputError
+
+# Settings that change what XLA compiles or what numbers come out.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+    "jax_compilation_cache_dir",
+    "jax_debug_nans",
+    "jax_disable_jit",
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and with what a measurement was made.
+
+    Attributes:
+      hardware: the device, as printed beside every number.
+      platform, device_kind, device_count: JAX's words for it.
+      host_cpu, host_cores: the host's processor; cores this process may use.
+      driver: platform version as XLA reports it (CUDA driver and runtime), "" where there is none.
+      versions: package -> version, python included.
+      xla_flags: the variable XLA_FLAGS.
+      settings: JAX settings that change what is compiled.
+      commit: git commit of the current folder, "-dirty" appended when it has changes; "" outside git.
+      time: UTC, ISO 8601.
+    """
+
+    hardware: str
+    platform: str
+    device_kind: str
+    device_count: int
+    host_cpu: str
+    host_cores: int
+    driver: str
+    versions: dict[str, str]
+    xla_flags: str
+    settings: dict[str, Any]
+    commit: str
+    time: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Environment:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+    def __str__(self) -> str:
+        packages = ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        return f"{self.hardware}; {packages}" + (f"; commit {self.commit}" if self.commit else "")
+
+
+def environment() -> Environment:
+    """The record of this process, now."""
+    device = jax.devices()[0]
+    return Environment(
+        hardware=hardware(),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        device_count=jax.device_count(),
+        host_cpu=host_cpu(),
+        host_cores=host_cores(),
+        driver=str(getattr(device.client, "platform_version", "")) if device.platform != "cpu" else "",
+        versions={
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        settings={s: _plain(getattr(jax.config, s)) for s in _SETTINGS if hasattr(jax.config, s)},
+        commit=_commit(),
+        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def hardware() -> str:
+    """What stands beside every number: "NVIDIA H200", or the CPU's name and the cores this process may use."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"CPU {host_cpu()}, {host_cores()} cores"
+
+
+def host_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def host_cpu() -> str:
+    """The processor's name, as the operating system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        done = subprocess.run(("git", *args), capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "HEAD") + dirty
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def to_json(data: Any) -> str:
+    """JSON that any reader accepts: NaN and the infinities, which JSON lacks, become strings."""
+    return json.dumps(_strict(data), indent=1, allow_nan=False)
+
+
+def _strict(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {str(k): _strict(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_strict(v) for v in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def save_json(path: str | os.PathLike[str], data: Any) -> Path:
+    """Writes `data` as JSON, by way of a temporary file in the same folder.
+
+    Raises:
+      OutputError: the folder cannot be written to; no part of the file is left.
+    """
+    path = Path(path)
+    text = to_json(data) + "\n"
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise OutputError(f"cannot write {path}: {error.strerror or error}; give a path you can write to") from error
+    return path
+
+
+def load_json(path: str | os.PathLike[str]) -> Any:
+    """Reads what `save_json` wrote.
+
+    Raises:
+      ArgumentError: no such file, or it is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ArgumentError(f"path: {path} is not a readable JSON file ({error})") from error

@@ -1,0 +1,264 @@
+"""Interleaved timing of two functions, and what may be said of it.
+
+Wall time of a call, blocked on all its outputs. The two run in turns (A B B A, then B A A B), so that drift of clocks
+and neighbours falls on both; compile time is apart; a sample repeats a short function until it lasts a millisecond.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from fusionlab.errors import ArgumentError
+
+from .program import Program, bind_call, compile_program, donated_by
+from .progress import Progress, Reporter
+from .record import hardware
+
+VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
+MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
+SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
+MAX_REPEATS = 10_000
+
+
+class Verdict(enum.StrEnum):
+    """What a timing allows to say of "after" against "before"."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NO_DIFFERENCE = "no difference"
+    SAME_CODE = "same code"
+    INCONCLUSIVE = f"inconclusive: fewer than {VERDICT_SAMPLES} samples"
+    NOT_TIMED = "not timed"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All samples of one function.
+
+    Attributes:
+      name: "before" or "after".
+      samples_s: seconds per call, one a sample, in the order taken.
+      repeats: calls a sample averages over.
+      trace_s, lower_s, compile_s: seconds, once each.
+    """
+
+    name: str
+    samples_s: tuple[float, ...]
+    repeats: int
+    trace_s: float
+    lower_s: float
+    compile_s: float
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.samples_s))
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        low, high = np.percentile(self.samples_s, (25, 75))
+        return float(low), float(high)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.samples_s)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Two functions timed in turns.
+
+    Attributes:
+      what: "forward" or "forward + backward".
+      before, after: all samples of each.
+      ratio: median of before / median of after; above 1 "after" is faster.
+      interval: 95 % bootstrap interval of the ratio.
+      verdict: what may be said of it.
+      hardware: where it was measured.
+      stopped: "", "time budget" or "cancelled".
+    """
+
+    what: str
+    before: Runs
+    after: Runs
+    ratio: float
+    interval: tuple[float, float]
+    verdict: Verdict
+    hardware: str
+    stopped: str = ""
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        n = min(len(self.before.samples_s), len(self.after.samples_s))
+        return (
+            f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
+            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.hardware})"
+        )
+
+
+def seconds(value: float) -> str:
+    """Three digits with a unit that reads well: "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def ratio_interval(
+    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of median(before) / median(after).
+
+    Samples with the same index were taken next to each other, so they are drawn together: what slowed the machine then
+    slowed both. The draws are seeded, so the same samples always give the same interval.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    """
+    n = min(len(before), len(after))
+    index = np.random.default_rng(0).integers(0, n, (resamples, n))
+    ratios = np.median(np.asarray(before)[:n][index], axis=1) / np.median(np.asarray(after)[:n][index], axis=1)
+    low, high = np.percentile(ratios, (50 * (1 - confidence), 50 * (1 + confidence)))
+    return float(low), float(high)
+
+
+def judge(ratio: float, interval: tuple[float, float], samples: int) -> Verdict:
+    """The verdict on a ratio of medians, its interval, and the number of samples of each function."""
+    if samples < VERDICT_SAMPLES:
+        return Verdict.INCONCLUSIVE
+    if interval[0] <= 1 <= interval[1] or abs(ratio - 1) < MIN_EFFECT:
+        return Verdict.NO_DIFFERENCE
+    return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
+
+
+def timing_of(what: str, before: Runs, after: Runs, stopped: str = "") -> Timing:
+    """Statistics and verdict over samples taken."""
+    ratio = before.median_s / after.median_s
+    interval = ratio_interval(before.samples_s, after.samples_s)
+    verdict = judge(ratio, interval, min(len(before.samples_s), len(after.samples_s)))
+    return Timing(what, before, after, ratio, interval, verdict, hardware(), stopped)
+
+
+def time_pair(
+    before: Callable,
+    after: Callable,
+    *args: Any,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    **kwargs: Any,
+) -> Timing:
+    """Times two functions in turns on the same arguments, both under `jax.jit`.
+
+    Args:
+      before, after: what to compare; "before" is the baseline.
+      *args, **kwargs: arrays, used as given; donated ones are copied for each run, outside the timed region.
+      samples: samples of each; at least 40 for a verdict.
+      budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
+      donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
+      static_argnums, static_argnames: as in `jax.jit`.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      cancel: asked before each round; when it says True, what was taken so far is returned.
+
+    Raises:
+      ArgumentError: a shape instead of an array, `samples` < 2 or no time.
+      SideEffectError: a function prints or calls back into Python; named with its source line.
+      TraceError: a function does not trace.
+    """
+    check_effort(samples, budget_s)
+    programs = []
+    donated = donated_by(before, args, kwargs) if not (static_argnums or static_argnames) else ()
+    for name, fn in (("before", before), ("after", after)):
+        call = bind_call(fn, args, kwargs, static_argnums, static_argnames)
+        numbers = call.dynamic(as_tuple(donate_argnums) or donated, "donate_argnums")
+        programs.append(compile_program(call.fn, call.args, call.kwargs, name=name, donate_argnums=numbers))
+    return time_programs(
+        "forward", programs[0], programs[1], samples=samples, budget_s=budget_s, progress=progress, cancel=cancel
+    )
+
+
+def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def check_effort(samples: int, budget_s: float) -> None:
+    if samples < 2:
+        raise ArgumentError(f"samples: got {samples}, needed at least 2, and {VERDICT_SAMPLES} for a verdict")
+    if not budget_s > 0:
+        raise ArgumentError(f"budget_s: got {budget_s}, needed a number of seconds above 0")
+
+
+def time_programs(
+    what: str,
+    before: Program,
+    after: Program,
+    *,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+) -> Timing:
+    """`time_pair` for programs compiled already; each runs at least twice, whatever the budget."""
+    repeats = {p.name: _warm_up(p) for p in (before, after)}
+    taken: dict[str, list[float]] = {before.name: [], after.name: []}
+    stopped = ""
+    deadline = time.perf_counter() + budget_s
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection in the middle of a sample is neither function's doing
+    try:
+        with Reporter(progress, f"timing {what}", samples) as reporter:
+            for i in range(math.ceil(samples / 2)):
+                first, second = (before, after) if i % 2 == 0 else (after, before)
+                for program in (first, second, second, first):
+                    taken[program.name].append(_sample(program, repeats[program.name]))
+                reporter.step(2)
+                if cancel is not None and cancel():
+                    stopped = "cancelled"
+                elif time.perf_counter() > deadline and len(taken[before.name]) < samples:
+                    stopped = "time budget"
+                if stopped:
+                    break
+    finally:
+        if collecting:
+            gc.enable()
+    first, second = (
+        Runs(p.name, tuple(taken[p.name]), repeats[p.name], p.trace_s, p.lower_s, p.compile_s) for p in (before, after)
+    )
+    return timing_of(what, first, second, stopped)
+
+
+def _warm_up(program: Program) -> int:
+    """Runs it, discards the times, and says how many calls make a sample."""
+    program.run()
+    quickest = min(_sample(program, 1) for _ in range(3))
+    return min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))
+
+
+def _sample(program: Program, repeats: int) -> float:
+    """Seconds per call."""
+    compiled, args, kwargs = program.compiled, program.args, program.kwargs
+    if program.donated:
+        return sum(_donated_call(program) for _ in range(repeats)) / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        jax.block_until_ready(compiled(*args, **kwargs))
+    return (time.perf_counter() - start) / repeats
+
+
+def _donated_call(program: Program) -> float:
+    args = program.fresh_args()
+    start = time.perf_counter()
+    jax.block_until_ready(program.compiled(*args, **program.kwargs))
+    return time.perf_counter() - start

@@ -1,0 +1,107 @@
+"""The activations of `gemm_epilogue`, by name. Adding one is adding one entry to `ACTIVATIONS`.
+
+Each says what the forward must save so that the backward can multiply by its derivative: nothing, a mask, or the
+pre-activation h = x @ w + b. Three spellings of relu differ at ties and NaN, and users' code holds all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """An elementwise function and its derivative.
+
+    Attributes:
+      name: what `activation=` takes.
+      formula: for a reader, in h.
+      fn: the plain jnp meaning.
+      residual: what backward needs: "none", "mask" or "preactivation".
+      save: h -> the residual, or None where `residual` is "none".
+      scale: (residual, t) -> derivative * t, elementwise.
+      source: where formula and derivative come from.
+    """
+
+    name: str
+    formula: str
+    fn: Callable[[Array], Array]
+    residual: str
+    save: Callable[[Array], Array] | None
+    scale: Callable[[Any, Array], Array]
+    source: str
+
+
+def _from_preactivation(name: str, formula: str, fn: Callable[[Array], Array], source: str) -> Activation:
+    """The derivative is JAX's own of `fn`, evaluated at the saved pre-activation."""
+
+    def scale(h: Array, t: Array) -> Array:
+        return jax.vjp(fn, h)[1](t)[0]
+
+    return Activation(name, formula, fn, "preactivation", lambda h: h, scale, source)
+
+
+def _positive(mask: Array, t: Array) -> Array:
+    return jnp.where(mask, t, jnp.zeros_like(t))
+
+
+def _half_at_ties(twice: Array, t: Array) -> Array:
+    return t * (twice.astype(t.dtype) * 0.5)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    a.name: a
+    for a in (
+        Activation("none", "h", lambda h: h, "none", None, lambda _, t: t, "identity"),
+        Activation(
+            "relu",
+            "max(h, 0), derivative 0 at 0",
+            jax.nn.relu,
+            "mask",
+            lambda h: h > 0,
+            _positive,
+            "jax.nn.relu; NaN stays NaN",
+        ),
+        Activation(
+            "relu_tie",
+            "max(h, 0), derivative 1/2 at 0",
+            lambda h: jnp.maximum(h, 0),
+            "mask",
+            # Twice the derivative, in one byte: 0, 1 at a tie, 2. NaN compares false with everything and gives 0.
+            lambda h: (h > 0).astype(jnp.int8) * 2 + (h == 0).astype(jnp.int8),
+            _half_at_ties,
+            "jnp.maximum(h, 0); NaN stays NaN",
+        ),
+        Activation(
+            "relu_where",
+            "h where h > 0 else 0, derivative 0 at 0",
+            lambda h: jnp.where(h > 0, h, jnp.zeros_like(h)),
+            "mask",
+            lambda h: h > 0,
+            _positive,
+            "jnp.where(h > 0, h, 0); NaN becomes 0",
+        ),
+        _from_preactivation(
+            "gelu_tanh",
+            "h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3)))",
+            lambda h: jax.nn.gelu(h, approximate=True),
+            "jax.nn.gelu(approximate=True); Hendrycks and Gimpel 2016, arXiv:1606.08415",
+        ),
+        _from_preactivation(
+            "gelu_erf",
+            "h/2 (1 + erf(h / sqrt(2)))",
+            lambda h: jax.nn.gelu(h, approximate=False),
+            "jax.nn.gelu(approximate=False); Hendrycks and Gimpel 2016, arXiv:1606.08415",
+        ),
+        _from_preactivation("silu", "h / (1 + exp(-h))", jax.nn.silu, "jax.nn.silu"),
+        _from_preactivation("sigmoid", "1 / (1 + exp(-h))", jax.nn.sigmoid, "jax.nn.sigmoid"),
+        _from_preactivation("tanh", "tanh(h)", jnp.tanh, "jnp.tanh"),
+    )
+}

@@ -1,0 +1,191 @@
+"""`gemm_epilogue`: a product with a matrix, a bias and an activation as one op."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...device import Device
+from ...errors import ArgumentError, unknown_name
+from ..op import Implementation, Op, batch_to_front, canonical_precision, check_dtypes
+from . import reference
+from .activations import ACTIVATIONS
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_ROWS = ("x", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
+
+
+class GemmEpilogue(Op):
+    """act(x @ w + bias); see `gemm_epilogue` below for shapes and attributes."""
+
+    name = "gemm_epilogue"
+    slots = ("x", "w", "bias")
+    implementations = {
+        "xla": Implementation(
+            "xla",
+            "the same product, add and activation as jnp code",
+            reference.forward,
+            reference.tangent,
+            reference.cotangent,
+        )
+    }
+
+    def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(self.slots, operands, strict=False))
+        x, w, bias = (given.get(slot) for slot in self.slots)
+        known = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None, "implementation": None}
+        for key in attrs:
+            if key not in known:
+                raise unknown_name("gemm_epilogue attribute", key, known)
+        full = known | dict(attrs)
+        if full["activation"] not in ACTIVATIONS:
+            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        self.check_implementation(full["implementation"])
+        _check_ranks(x, w, bias)
+        full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
+        full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
+        _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
+        present = tuple(a for a in (x, w, bias) if a is not None)
+        check_dtypes(self.name, dict(zip(self.slots, present, strict=False)), DTYPES)
+        full["precision"] = canonical_precision(full["precision"])
+        return present, full
+
+    def residual_names(self, *, activation: str, **_: Any) -> tuple[str, ...]:
+        kind = ACTIVATIONS[activation].residual
+        return () if kind == "none" else (kind,)
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        other = {"x": ("w",), "w": ("x",), "bias": ()}
+        operands = {name for slot in wanted for name in other[slot]}
+        return frozenset(operands.union(self.residual_names(**attrs)) if wanted else ())
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """A batch of rows is more rows; a batch of weights, or of their gradients, is not this op."""
+        if any(d is not None and n not in _ROWS for n, d in zip(names, dims, strict=True)):
+            return None
+        if role == "cotangent" and any(params["live"][1:]):
+            return None
+        rows = [i for i, n in enumerate(names) if n in _ROWS]
+        for i, v in zip(rows, batch_to_front([values[i] for i in rows], [dims[i] for i in rows]), strict=True):
+            values[i] = v
+        return values, params | {"x_contract": params["x_contract"] + 1}
+
+    def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if device.platform == "cpu":
+            return (
+                "xla",
+                "what XLA runs anyway: on a CPU the product dominates and XLA already fuses bias and activation",
+            )
+        return "xla", "what XLA runs anyway: the only implementation there is"
+
+    def formula(
+        self, *, activation: str = "none", bias: bool = True, w_contract: int = 0, x_contract: int = -1, **_: Any
+    ) -> str:
+        """ "gelu_tanh(x @ w + b)"; `bias=False` leaves the bias out."""
+        product = "x @ w" if w_contract in (0, -2) else "x @ w.T"
+        linear = f"{product} + b" if bias else product
+        return linear if activation == "none" else f"{activation}({linear})"
+
+
+def _axis(name: str, value: Any, rank: int) -> int:
+    try:
+        axis = operator.index(value)
+    except TypeError as e:
+        raise ArgumentError(f"gemm_epilogue: {name} is {value!r}, needed an axis number") from e
+    if not -rank <= axis < rank:
+        raise ArgumentError(f"gemm_epilogue: {name} is {axis}, needed an axis between {-rank} and {rank - 1}")
+    return axis % rank
+
+
+def _check_ranks(x: Any, w: Any, bias: Any) -> None:
+    for slot, value in (("x", x), ("w", w)):
+        if value is None:
+            raise ArgumentError(f"gemm_epilogue: {slot} is missing, needed an array")
+    if len(x.shape) < 2:
+        raise ArgumentError(
+            f"gemm_epilogue: x has shape {tuple(x.shape)}, rank {len(x.shape)}; needed rank 2 or more: add a row axis with x[None]"
+        )
+    if len(w.shape) != 2:
+        raise ArgumentError(
+            f"gemm_epilogue: w has shape {tuple(w.shape)}, rank {len(w.shape)}; needed a matrix, rank 2: reshape it or use jnp.matmul"
+        )
+    if bias is not None and len(bias.shape) != 1:
+        raise ArgumentError(
+            f"gemm_epilogue: bias has shape {tuple(bias.shape)}, rank {len(bias.shape)}; needed rank 1, one entry per output feature"
+        )
+
+
+def _check_sizes(x: Any, w: Any, bias: Any, x_contract: int, w_contract: int) -> None:
+    k, n = w.shape[w_contract], w.shape[1 - w_contract]
+    if x.shape[x_contract] != k:
+        raise ArgumentError(
+            f"gemm_epilogue: x {tuple(x.shape)} has {x.shape[x_contract]} entries along its contracted axis {x_contract}, but w "
+            f"{tuple(w.shape)} has {k} along axis {w_contract}; needed the same K: set x_contract or w_contract, or transpose w"
+        )
+    if bias is not None and bias.shape[0] != n:
+        raise ArgumentError(
+            f"gemm_epilogue: bias has length {bias.shape[0]}, needed N = {n}, the output features of w {tuple(w.shape)}"
+        )
+
+
+GEMM_EPILOGUE = GemmEpilogue()
+
+
+def gemm_epilogue(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    *,
+    activation: str = "none",
+    x_contract: int = -1,
+    w_contract: int = 0,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """act(x @ w + bias) as one op, differentiable to any order.
+
+    Args:
+      x: rank 2 or more; K at axis `x_contract`, the other axes are rows *M, kept in order.
+      w: K x N, or N x K with `w_contract=1`.
+      bias: N, or None.
+      activation: a key of `ACTIVATIONS`: none, relu (derivative 0 at 0), relu_tie (as jnp.maximum(h, 0): 1/2 at 0), relu_where
+        (as jnp.where(h > 0, h, 0)), gelu_tanh, gelu_erf, silu, sigmoid, tanh.
+      x_contract, w_contract: the contracted axes.
+      precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
+      implementation: None may choose; "xla" is the plain jnp code.
+      return_residual: also return what backward saves: relu's mask (bool, h > 0), or the pre-activation h.
+
+    Returns:
+      *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree), computed as jnp computes
+      `act(x @ w + bias)`: no wider accumulation is asked for than `@` asks for. With `return_residual`, `(out, residual)`.
+
+    Raises:
+      ArgumentError: a wrong rank, size or dtype, or a residual asked for where there is none; the message names the argument.
+      UnknownNameError: no activation or implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    >>> import jax.numpy as jnp
+    >>> gemm_epilogue(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.full(4, -2.5), activation="relu")[0, 0].item()
+    0.5
+    """
+    attrs: dict[str, Any] = dict(
+        activation=activation,
+        x_contract=x_contract,
+        w_contract=w_contract,
+        precision=precision,
+        implementation=implementation,
+    )
+    if not return_residual:
+        return GEMM_EPILOGUE.call(x, w, bias, **attrs)
+    if activation == "none":
+        raise ArgumentError(
+            "gemm_epilogue: return_residual=True with activation 'none', which saves nothing; needed an activation with a residual, "
+            "or return_residual=False"
+        )
+    return GEMM_EPILOGUE.call_with_residuals(x, w, bias, **attrs)

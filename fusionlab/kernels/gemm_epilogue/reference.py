@@ -1,0 +1,104 @@
+"""The meaning of `gemm_epilogue` in plain jnp: act(x @ w + bias), its tangent and its cotangent.
+
+Letters: x is *M with K at axis `x_contract`; w is K N, or N K when `w_contract` is 1; bias is N; out is *M N.
+Each product is the `dot_general` that `x @ w` emits: operands and result in one dtype, no explicit accumulation dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from .activations import ACTIVATIONS
+
+Array = Any
+
+
+def _product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any) -> Array:
+    contract = (((x_axis,), (w_axis,)), ((), ()))
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=x.dtype)
+
+
+def forward(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    *,
+    residuals: bool,
+    activation: str,
+    x_contract: int,
+    w_contract: int,
+    precision: Any,
+    **_: Any,
+) -> list[Array]:
+    """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
+    act = ACTIVATIONS[activation]
+    h = _product(x, w, x_contract, w_contract, precision)
+    if bias is not None:
+        h = h + bias
+    return [act.fn(h), act.save(h)] if residuals and act.save else [act.fn(h)]
+
+
+def tangent(
+    saved: Mapping[str, Array],
+    tangents: Mapping[str, Array],
+    shape: tuple[int, ...],
+    *,
+    activation: str,
+    x_contract: int,
+    w_contract: int,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    """act'(h) * (dx @ w + x @ dw + dbias), of the tangents given."""
+    act = ACTIVATIONS[activation]
+    parts = []
+    if "x" in tangents:
+        parts.append(_product(tangents["x"], saved["w"], x_contract, w_contract, precision))
+    if "w" in tangents:
+        parts.append(_product(saved["x"], tangents["w"], x_contract, w_contract, precision))
+    if "bias" in tangents:
+        parts.append(jnp.broadcast_to(tangents["bias"], shape))
+    return act.scale(saved.get(act.residual), functools.reduce(jnp.add, parts))
+
+
+def cotangent(
+    saved: Mapping[str, Array],
+    ct: Array,
+    wanted: tuple[str, ...],
+    shardings: Mapping[str, Any],
+    *,
+    activation: str,
+    x_contract: int,
+    w_contract: int,
+    precision: Any,
+    **_: Any,
+) -> list[Array]:
+    """The gradients wanted, in order: dh = act'(h) * ct; dx = dh @ w^T, dw = x^T @ dh, dbias = sum of dh over rows."""
+    act = ACTIVATIONS[activation]
+    dh = act.scale(saved.get(act.residual), ct)
+    last = dh.ndim - 1
+    grads = {}
+    if "x" in wanted:
+        dx = _product(dh, saved["w"], last, 1 - w_contract, precision)
+        grads["x"] = jnp.moveaxis(dx, last, x_contract)
+    if "w" in wanted:
+        x = saved["x"]
+        rows = (tuple(i for i in range(x.ndim) if i != x_contract), tuple(range(last)))
+        sides = ((x, rows[0]), (dh, rows[1])) if w_contract == 0 else ((dh, rows[1]), (x, rows[0]))
+        (left, left_rows), (right, right_rows) = sides
+        grads["w"] = lax.dot_general(
+            left,
+            right,
+            ((left_rows, right_rows), ((), ())),
+            precision=precision,
+            preferred_element_type=x.dtype,
+            out_sharding=shardings.get("w"),
+        )
+    if "bias" in wanted:
+        grads["bias"] = jnp.sum(dh, axis=tuple(range(last)))
+    return [grads[slot] for slot in wanted]

@@ -1,0 +1,505 @@
+"""The op protocol: a fused op is three JAX primitives of our own, with a plain `jax.numpy` meaning each.
+
+`call` carries the op's name (`gemm_epilogue`), so a traced fused function shows the op as one named node. Differentiated,
+`call` is bound with `residuals=True` and its tangent is `<op>_tangent`, a linear primitive whose transpose is
+`<op>_cotangent`, the fused backward. Both take only the operands and residuals that the wanted gradients read (`live` says
+which are wanted), so nothing else has to be kept until the backward pass. A second derivative differentiates the meaning.
+
+Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of a gradient.
+
+Words: an op's *slots* name its operands in order, optional ones last. `live` holds one bool for each operand present.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
+
+from ..device import Device
+from ..errors import ArgumentError, BackendError, unknown_name
+from ..graph.ir import dtype_text
+
+Array = Any
+Meaning = Callable[..., list[Array]]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A value the fused forward saves for the fused backward.
+
+    Attributes: `name`, `shape`, `dtype` (text, "f32"), `nbytes`, and `readers`: the gradients that read it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BackendVerdict:
+    """One implementation of an op for one call: `verdict` is "chosen", "possible", "same code" (the chosen one is what XLA
+    runs anyway) or "unavailable"; `reason` says why."""
+
+    name: str
+    verdict: str
+    reason: str
+
+
+def _runs_everywhere(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """One way to run an op.
+
+    Attributes:
+      name: what `implementation=` takes.
+      summary: what it does, in a few words.
+      forward: `(*operands, residuals: bool, **attrs) -> [out, *residuals]`.
+      tangent: `(saved, tangents, shape, **attrs) -> tangent of out`; both are dicts by name, `shape` is the result's.
+      cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
+        slots of an explicitly sharded call, the sharding the gradient must have.
+      refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
+    """
+
+    name: str
+    summary: str
+    forward: Callable[..., list[Array]]
+    tangent: Callable[..., Array]
+    cotangent: Callable[..., list[Array]]
+    refuses: Callable[..., str | None] = _runs_everywhere
+
+
+class FusedPrimitive(Primitive):
+    """A primitive that knows its op and its role there: "call", "tangent" or "cotangent"."""
+
+    def __init__(self, name: str, op: Op, role: str):
+        super().__init__(name)
+        self.multiple_results = True
+        self.op = op
+        self.role = role
+
+
+class Op(abc.ABC):
+    """A fused op: its primitives, its meaning, its implementations.
+
+    A subclass says what it computes; this class makes it work under every JAX transformation. The implementation named
+    "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
+    """
+
+    name: ClassVar[str]
+    slots: ClassVar[tuple[str, ...]]
+    implementations: ClassVar[Mapping[str, Implementation]]
+
+    def __init__(self) -> None:
+        self._call = FusedPrimitive(self.name, self, "call")
+        self._tangent = FusedPrimitive(f"{self.name}_tangent", self, "tangent")
+        self._cotangent = FusedPrimitive(f"{self.name}_cotangent", self, "cotangent")
+        for primitive in self.primitives.values():
+            self._register(primitive)
+        ad.primitive_jvps[self._call] = self._jvp_of_call
+        ad.primitive_jvps[self._tangent] = functools.partial(self._jvp_of_linear, self._tangent)
+        ad.primitive_jvps[self._cotangent] = functools.partial(self._jvp_of_linear, self._cotangent)
+        ad.primitive_transposes[self._tangent] = self._transpose_of_tangent
+        ad.primitive_transposes[self._cotangent] = self._transpose_of_cotangent
+
+    # What an op says of itself.
+
+    @abc.abstractmethod
+    def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks operands (anything with shape and dtype; None = absent) and attributes.
+
+        Returns the operands present, and all attributes in canonical, hashable form.
+        """
+
+    @abc.abstractmethod
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        """What the forward saves beside its operands and its result."""
+
+    @abc.abstractmethod
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        """The slots and residuals (or "out") that the gradients of the slots in `wanted` read."""
+
+    @abc.abstractmethod
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """The same primitive over a batch: operands and parameters with the batch as axis 0 of every result.
+
+        `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None = it cannot take the batch.
+        """
+
+    @abc.abstractmethod
+    def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        """The implementation to run when none is named, and the reason."""
+
+    @abc.abstractmethod
+    def formula(self, **attrs: Any) -> str:
+        """What it computes, for a reader."""
+
+    # What users of an op call.
+
+    @property
+    def primitives(self) -> dict[str, FusedPrimitive]:
+        """Primitive name -> primitive."""
+        return {p.name: p for p in (self._call, self._tangent, self._cotangent)}
+
+    def call(self, *operands: Any, **attrs: Any) -> Array:
+        """Binds the op: one named node in a trace. `operands` in slot order; None for an absent optional one."""
+        return self._bind_call(operands, attrs, residuals=False)[0]
+
+    def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
+        """`(out, *residuals)`: what the differentiated forward returns."""
+        return tuple(self._bind_call(operands, attrs, residuals=True))
+
+    def reference(self, *operands: Any, **attrs: Any) -> Array:
+        """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
+        present, full = self.prepare(_as_arrays(self.slots, operands), attrs)
+        return self.implementations["xla"].forward(*present, residuals=False, **full)[0]
+
+    def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
+        """What the forward saves for backward when every operand's gradient is wanted."""
+        present, full = self.prepare(operands, attrs)
+        slots = self.slots[: len(present)]
+        forward = functools.partial(self.implementations["xla"].forward, residuals=True, **full)
+        shapes = jax.eval_shape(forward, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in present))
+        found = zip(("out", *self.residual_names(**full)), shapes, strict=True)
+        records = []
+        for name, s in found:
+            readers = tuple("d" + slot for slot in slots if name in self.reads((slot,), **full))
+            if readers:
+                nbytes = int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize
+                records.append(Residual(name, tuple(s.shape), dtype_text(s.dtype), nbytes, readers))
+        return tuple(records)
+
+    def choose(
+        self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
+    ) -> str:
+        """The implementation that runs for these operands.
+
+        Raises:
+          UnknownNameError: no implementation has that name.
+          BackendError: the named one cannot run this call on this device.
+        """
+        present, full = self.prepare(operands, {**attrs, "implementation": implementation})
+        return self._choose(dict(zip(self.slots, present, strict=False)), Device.of(device), full)
+
+    def backends(
+        self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
+    ) -> tuple[BackendVerdict, ...]:
+        """Every implementation with its verdict, the reference first. A named one that cannot run leaves none chosen."""
+        device = Device.of(device)
+        present, full = self.prepare(operands, {**attrs, "implementation": implementation})
+        shapes = dict(zip(self.slots, present, strict=False))
+        rule, why = self.preferred(shapes, device, **full)
+        chosen, why = (implementation, "named by the caller") if implementation else (rule, why)
+        verdicts = []
+        for one in self.implementations.values():
+            if refusal := one.refuses(shapes, device, **full):
+                verdicts.append(BackendVerdict(one.name, "unavailable", refusal))
+            elif one.name != chosen:
+                verdicts.append(BackendVerdict(one.name, "possible", one.summary))
+            elif chosen == "xla":
+                reason = "what XLA runs anyway" if implementation else why
+                verdicts.append(BackendVerdict(one.name, "same code", reason))
+            else:
+                verdicts.append(BackendVerdict(one.name, "chosen", why))
+        return tuple(verdicts)
+
+    def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
+        """A plain-jnp function of the operands of one of this op's primitives, with these parameters; returns a list."""
+        return self._function(self.primitives[primitive_name].role, params, "xla")
+
+    # Binding and running.
+
+    def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
+        present, full = self.prepare(_as_arrays(self.slots, operands), attrs)
+        if full["implementation"] is not None:
+            self._choose(dict(zip(self.slots, present, strict=False)), Device.current(), full)
+        return self._call.bind(*_same_varying_axes(present), residuals=residuals, **full)
+
+    def _choose(self, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+        name = attrs["implementation"]
+        if name is None:
+            return self.preferred(shapes, device, **attrs)[0]
+        if refusal := self.implementations[name].refuses(shapes, device, **attrs):
+            raise BackendError(f"{self.name}: implementation {name!r} cannot run this call on {device}: {refusal}")
+        return name
+
+    def check_implementation(self, name: object) -> None:
+        """Raises UnknownNameError unless `name` is None or one of this op's implementations."""
+        if name is not None and name not in self.implementations:
+            raise unknown_name(f"{self.name} implementation", name, self.implementations)
+
+    def _operand_names(self, role: str, count: int, params: Mapping[str, Any]) -> tuple[str, ...]:
+        if role == "call":
+            return self.slots[:count]
+        wanted = self._wanted(params)
+        saved = self._saved_names(wanted, _attrs(params))
+        return (*saved, *(f"d_{slot}" for slot in wanted)) if role == "tangent" else (*saved, "ct")
+
+    def _wanted(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(slot for slot, live in zip(self.slots, params["live"], strict=False) if live)
+
+    def _saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
+        read = self.reads(wanted, **attrs)
+        return tuple(n for n in (*self.slots, "out", *self.residual_names(**attrs)) if n in read)
+
+    def _function(self, role: str, params: Mapping[str, Any], implementation: str) -> Meaning:
+        one, attrs = self.implementations[implementation], _attrs(params)
+        if role == "call":
+            return lambda *operands: one.forward(*operands, residuals=params["residuals"], **attrs)
+        wanted = self._wanted(params)
+        saved = self._saved_names(wanted, attrs)
+
+        def tangent(*operands: Array) -> list[Array]:
+            kept, moving = operands[: len(saved)], operands[len(saved) :]
+            by_slot = dict(zip(wanted, moving, strict=True))
+            return [one.tangent(dict(zip(saved, kept, strict=True)), by_slot, params["shape"], **attrs)]
+
+        def cotangent(*operands: Array) -> list[Array]:
+            shardings = {slot: s for slot, s in zip(self.slots, params["shardings"], strict=False) if s is not None}
+            return one.cotangent(dict(zip(saved, operands[:-1], strict=True)), operands[-1], wanted, shardings, **attrs)
+
+        return tangent if role == "tangent" else cotangent
+
+    def _register(self, primitive: FusedPrimitive) -> None:
+        role = primitive.role
+
+        def abstract(*avals: Any, **params: Any) -> list[Any]:
+            # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
+            return [v.aval for v in jax.make_jaxpr(self._function(role, params, "xla"))(*avals).jaxpr.outvars]
+
+        def run(device: Device, *operands: Array, **params: Any) -> list[Array]:
+            shapes = dict(zip(self._operand_names(role, len(operands), params), operands, strict=True))
+            return self._function(role, params, self._choose(shapes, device, params))(*operands)
+
+        compiled = jax.jit(
+            lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params"
+        )
+
+        def eager(*operands: Array, **params: Any) -> list[Array]:
+            if jax.config.jax_disable_jit:
+                return self._function(role, params, "xla")(*operands)
+            return compiled(*operands, params=tuple(sorted(params.items())))
+
+        primitive.def_abstract_eval(abstract)
+        primitive.def_impl(eager)
+        batching.primitive_batchers[primitive] = functools.partial(self._batching_rule, primitive)
+        for platform in ("cpu", "cuda", None):
+            lowered = mlir.lower_fun(functools.partial(run, Device(platform or "other")), multiple_results=True)
+            mlir.register_lowering(primitive, lowered, platform=platform)
+
+    # Transformations.
+
+    def _jvp_of_call(
+        self, primals: Sequence[Array], tangents: Sequence[Any], *, residuals: bool, **attrs: Any
+    ) -> tuple[list[Array], list[Any]]:
+        live = tuple(type(t) is not ad.Zero for t in tangents)
+        slots = self.slots[: len(primals)]
+        wanted = tuple(slot for slot, moves in zip(slots, live, strict=True) if moves)
+        saved = self._saved_names(wanted, attrs)
+        names = self.residual_names(**attrs)
+        outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
+        known = dict(zip(slots, primals, strict=True)) | dict(zip(("out", *names), outs, strict=False))
+        moving = [t for t, moves in zip(tangents, live, strict=True) if moves]
+        linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(_explicit_sharding, primals))}
+        moved = self._tangent.bind(*(known[n] for n in saved), *moving, **linear, **attrs)
+        if not residuals:
+            return outs[:1], moved
+        return outs, [*moved, *self._residual_tangents(primals, live, moving, outs[1:], attrs)]
+
+    def _residual_tangents(
+        self, primals: Sequence[Array], live: tuple[bool, ...], moving: list[Array], outs: list[Array], attrs: dict
+    ) -> list[Any]:
+        floating = [jnp.issubdtype(r.dtype, jnp.floating) for r in outs]
+        if not any(floating):
+            return [_zero_tangent(r) for r in outs]
+
+        def saved(*moved: Array) -> list[Array]:
+            fresh = iter(moved)
+            full = [next(fresh) if moves else p for p, moves in zip(primals, live, strict=True)]
+            all_saved = self.implementations["xla"].forward(*full, residuals=True, **attrs)[1:]
+            return [r for r, floats in zip(all_saved, floating, strict=True) if floats]
+
+        start = [p for p, moves in zip(primals, live, strict=True) if moves]
+        found = iter(jax.jvp(saved, start, moving)[1])
+        return [next(found) if floats else _zero_tangent(r) for r, floats in zip(outs, floating, strict=True)]
+
+    def _jvp_of_linear(
+        self, primitive: FusedPrimitive, primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    ) -> tuple[list[Array], list[Any]]:
+        """Tangent and cotangent are linear in their last operands: that part stays the op; the rest is the meaning's."""
+        outs = primitive.bind(*primals, **params)
+        count = sum(params["live"]) if primitive.role == "tangent" else 1
+        split = len(primals) - count
+        parts = []
+        if any(type(t) is not ad.Zero for t in tangents[split:]):
+            parts.append(self._linear_part(primitive, primals[:split], tangents[split:], params))
+        moves = [i for i, t in enumerate(tangents[:split]) if type(t) is not ad.Zero]
+        if moves:
+            meaning = self._function(primitive.role, params, "xla")
+
+            def of_saved(*moved: Array) -> list[Array]:
+                full = list(primals)
+                for i, value in zip(moves, moved, strict=True):
+                    full[i] = value
+                return meaning(*full)
+
+            parts.append(jax.jvp(of_saved, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
+        return outs, [functools.reduce(jnp.add, same) for same in zip(*parts, strict=True)]
+
+    def _linear_part(
+        self, primitive: FusedPrimitive, saved: Sequence[Array], moving: Sequence[Any], params: dict[str, Any]
+    ) -> list[Array]:
+        if primitive.role == "cotangent":
+            return primitive.bind(*saved, moving[0], **params)
+        given = [t for t in moving if type(t) is not ad.Zero]
+        return self._bind_subset(self._tangent, saved, given, params, moving)
+
+    def _bind_subset(
+        self,
+        primitive: FusedPrimitive,
+        saved: Sequence[Array],
+        linear: Sequence[Array],
+        params: dict[str, Any],
+        keep: Sequence[Any],
+    ) -> list[Array]:
+        """Binds tangent or cotangent for those of the wanted slots whose entry in `keep` is not a symbolic zero."""
+        attrs, wanted = _attrs(params), self._wanted(params)
+        known = dict(zip(self._saved_names(wanted, attrs), saved, strict=True))
+        kept = tuple(slot for slot, k in zip(wanted, keep, strict=True) if type(k) is not ad.Zero)
+        live = tuple(slot in kept for slot in self.slots[: len(params["live"])])
+        return primitive.bind(*(known[n] for n in self._saved_names(kept, attrs)), *linear, **params | {"live": live})
+
+    def _transpose_of_tangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+        if type(cts[0]) is ad.Zero:
+            return [None] * len(operands)
+        split = len(operands) - sum(params["live"])
+        asked = [ad.is_undefined_primal(t) for t in operands[split:]]
+        keep = [None if a else _zero_tangent(t) for a, t in zip(asked, operands[split:], strict=True)]
+        grads = iter(self._bind_subset(self._cotangent, operands[:split], [cts[0]], params, keep))
+        return [None] * split + [next(grads) if a else None for a in asked]
+
+    def _transpose_of_cotangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+        given = [ct for ct in cts if type(ct) is not ad.Zero]
+        if not given:
+            return [None] * len(operands)
+        moved = self._bind_subset(self._tangent, operands[:-1], given, params, cts)
+        return [None] * (len(operands) - 1) + moved
+
+    def _batching_rule(
+        self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
+    ) -> tuple[list[Array], list[int]]:
+        axes = [d if isinstance(d, int) else None for d in dims]
+        names = self._operand_names(primitive.role, len(operands), params)
+        batched = None
+        if not any(params.get("shardings", ())):
+            batched = self.batch(primitive.role, names, list(operands), axes, dict(params))
+        if batched is not None:
+            values, params = batched
+            if primitive.role != "call":
+                size = next(a.shape[d] for a, d in zip(operands, axes, strict=True) if d is not None)
+                params = params | {"shape": (size, *params["shape"])}
+            outs = primitive.bind(*values, **params)
+        else:
+            meaning = self._function(primitive.role, params, "xla")
+            outs = jax.vmap(meaning, in_axes=tuple(axes))(*operands)
+        return outs, [0] * len(outs)
+
+
+def meaning_of(eqn: Any) -> Meaning | None:
+    """For an equation of a fused op: a plain-jnp function of its operands, returning a list; None for any other equation."""
+    primitive = eqn.primitive
+    return primitive.op.meaning(primitive.name, eqn.params) if isinstance(primitive, FusedPrimitive) else None
+
+
+def batch_to_front(values: list[Array], dims: list[int | None]) -> list[Array]:
+    """Every value with its batch axis first; unbatched ones are broadcast."""
+    size = next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
+    return [
+        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in zip(values, dims, strict=True)
+    ]
+
+
+def canonical_precision(precision: Any) -> Any:
+    """The `precision` parameter `lax.dot_general` would carry here, so that a default set around the call is not lost."""
+    if precision is None and jax.config.jax_default_matmul_precision is None:
+        return None
+    one = jax.ShapeDtypeStruct((1, 1), np.float32)
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(one, one)
+    return traced.jaxpr.eqns[0].params["precision"]
+
+
+def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
+
+    Raises:
+      ArgumentError: names the operand, its dtype and what was needed.
+    """
+    first, dtype = next((slot, np.dtype(v.dtype)) for slot, v in shapes.items())
+    if dtype.name not in allowed:
+        raise ArgumentError(f"{op}: {first} has dtype {dtype.name}, needed one of {', '.join(allowed)}")
+    for slot, v in shapes.items():
+        if np.dtype(v.dtype) != dtype:
+            raise ArgumentError(
+                f"{op}: {slot} has dtype {np.dtype(v.dtype).name} but {first} has {dtype.name}; "
+                f"operands must agree: cast one with .astype"
+            )
+
+
+def _as_arrays(slots: tuple[str, ...], operands: Sequence[Any]) -> list[Array]:
+    if len(operands) > len(slots):
+        raise ArgumentError(f"got {len(operands)} operands, needed at most {len(slots)}: {', '.join(slots)}")
+    arrays = []
+    for slot, a in zip(slots, operands, strict=False):
+        if isinstance(a, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{slot}: got {a}, a shape without values; needed an array (jax.eval_shape takes shapes)"
+            )
+        try:
+            arrays.append(None if a is None else jnp.asarray(a))
+        except TypeError as e:
+            raise ArgumentError(f"{slot}: got {type(a).__name__}, needed an array") from e
+    return arrays
+
+
+def _same_varying_axes(operands: Sequence[Array]) -> list[Array]:
+    """Inside `shard_map` operands may vary over different mesh axes; made alike here, their gradients are summed outside."""
+    axes = [jax.typeof(a).manual_axis_type.varying for a in operands]
+    union = frozenset().union(*axes)
+    if all(own == union for own in axes):
+        return list(operands)
+    return [
+        lax.pcast(a, tuple(sorted(union - own)), to="varying") if own != union else a
+        for a, own in zip(operands, axes, strict=True)
+    ]
+
+
+def _attrs(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in params.items() if k not in ("residuals", "live", "shape", "shardings")}
+
+
+def _explicit_sharding(value: Any) -> Any:
+    """The sharding that is part of the value's type: None unless the mesh has explicit axes."""
+    sharding = jax.typeof(value).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def _zero_tangent(value: Any) -> Any:
+    return ad.Zero(jax.typeof(value).to_tangent_aval())

@@ -1,0 +1,71 @@
+"""Writing results: checked before the work starts, complete or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import OutputError
+
+
+@contextlib.contextmanager
+def output_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary folder to write into; on success its files become those of `target`, on an error nothing is left.
+
+    A new `target` appears by one rename. In a folder that exists already, files of the same name are replaced one by
+    one and others are left alone.
+
+    Raises:
+      OutputError: `target` cannot be written to; raised on entering, before any work.
+    """
+    target = Path(target)
+    made: list[Path] = []
+    try:
+        existed = target.is_dir()
+        parent = target if existed else target.absolute().parent
+        for folder in reversed([p for p in (parent, *parent.parents) if not p.exists()]):
+            folder.mkdir()
+            made.append(folder)
+        if not existed and target.exists():
+            raise NotADirectoryError(f"{target} is a file")
+        work = Path(tempfile.mkdtemp(prefix=".fusionlab-", dir=parent))
+    except OSError as e:
+        _remove_empty(made)
+        raise OutputError(
+            f"cannot write to the folder {str(target)!r} ({e.strerror or e}); give a folder you can write to"
+        ) from e
+    try:
+        yield work
+        _publish(work, target, existed)
+        made = []
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _publish(work: Path, target: Path, existed: bool) -> None:
+    try:
+        if not existed:
+            umask = os.umask(0)
+            os.umask(umask)
+            work.chmod(0o777 & ~umask)  # mkdtemp's folders are private to the user
+            work.rename(target)
+            return
+        for path in sorted(work.rglob("*")):
+            place = target / path.relative_to(work)
+            if path.is_dir():
+                place.mkdir(exist_ok=True)
+            else:
+                path.replace(place)
+    except OSError as e:
+        raise OutputError(f"cannot write to the folder {str(target)!r} ({e.strerror or e})") from e
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):
+            folder.rmdir()

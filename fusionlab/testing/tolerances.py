@@ -1,0 +1,66 @@
+"""The one table of tolerances, by dtype and reduction size.
+
+A result of dtype d whose largest sum has n terms is compared with its float64 reference by
+`|got - want| <= rtol * |want| + atol * max|want|`, the maximum over the array: cancellation leaves errors relative to
+what was added, not to what is left. Sums accumulate in float32 at least, as XLA does for 16-bit operands.
+
+Source: rounding of a sum of n terms grows about as sqrt(n) (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+edition, section 4.2); a row leaves room for the dozen roundings of a layer around its largest sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import numpy as jnp
+
+from fusionlab.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A row: up to `reduction_size` terms, `rtol` and `atol` (relative to the array's largest magnitude), and why."""
+
+    dtype: str
+    reduction_size: float
+    rtol: float
+    atol: float
+    reason: str
+
+
+TOLERANCES: tuple[Tolerance, ...] = (
+    Tolerance("float64", 1024, 1e-12, 1e-12, "unit roundoff 1.1e-16, exp and erf right to a few ulp"),
+    Tolerance("float64", math.inf, 1e-11, 1e-11, "sqrt(n) growth of long sums"),
+    Tolerance("float32", 128, 4e-6, 4e-6, "unit roundoff 6.0e-8, short sums, a few ulp of exp, tanh, erf"),
+    Tolerance("float32", 4096, 2e-5, 2e-5, "sqrt(n) growth: a matrix product of an ordinary layer"),
+    Tolerance("float32", math.inf, 1e-4, 1e-4, "sums over a whole batch, as in weight gradients"),
+    Tolerance("bfloat16", 4096, 2e-2, 1e-2, "unit roundoff 3.9e-3; float32 accumulation hides the sum's length"),
+    Tolerance("bfloat16", math.inf, 4e-2, 2e-2, "several bfloat16 roundings between long sums"),
+    Tolerance("float16", 4096, 3e-3, 2e-3, "unit roundoff 4.9e-4; float32 accumulation hides the sum's length"),
+    Tolerance("float16", math.inf, 1e-2, 5e-3, "several float16 roundings between long sums"),
+    Tolerance("float8", math.inf, 0.25, 0.25, "unit roundoff 6.2e-2 (e4m3) or 0.125 (e5m2)"),
+)
+
+
+def tolerance(dtype: Any, reduction_size: int = 1) -> Tolerance:
+    """The row for a result of this dtype whose largest sum has `reduction_size` terms; complex as its parts.
+
+    Raises:
+      ArgumentError: a dtype that is not floating (compare integers exactly), or a size below 1.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, np.inexact):
+        raise ArgumentError(f"dtype: got {dtype}, needed a floating dtype; integers and bools are compared exactly")
+    if reduction_size < 1:
+        raise ArgumentError(f"reduction_size: got {reduction_size}, needed at least 1")
+    name = {"complex64": "float32", "complex128": "float64"}.get(str(dtype), str(dtype))
+    name = "float8" if name.startswith("float8") else name
+    rows = [t for t in TOLERANCES if t.dtype == name and reduction_size <= t.reduction_size]
+    if not rows:
+        raise ArgumentError(
+            f"dtype: got {dtype}, needed one of {', '.join(dict.fromkeys(t.dtype for t in TOLERANCES))}"
+        )
+    return rows[0]

@@ -1,0 +1,206 @@
+"""A measured comparison as plain data, and as the few words a header can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.memory import size
+from fusionlab.evidence.numerics import LeafNumerics, Numerics
+from fusionlab.evidence.timing import Timing, seconds
+
+Table = tuple[str, list[str], list[list[Any]], tuple[int, ...]]
+
+
+def timings_of(evidence: Evidence | Timing) -> tuple[Timing, ...]:
+    """All timings of an Evidence (forward, and forward + backward); a Timing stands for itself."""
+    return (evidence,) if isinstance(evidence, Timing) else evidence.timings
+
+
+def numerics_of(evidence: Evidence | Numerics) -> Numerics | None:
+    """The errors of an Evidence; a Numerics stands for itself."""
+    return evidence if isinstance(evidence, Numerics) else evidence.numerics
+
+
+def timing_text(timing: Timing) -> str:
+    """One line, for instance "forward: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (40 samples each)"."""
+    low, high = timing.interval
+    samples = min(len(timing.before.samples_s), len(timing.after.samples_s))
+    stopped = f", stopped: {timing.stopped}" if timing.stopped else ""
+    return (
+        f"{timing.what}: {seconds(timing.before.median_s)} → {seconds(timing.after.median_s)}, "
+        f"{timing.ratio:.2f}× [{low:.2f}, {high:.2f}], {timing.verdict} ({samples} samples each{stopped})"
+    )
+
+
+def headline(measured: Mapping[str, Any] | None) -> str:
+    """Before → after with its interval, and the worst error with its reference; or that nothing was measured."""
+    if measured is None:
+        return "not measured"
+    parts = [t["text"] for t in measured["timing"]] or [measured["verdict"]]
+    if measured["worst"] is not None:
+        parts.append(f"max error {measured['worst']['max_abs']:.2g} ({measured['worst']['name']}) against float64")
+    if (n := measured["regressions"]) > 0:
+        parts.append(f"{n} result{'s' if n > 1 else ''} WORSE than before and over tolerance")
+    return " · ".join(p for p in parts if p)
+
+
+def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
+    """The measurement as plain data: every number the tables show; samples stay with the evidence itself."""
+    if evidence is None:
+        return None
+    numerics = evidence.numerics
+    leaves = numerics.leaves if numerics is not None else ()
+    memories = (("forward", evidence.memory), ("forward + backward", evidence.memory_grad))
+    return {
+        "timing": [_timing_dict(t) for t in evidence.timings],
+        "verdict": str(evidence.verdict),
+        "errors": [_leaf_dict(leaf) for leaf in leaves],
+        "worst": _worst(leaves),
+        "regressions": len(numerics.regressions) if numerics is not None else 0,
+        "notes": [*evidence.notes, *(numerics.notes if numerics is not None else ())],
+        "memory": [{"what": what, **dataclasses.asdict(m)} for what, m in memories if m is not None],
+        "environment": environment_dict(evidence),
+    }
+
+
+def _worst(leaves: Sequence[LeafNumerics]) -> dict[str, Any] | None:
+    leaf = max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs), default=None)
+    return {"name": leaf.name, "max_abs": leaf.after.max_abs} if leaf is not None else None
+
+
+def environment_dict(evidence: Evidence | None) -> dict[str, Any]:
+    """Where and with what an Evidence was measured, flat: name -> value; empty values left out."""
+    flat: dict[str, Any] = {}
+    for name, value in (evidence.environment.to_dict() if evidence is not None else {}).items():
+        flat |= value if isinstance(value, dict) else {name.replace("_", " "): value}
+    return {k: v for k, v in flat.items() if v not in ("", None)}
+
+
+def _timing_dict(timing: Timing) -> dict[str, Any]:
+    return {
+        "what": timing.what,
+        "text": timing_text(timing),
+        "ratio": timing.ratio,
+        "interval": list(timing.interval),
+        "verdict": str(timing.verdict),
+        "hardware": timing.hardware,
+        "stopped": timing.stopped,
+        "runs": [
+            {
+                "name": run.name,
+                "median_s": run.median_s,
+                "quartiles_s": list(run.quartiles_s),
+                "min_s": run.min_s,
+                "samples": len(run.samples_s),
+                "repeats": run.repeats,
+                "compile_s": run.compile_s,
+            }
+            for run in (timing.before, timing.after)
+        ],
+    }
+
+
+def _leaf_dict(leaf: LeafNumerics) -> dict[str, Any]:
+    keys = ("max_abs", "rel_l2", "ulp_max", "over_tolerance", "nonfinite_mismatch")
+    return {
+        "name": leaf.name,
+        "kind": leaf.kind,
+        "type": f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]",
+        "size": leaf.size,
+        "atol": leaf.atol,
+        "rtol": leaf.rtol,
+        "ok": leaf.ok,
+        "before": {k: getattr(leaf.before, k) for k in keys},
+        "after": {k: getattr(leaf.after, k) for k in keys},
+    }
+
+
+def evidence_tables(measured: Mapping[str, Any] | None) -> list[Table]:
+    """The measurement as tables: (name, heads, rows, indices of numeric columns)."""
+    if measured is None:
+        return []
+    tables: list[Table] = []
+    if measured["timing"]:
+        tables.append(_timing_table(measured["timing"]))
+    if measured["errors"]:
+        tables.append(_error_table(measured["errors"]))
+    if measured["memory"]:
+        tables.append(_memory_table(measured["memory"]))
+    return tables
+
+
+def _memory_table(memories: list[dict[str, Any]]) -> Table:
+    heads = ["what", "version", "peak", "temporaries", "arguments", "results", "compiled for"]
+    rows = [
+        [m["what"], version, *(size(m[version][k]) for k in ("peak", "temp", "argument", "output")), m["hardware"]]
+        for m in memories
+        for version in ("before", "after")
+    ]
+    return "Compiled memory", heads, rows, (2, 3, 4, 5)
+
+
+def _timing_table(timings: list[dict[str, Any]]) -> Table:
+    heads = [
+        "what",
+        "version",
+        "median",
+        "quartiles",
+        "samples × calls",
+        "compile",
+        "ratio [95 % interval]",
+        "verdict",
+        "on",
+    ]
+    rows = []
+    for t in timings:
+        low, high = t["interval"]
+        for run in t["runs"]:
+            last = run is t["runs"][-1]
+            rows.append(
+                [
+                    t["what"],
+                    run["name"],
+                    seconds(run["median_s"]),
+                    " – ".join(seconds(q) for q in run["quartiles_s"]),
+                    f"{run['samples']} × {run['repeats']}",
+                    seconds(run["compile_s"]),
+                    f"{t['ratio']:.2f}× [{low:.2f}, {high:.2f}]" if last else "",
+                    t["verdict"] if last else "",
+                    t["hardware"],
+                ]
+            )
+    return "Timing", heads, rows, (2, 3, 4, 5)
+
+
+def _error_table(errors: list[dict[str, Any]]) -> Table:
+    heads = [
+        "result",
+        "type",
+        "max abs before",
+        "after",
+        "rel L2 before",
+        "after",
+        "ulp before",
+        "after",
+        "over tolerance before",
+        "after",
+        "verdict",
+    ]
+    rows = []
+    for e in errors:
+        forms = {"max_abs": ".2e", "rel_l2": ".2e", "ulp_max": ".3g"}
+        cells = [f"{e[version][key]:{form}}" for key, form in forms.items() for version in ("before", "after")]
+        rows.append(
+            [
+                f"{'gradient ' if e['kind'] == 'gradient' else ''}{e['name']}",
+                (e["type"], "mono"),
+                *cells,
+                e["before"]["over_tolerance"],
+                e["after"]["over_tolerance"],
+                "ok" if e["ok"] else ("WORSE", "warn"),
+            ]
+        )
+    return "Errors", heads, rows, tuple(range(2, 10))

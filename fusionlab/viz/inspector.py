@@ -1,0 +1,125 @@
+"""What is known about one node, as a plain dict: what the inspector pane and the HTML report show."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fusionlab.fusers.findings import Candidate, Findings, Rejection
+from fusionlab.graph.ir import Atom, Graph, Literal, Node, Value, literal_text, type_text
+from fusionlab.graph.scopes import Source
+from fusionlab.graph.text import params_text
+
+_PARAMS_LENGTH = 300
+
+
+def bytes_text(n: int) -> str:
+    """Bytes with a decimal unit: "1.5 MB"."""
+    size = float(n)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def short(text: str, limit: int) -> str:
+    """The text, cut in the middle of nowhere but marked so: at most `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def source_dict(source: Source | None) -> dict[str, Any] | None:
+    """File name without its folder (a report is for other people's eyes), line, function and the line's text."""
+    if source is None:
+        return None
+    return {"where": source.short, "function": source.function, "text": short(source.text, 200)}
+
+
+def atom_dict(atom: Atom, producer: dict[int, Node], names: dict[int, str]) -> dict[str, Any]:
+    if isinstance(atom, Literal):
+        return {"name": literal_text(atom.val), "type": type_text(atom.aval), "bytes": 0, "from": "constant"}
+    made_by = producer.get(atom.id)
+    origin = f"n{made_by.id} {made_by.primitive}" if made_by else names.get(atom.id, "outside this block")
+    return {"name": atom.name, "type": type_text(atom.aval), "bytes": atom.nbytes, "from": origin}
+
+
+def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) -> dict[str, Any]:
+    """One candidate or rejection as plain data; `enabled` None means every candidate is applied."""
+    common = {
+        "id": short(record.id, 200),
+        "pass": record.pass_name,
+        "scope": record.scope,
+        "source": source_dict(record.source),
+    }
+    if isinstance(record, Candidate):
+        return common | {
+            "state": "applied" if enabled is None or record.id in enabled else "candidate",
+            "text": record.formula,
+            "op": record.op,
+            "attrs": {
+                str(k): v if isinstance(v, int | float | str | bool) else str(v) for k, v in record.attrs.items()
+            },
+            "nodes_before": record.nodes_before,
+            "nodes_after": record.nodes_after,
+            "nodes": sorted(record.node_ids),
+            "root": record.root.name,
+            "same_code": record.same_code,
+            "notes": list(record.notes),
+            "backends": [{"name": b.name, "verdict": b.verdict, "reason": b.reason} for b in record.backends],
+            "residuals": [
+                {
+                    "name": r.name,
+                    "type": f"{r.dtype}[{','.join(map(str, r.shape))}]",
+                    "bytes": r.nbytes,
+                    "readers": list(r.readers),
+                }
+                for r in record.residuals
+            ],
+        }
+    return common | {
+        "state": "declined",
+        "text": record.sentence,
+        "code": record.code,
+        "matched": record.matched,
+        "total": record.total,
+        "edit": record.edit,
+        "winner": record.winner,
+        "nodes": sorted(record.site_ids | frozenset(record.node_ids)),
+        "guilty": list(record.node_ids),
+    }
+
+
+def node_dict(
+    graph: Graph, node: Node, findings: Findings | None = None, enabled: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Primitive, operands, results, params, scope, source line, and every site that touches the node."""
+    block = graph.block_of[node.id]
+    names = {v.id: name for v, name in zip(graph.top.inputs, graph.in_names, strict=False)}
+    touching = findings.of_node(node) if findings is not None else []
+    return {
+        "node": node.id,
+        "name": " ".join(v.name for v in node.outputs),
+        "primitive": node.primitive,
+        "inputs": [atom_dict(a, block.producer, names) for a in node.inputs],
+        "outputs": [{"name": v.name, "type": type_text(v.aval), "bytes": v.nbytes} for v in node.outputs],
+        "params": short(params_text(node), _PARAMS_LENGTH),
+        "scope": node.scope,
+        "block": block.path,
+        "source": source_dict(node.source),
+        "sites": [site_dict(r, enabled) for r in touching],
+    }
+
+
+def find_node(graph: Graph, wanted: object) -> Node | None:
+    """The node meant by "%143" (the value it makes), "n12", 12 (a node id), a Value or a Node; None where none is."""
+    if isinstance(wanted, Node):
+        return graph.node_by_id.get(wanted.id)
+    if isinstance(wanted, int):
+        return graph.node_by_id.get(wanted)
+    text = wanted.name if isinstance(wanted, Value) else str(wanted)
+    if text[:1] == "n" and text[1:].isdecimal():
+        return graph.node_by_id.get(int(text[1:]))
+    if text[:1] == "%" and text[1:].isdecimal():
+        vid = int(text[1:])
+        return next((n for n in graph.nodes() if any(v.id == vid for v in n.outputs)), None)
+    return None

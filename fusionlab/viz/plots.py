@@ -1,0 +1,180 @@
+"""Plots of what was measured: matplotlib Axes, never a window.
+
+matplotlib is imported inside, and only its object interface is used: no backend is chosen, no global state touched.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.numerics import LeafNumerics
+from fusionlab.evidence.timing import Runs, Timing
+
+from .evidence_view import numerics_of, timing_text, timings_of
+from .inspector import short
+
+BEFORE, AFTER, LIMIT = "#7b8794", "#0072b2", "#d55e00"
+_LEAVES = 24
+_SMALLEST = 1e-18  # an error of exactly 0 has no place on a log axis; it is drawn here and named
+
+
+def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
+    """Every sample of both versions, with median and quartiles; the title holds the ratio with its interval.
+
+    Args:
+      evidence: an Evidence (all its timings are drawn), or one Timing.
+      ax: matplotlib Axes to draw into; None makes a new figure.
+      **kwargs: go to the points (`Axes.plot`).
+
+    Returns:
+      The Axes. Time is in milliseconds.
+
+    Raises:
+      ArgumentError: nothing was timed.
+    """
+    timings = timings_of(evidence)
+    if not timings:
+        raise ArgumentError("evidence: nothing was timed, so there is no timing to plot")
+    runs = [(timing, run) for timing in timings for run in (timing.before, timing.after)]
+    ax = ax if ax is not None else _new_axes(7.2, 1.3 + 0.62 * len(runs))
+    for row, (timing, run) in enumerate(runs):
+        _draw_runs(ax, row, run, AFTER if run is timing.after else BEFORE, kwargs)
+    ax.set_yticks(range(len(runs)), [_row_name(t, r, len(timings) > 1) for t, r in runs])
+    ax.invert_yaxis()
+    samples = np.concatenate([np.asarray(r.samples_s) for _, r in runs]) * 1e3
+    if samples.max() > 30 * samples.min():
+        ax.set_xscale("log")
+    else:
+        ax.set_xlim(left=0)
+    ax.set_xlabel("time per call (ms); dots: samples, box: quartiles, bar: median")
+    ax.set_title("\n".join([*map(timing_text, timings), timings[0].hardware]), fontsize=9, loc="left")
+    ax.grid(axis="x", color="#e4e9ee")
+    ax.set_axisbelow(True)
+    return ax
+
+
+def _draw_runs(ax: Any, row: int, run: Runs, colour: str, kwargs: dict[str, Any]) -> None:
+    times = np.asarray(run.samples_s) * 1e3
+    low, high = (q * 1e3 for q in run.quartiles_s)
+    # The same place for the same sample every time: order taken runs from the top of the row to its bottom.
+    spread = np.linspace(-0.28, 0.28, len(times)) if len(times) > 1 else np.zeros(1)
+    style = {"marker": "o", "linestyle": "", "markersize": 3, "alpha": 0.45, "color": colour, "markeredgewidth": 0}
+    ax.plot(times, row + spread, **(style | kwargs))
+    ax.barh(row, max(high - low, 1e-12), left=low, height=0.66, color=colour, alpha=0.25, edgecolor=colour)
+    ax.plot([run.median_s * 1e3] * 2, [row - 0.38, row + 0.38], color=colour, linewidth=2)
+
+
+def _row_name(timing: Timing, run: Runs, several: bool) -> str:
+    return f"{timing.what}\n{run.name}" if several else run.name
+
+
+def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kwargs: Any) -> Any:
+    """Errors of the original and the fused version against float64, for each output and gradient, on a log axis.
+
+    Args:
+      evidence: an Evidence, or its Numerics.
+      ax: matplotlib Axes to draw into; None makes a new figure.
+      measure: "max_abs" (with the tolerance of each leaf) or "rel_l2".
+      **kwargs: go to the markers (`Axes.plot`).
+
+    Returns:
+      The Axes. At most 24 leaves, the worst ones; the title says how many were left out.
+
+    Raises:
+      ArgumentError: no errors were measured, or `measure` is another word.
+    """
+    if measure not in ("max_abs", "rel_l2"):
+        raise ArgumentError(f"measure: got {measure!r}, needed 'max_abs' or 'rel_l2'")
+    numerics = numerics_of(evidence)
+    if numerics is None or not numerics.leaves:
+        raise ArgumentError("evidence: no errors were measured, so there are none to plot")
+    leaves = _worst(numerics.leaves, measure)
+    ax = ax if ax is not None else _new_axes(7.2, 1.4 + 0.3 * len(leaves))
+    rows = range(len(leaves))
+    for name, colour, marker in (("before", BEFORE, "o"), ("after", AFTER, "D")):
+        values = [_on_log(getattr(getattr(leaf, name), measure)) for leaf in leaves]
+        style = {
+            "linestyle": "",
+            "marker": marker,
+            "color": colour,
+            "markersize": 6,
+            "label": name,
+            "fillstyle": "none",
+        }
+        ax.plot(values, rows, **(style | kwargs))
+    if measure == "max_abs":
+        limits = [_on_log(leaf.atol) if math.isfinite(leaf.atol) and leaf.atol > 0 else math.nan for leaf in leaves]
+        ax.plot(limits, rows, linestyle="", marker="|", markersize=14, color=LIMIT, label="tolerance")
+    ax.set_xscale("log")
+    ax.set_yticks(rows, [_leaf_name(leaf) for leaf in leaves])
+    ax.set_ylim(len(leaves) - 0.5, -0.5)
+    words = {"max_abs": "largest absolute error", "rel_l2": "relative L2 error"}[measure]
+    ax.set_xlabel(f"{words} against the float64 reference")
+    left_out = len(numerics.leaves) - len(leaves)
+    ax.set_title(
+        f"errors against float64{f'; {left_out} smaller ones not shown' if left_out else ''}", fontsize=9, loc="left"
+    )
+    ax.legend(fontsize=8, loc="best")
+    ax.grid(axis="x", color="#e4e9ee")
+    ax.set_axisbelow(True)
+    return ax
+
+
+def _worst(leaves: Sequence[LeafNumerics], measure: str) -> list[LeafNumerics]:
+    """The leaves to show, in their own order: regressions first choice, then the largest errors."""
+    ranked = sorted(range(len(leaves)), key=lambda i: (leaves[i].ok, -getattr(leaves[i].after, measure)))
+    return [leaves[i] for i in sorted(ranked[:_LEAVES])]
+
+
+def _on_log(value: float) -> float:
+    return max(value, _SMALLEST) if math.isfinite(value) else math.nan
+
+
+def _leaf_name(leaf: LeafNumerics) -> str:
+    exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
+    return short(f"{'∂ ' if leaf.kind == 'gradient' else ''}{leaf.name}", 40) + exact
+
+
+def evidence_figures(evidence: Any) -> Iterator[tuple[str, Any]]:
+    """("Timing", Figure), ("Errors", Figure): whatever was measured."""
+    if timings_of(evidence):
+        yield "Timing", plot_timing(evidence).figure
+    numerics = numerics_of(evidence)
+    if numerics is not None and numerics.leaves:
+        yield "Errors", plot_errors(evidence).figure
+
+
+def figure_svg(figure: Any) -> str:
+    """A matplotlib figure as SVG text that is the same for the same figure (no date, fixed ids)."""
+    import matplotlib as mpl
+
+    text = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "fusionlab", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    return text.getvalue()
+
+
+def _new_axes(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure.add_subplot(axes_class=_axes_class())
+
+
+@cache
+def _axes_class() -> type:
+    """Axes that show themselves in a notebook, with or without pyplot."""
+    from matplotlib.axes import Axes
+
+    class ShownAxes(Axes):
+        def _repr_svg_(self) -> str:
+            return figure_svg(self.figure)
+
+    return ShownAxes

@@ -1,0 +1,47 @@
+"""What every test shares: JAX on the CPU, own warnings as errors, and no silent skip where CI is set."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports jax: tests never depend on an accelerator being there, nor on what this shell has set.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A warning that one of our lines causes (a deprecated JAX call, say) is a failure; other libraries' are not.
+    config.addinivalue_line("filterwarnings", r"error:::fusionlab(\.|\Z)")
+
+
+def _fail_skips(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Where CI is set, a skipped test is a failed one: there, everything a test may need has been installed."""
+    if report.skipped and os.environ.get("CI"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: {reason}: a skip is a failure where CI is set"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    outcome = yield
+    _fail_skips(outcome.get_result())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report():
+    outcome = yield
+    _fail_skips(outcome.get_result())
+
+
+@pytest.fixture
+def require():
+    """`require(present, what)`: without `what` the test is skipped, saying what it needs; where CI is set it fails."""
+
+    def check(present: object, what: str) -> None:
+        if not present:
+            pytest.skip(f"needs {what}")
+
+    return check

@@ -1,0 +1,278 @@
+"""Whole comparisons: what is wrong is found, what is right is said so, nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from fusionlab.errors import (
+    ArgumentError,
+    BackendError,
+    MissingDependencyError,
+    OutputError,
+    SideEffectError,
+    TraceError,
+)
+from fusionlab.evidence import Evidence, Verdict, environment, load_json, measure, resident_growth, save_json
+
+QUICK = {"samples": 2, "budget_s": 5.0}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def layer(params, x):
+    h = jax.nn.gelu(x @ params["w"] + params["b"])
+    return {"h": h, "winner": jnp.argmax(h, 1)}
+
+
+def arguments(dtype=jnp.float32):
+    return {"w": normal(0, 16, 8, dtype=dtype), "b": normal(1, 8, dtype=dtype)}, normal(2, 12, 16, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    return measure(layer, layer, *arguments(), **QUICK)
+
+
+def test_every_output_and_gradient_of_a_pytree_is_compared_by_name(evidence):
+    names = [(leaf.kind, leaf.name) for leaf in evidence.numerics.leaves]
+    assert names == [
+        ("output", "out['h']"),
+        ("output", "out['winner']"),
+        ("gradient", "params['b']"),
+        ("gradient", "params['w']"),
+        ("gradient", "x"),
+    ]
+    assert evidence.numerics.ok
+    assert evidence.numerics.reduction_size == 16
+    for leaf in evidence.numerics.leaves:
+        assert leaf.before == leaf.after
+        assert leaf.between.max_abs == 0
+        if leaf.name != "out['winner']":
+            assert 0 < leaf.before.rel_l2 < 1e-6, "float32 is off by rounding, and only by that"
+
+
+def test_the_text_has_both_versions_their_errors_and_the_hardware_in_every_line_with_a_number(evidence):
+    lines = str(evidence).splitlines()
+    hardware = evidence.environment.hardware
+    assert lines[0] == "layer: inconclusive: fewer than 40 samples"
+    assert any(line.strip().startswith("forward: ") and "x [" in line for line in lines)
+    assert any("worst output out['h']" in line and "float64" in line for line in lines)
+    assert any("worst gradient" in line for line in lines)
+    assert any("compiled peak memory" in line for line in lines)
+    assert all(hardware in line for line in lines[1:] if not line.strip().startswith("note"))
+
+
+def test_an_evidence_survives_json(evidence, tmp_path):
+    again = Evidence.from_dict(json.loads(evidence.to_json()))
+    assert again == evidence
+    path = save_json(tmp_path / "deep" / "e.json", evidence.to_dict())
+    assert Evidence.from_dict(load_json(path)) == evidence
+    assert [p.name for p in path.parent.iterdir()] == ["e.json"]
+    assert evidence.to_dict()["timing"]["before"]["median_s"] == evidence.timing.before.median_s
+    assert "ENTRY" in evidence.hlo["before"]
+
+
+def test_a_frame_holds_every_sample(evidence, require):
+    require(importlib.util.find_spec("pandas"), "pandas")
+    frame = evidence.to_dataframe()
+    assert (frame.quantity == "time").sum() == 2 * 2 * 2
+    assert set(frame.version) == {"before", "after"}
+
+
+def test_compiled_memory_of_both_is_there(evidence):
+    assert evidence.memory.before.argument == (16 * 8 + 8 + 12 * 16) * 4
+    assert evidence.memory.before.peak >= evidence.memory.before.argument
+    assert evidence.memory_grad.after.peak > 0
+
+
+def test_without_pandas_a_frame_is_refused_with_the_way_to_get_one(evidence, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingDependencyError, match="pip install pandas"):
+        evidence.to_dataframe()
+    assert len(evidence.rows()) > 20
+
+
+def test_a_wrong_custom_gradient_is_found_though_the_values_are_right():
+    @jax.custom_vjp
+    def fused(x, w):
+        return jnp.tanh(x @ w)
+
+    def backward(res, g):
+        x, w, y = res
+        d = g * (1 - y)  # should be 1 - y * y
+        return d @ w.T, x.T @ d
+
+    fused.defvjp(lambda x, w: ((y := jnp.tanh(x @ w)), (x, w, y)), backward)
+    e = measure(lambda x, w: jnp.tanh(x @ w), fused, normal(0, 6, 5), normal(1, 5, 4), timing=False, memory=False)
+    bad = e.numerics.regressions
+    assert [(leaf.kind, leaf.name) for leaf in bad] == [("gradient", "x"), ("gradient", "w")]
+    assert bad[0].after.rel_l2 > 0.1
+    assert bad[0].before.rel_l2 < 1e-6
+    assert e.verdict is Verdict.NOT_TIMED
+    assert "2 of 3 outputs and gradients are WORSE" in str(e)
+
+
+def test_a_wrong_value_is_found_with_its_place():
+    x = normal(0, 5, 7)
+    e = measure(jnp.sin, lambda x: jnp.sin(x).at[3, 2].add(0.01), x, grad=False, timing=False, memory=False)
+    (leaf,) = e.numerics.regressions
+    assert leaf.after.worst_index == (3, 2)
+    assert leaf.after.worst_value - leaf.after.worst_reference == pytest.approx(0.01, rel=1e-3)
+    assert leaf.after.over_tolerance == 1
+    assert leaf.before.over_tolerance == 0
+
+
+def test_a_new_nan_is_a_regression_and_an_old_one_is_not():
+    x = jnp.asarray([1.0, -1.0, 4.0])
+    e = measure(lambda x: jnp.sqrt(jnp.abs(x)), jnp.sqrt, x, grad=False, timing=False, memory=False)
+    (leaf,) = e.numerics.regressions
+    assert leaf.after.nonfinite_mismatch == 1
+    assert np.isnan(leaf.after.worst_value)
+    assert Evidence.from_dict(json.loads(e.to_json())).numerics.leaves[0].after.nonfinite_mismatch == 1
+    assert measure(jnp.sqrt, jnp.sqrt, x, grad=False, timing=False, memory=False).numerics.ok
+
+
+def test_an_overflow_the_reference_does_not_have_is_counted_for_both():
+    e = measure(jnp.square, jnp.square, jnp.asarray([300.0, 2.0], jnp.float16), grad=False, timing=False, memory=False)
+    (leaf,) = e.numerics.leaves
+    assert leaf.before.nonfinite_mismatch == leaf.after.nonfinite_mismatch == 1
+    assert leaf.ok, "the fused version is no worse than the original"
+
+
+def test_a_bf16_program_is_judged_in_bf16():
+    e = measure(layer, layer, *arguments(jnp.bfloat16), timing=False, memory=False)
+    h = e.numerics.leaves[0]
+    assert h.dtype == "bfloat16"
+    assert 1e-4 < h.before.rel_l2 < 1e-2
+    assert h.before.over_tolerance == 0
+
+    def better(p, x):
+        out = layer(jax.tree.map(lambda a: a.astype(jnp.float32), p), x.astype(jnp.float32))
+        return out | {"h": out["h"].astype(jnp.bfloat16)}
+
+    e = measure(layer, better, *arguments(jnp.bfloat16), grad=False, timing=False, memory=False)
+    assert e.numerics.leaves[0].after.rel_l2 < e.numerics.leaves[0].before.rel_l2
+
+
+def test_dropout_is_compared_under_the_same_mask():
+    def f(key, x):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0.0)
+
+    e = measure(f, f, jax.random.key(0), normal(0, 50), timing=False, memory=False)
+    assert e.numerics.ok
+    assert e.numerics.leaves[0].before.max_abs == 0
+    assert e.numerics.left_out == ("key",)
+
+
+def test_gradients_are_taken_where_asked():
+    e = measure(layer, layer, *arguments(), argnums=1, timing=False, memory=False)
+    assert [leaf.name for leaf in e.numerics.leaves if leaf.kind == "gradient"] == ["x"]
+    assert e.numerics.left_out == ("params['b']", "params['w']")
+
+
+def test_static_donated_and_keyword_arguments_together():
+    def f(state, n, x, *, flag):
+        return state + x * n if flag else state
+
+    state, x = normal(0, 4), normal(1, 4)
+    e = measure(f, f, state, 3, x, flag=True, static_argnums=1, static_argnames="flag", donate_argnums=0, **QUICK)
+    assert [leaf.name for leaf in e.numerics.leaves] == ["out", "state", "x"]
+    assert e.numerics.ok
+    assert not state.is_deleted()
+
+
+def test_the_users_config_is_unchanged_after_a_comparison(evidence):
+    assert jax.config.jax_enable_x64 is False
+    assert jnp.ones(2).dtype == jnp.float32
+
+
+def test_same_code_is_not_timed():
+    e = measure(jnp.sin, jnp.sin, normal(0, 4), same_code=True)
+    assert e.verdict is Verdict.SAME_CODE
+    assert e.timings == ()
+    assert str(e).startswith("sin: same code")
+    assert "both compile to the same optimised HLO" in e.notes
+
+
+def test_a_cancelled_comparison_says_what_is_missing():
+    asked = []
+    e = measure(jnp.sin, jnp.sin, normal(0, 4), cancel=lambda: asked.append(1) or len(asked) > 1)
+    assert e.numerics is not None
+    assert e.timing is None
+    assert any("cancelled before: memory" in n for n in e.notes)
+
+
+def test_a_program_without_a_float64_form_is_still_measured_and_says_so():
+    def f(b):
+        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, lambda mv, b: b / 2, transpose_solve=lambda mv, b: b / 2)
+
+    e = measure(f, f, normal(0, 3), timing=False)
+    assert e.numerics is None
+    assert "custom_linear_solve" in e.notes[0]
+    assert e.memory is not None
+
+
+def test_bad_input_gives_one_clear_error():
+    x = normal(0, 3)
+    with pytest.raises(ArgumentError, match="needed arrays"):
+        measure(jnp.sin, jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(ArgumentError, match="structure"):
+        measure(jnp.sin, lambda x: (x, x), x, timing=False, memory=False)
+    with pytest.raises(ArgumentError, match=r"float16\[3\].*float32\[3\]"):
+        measure(jnp.sin, lambda x: x.astype(jnp.float16), x, timing=False, memory=False)
+    with pytest.raises(SideEffectError, match="debug"):
+        measure(jnp.sin, lambda x: (jax.debug.print("{}", x), x)[1], x)
+    with pytest.raises(TraceError, match="before does not run"):
+        measure(lambda x: x.reshape(7), jnp.sin, x)
+    with pytest.raises(ArgumentError, match="argnums"):
+        measure(jnp.sin, jnp.sin, x, argnums=4)
+
+    def looped(x):
+        return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x)
+
+    with pytest.raises(TraceError, match=r"Reverse-mode.*grad=False"):
+        measure(looped, looped, x)
+
+
+def test_the_environment_names_hardware_versions_and_settings():
+    e = environment()
+    assert e.versions["jax"] == jax.__version__
+    assert e.host_cores >= 1
+    assert e.settings["jax_enable_x64"] is False
+    assert type(e).from_dict(json.loads(json.dumps(e.to_dict()))) == e
+
+
+def test_an_unwritable_path_is_one_error_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="cannot write"):
+        save_json(tmp_path / "file" / "e.json", {})
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ArgumentError, match="not a readable JSON"):
+        load_json(tmp_path / "file")
+
+
+def test_resident_growth_of_a_fresh_process_sees_the_arrays_a_run_makes(tmp_path, monkeypatch):
+    (tmp_path / "grower.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def make(n):\n"
+        "    return (lambda x: x + 1), (jnp.ones(n),)\n"
+        "def broken():\n"
+        "    raise RuntimeError('no such thing')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    n = 16 * 2**20
+    grown = resident_growth("grower:make", [n])
+    assert 0.9 * 4 * n < grown.growth < 1.5 * 4 * n
+    with pytest.raises(BackendError, match="no such thing"):
+        resident_growth("grower:broken")
+    with pytest.raises(ArgumentError, match="module:function"):
+        resident_growth("grower")

@@ -1,0 +1,133 @@
+"""Errors are measured right: on known values, on NaN, on whole programs."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import numpy as jnp
+
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.numerics import compare_arrays, random_cotangents, reduction_size, ulp_size
+from fusionlab.testing.tolerances import TOLERANCES, tolerance
+
+
+@given(st.floats(1e-30, 1e30), st.sampled_from([1, -1]))
+def test_one_ulp_is_the_distance_to_the_next_number(x, sign):
+    x = np.float32(sign * x)
+    away = np.nextafter(x, np.float32(sign * np.inf))
+    assert ulp_size(np.float64(x), np.float32) == abs(np.float64(away) - np.float64(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "at", "spacing"),
+    [
+        (np.float32, 1.0, 2.0**-23),
+        (np.float32, 1.999, 2.0**-23),
+        (np.float32, 2.0, 2.0**-22),
+        (np.float16, 1.0, 2.0**-10),
+        (ml_dtypes.bfloat16, 1.0, 2.0**-7),
+        (ml_dtypes.bfloat16, 100.0, 0.5),
+        (np.float64, 1.0, 2.0**-52),
+        (np.float32, 0.0, 2.0**-149),
+        (np.float16, 0.0, 2.0**-24),
+    ],
+)
+def test_ulp_sizes_of_known_values(dtype, at, spacing):
+    assert ulp_size(np.array(at), dtype) == spacing
+
+
+def test_an_error_is_measured_in_every_unit():
+    want = np.array([[1.0, 2.0], [4.0, 0.0]])
+    got = want + np.array([[0, 2.0**-21], [0, 0.5]])
+    e = compare_arrays(got, want, np.float32, rtol=1e-3, atol=0.25)
+    assert e.max_abs == 0.5
+    assert e.max_rel == 2.0**-22
+    assert e.rel_l2 == pytest.approx(0.5 / np.sqrt(21))
+    assert e.ulp_max == 0.5 / 2.0**-149
+    assert e.ulp_median == 1.0  # ulps: 0, 2, 0, 2**148
+    assert e.over_tolerance == 1
+    assert (e.worst_index, e.worst_value, e.worst_reference) == ((1, 1), 0.5, 0.0)
+
+
+def test_ulp_is_of_the_programs_own_dtype():
+    want = np.array([1.0])
+    assert compare_arrays(np.array([1 + 2.0**-8]), want, ml_dtypes.bfloat16).ulp_max == 0.5
+    assert compare_arrays(np.array([1 + 2.0**-8]), want, np.float32).ulp_max == 2.0**15
+
+
+def test_nans_and_infinities_must_be_the_same_ones():
+    inf, nan = np.inf, np.nan
+    same = compare_arrays(np.array([nan, inf, -inf, 1]), np.array([nan, inf, -inf, 1]), np.float32)
+    assert (same.nonfinite_mismatch, same.over_tolerance, same.max_abs) == (0, 0, 0.0)
+    e = compare_arrays(np.array([nan, inf, 3.0, 1.5]), np.array([0.0, -inf, inf, 1.0]), np.float32, rtol=1)
+    assert (e.nonfinite_mismatch, e.over_tolerance, e.max_abs) == (3, 3, 0.5)
+    assert e.worst_index == (0,)
+    assert np.isnan(e.worst_value)
+
+
+def test_integers_and_bools_are_compared_exactly():
+    e = compare_arrays(np.array([1, 2, 300]), np.array([1, 5, 300]), np.int32, rtol=10, atol=10)
+    assert (e.over_tolerance, e.max_abs, e.worst_index) == (1, 3.0, (1,))
+    assert compare_arrays(np.array([True, False]), np.array([True, True]), np.bool_).over_tolerance == 1
+
+
+def test_complex_empty_and_scalar_arrays_are_compared():
+    assert compare_arrays(np.array([1 + 2j]), np.array([1 + 2.5j]), np.complex64).max_abs == 0.5
+    assert compare_arrays(np.zeros((0, 3)), np.zeros((0, 3)), np.float32).max_abs == 0
+    assert compare_arrays(np.float32(2), np.float64(1), np.float32).worst_index == ()
+    with pytest.raises(ArgumentError, match="shapes"):
+        compare_arrays(np.zeros(3), np.zeros(4), np.float32)
+
+
+def test_the_largest_sum_of_a_program_is_found_inside_its_regions():
+    def f(x, w):
+        def step(c, _):
+            return jax.checkpoint(lambda c: jnp.tanh(c @ w))(c), None
+
+        return jax.lax.scan(step, x, None, 2)[0].sum(0)
+
+    closed = jax.make_jaxpr(f)(jnp.ones((5, 48)), jnp.ones((48, 48)))
+    assert reduction_size(closed) == 48
+    assert reduction_size(jax.make_jaxpr(lambda x: x.sum())(jnp.ones((5, 7)))) == 35
+    kernel = jax.make_jaxpr(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"))(
+        jnp.ones((1, 3, 8, 8)), jnp.ones((4, 3, 5, 5))
+    )
+    assert reduction_size(kernel) == 75
+
+
+def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():
+    avals = [jax.ShapeDtypeStruct((3, 4), d) for d in (jnp.bfloat16, jnp.int32, jnp.complex64)]
+    first, second = random_cotangents(avals), random_cotangents(avals)
+    assert first[0].dtype == jnp.bfloat16
+    assert first[2].dtype == np.complex64
+    np.testing.assert_array_equal(first[0], second[0])
+    assert np.unique(first[0].astype(np.float32)).size > 8
+
+
+def test_tolerances_grow_with_the_sum_and_shrink_with_the_dtype():
+    assert tolerance(jnp.float32, 64).rtol < tolerance("float32", 4096).rtol < tolerance("float32", 10**6).rtol
+    assert tolerance("float64", 768).rtol < tolerance("float32", 768).rtol < tolerance("float16", 768).rtol
+    assert tolerance("float16", 768).rtol < tolerance(jnp.bfloat16, 768).rtol < tolerance("float8_e4m3fn").rtol
+    assert tolerance("complex64", 64) == tolerance("float32", 64)
+    assert all(row.reason for row in TOLERANCES)
+    with pytest.raises(ArgumentError, match="exactly"):
+        tolerance("int32")
+    with pytest.raises(ArgumentError, match="at least 1"):
+        tolerance("float32", 0)
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 100), ("float32", 4000), ("bfloat16", 4000), ("float16", 4000)])
+def test_a_plain_matrix_product_is_within_its_tolerance_and_a_wrong_one_is_not(dtype, n):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((8, n), (n, 8)))
+    want = np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64)
+    row = tolerance(dtype, n)
+    atol = row.atol * np.abs(want).max()
+    got = np.asarray(x @ w)
+    assert compare_arrays(got, want, got.dtype, row.rtol, atol).over_tolerance == 0
+    wrong = np.asarray(x[:, n // 20 :] @ w[n // 20 :])
+    assert compare_arrays(wrong, want, got.dtype, row.rtol, atol).over_tolerance > 0

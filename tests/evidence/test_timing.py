@@ -1,0 +1,216 @@
+"""Statistics on synthetic samples; the clock only where a tenfold difference hides its noise."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from fusionlab.errors import ArgumentError, SideEffectError, TraceError
+from fusionlab.evidence.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
+
+
+def runs(name, samples):
+    return Runs(name, tuple(samples), 1, 0.0, 0.0, 0.0)
+
+
+def drawn(seed, scale, n=40):
+    """Skewed like real run times: a floor, an exponential tail, a few large outliers."""
+    rng = np.random.default_rng(seed)
+    return scale * (1 + rng.exponential(0.05, n) + (rng.random(n) < 0.05) * rng.exponential(1.0, n))
+
+
+def test_the_same_function_is_no_difference_in_nearly_every_comparison():
+    verdicts = [
+        timing_of("x", runs("before", drawn(i, 1)), runs("after", drawn(i + 500, 1))).verdict for i in range(200)
+    ]
+    assert verdicts.count(Verdict.NO_DIFFERENCE) >= 195
+
+
+def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
+    covered = 0
+    for i in range(300):
+        low, high = ratio_interval(drawn(2 * i, 1.3), drawn(2 * i + 1, 1.0))
+        covered += low <= 1.3 <= high
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_a_shared_drift_does_not_hide_a_difference():
+    drift = np.linspace(1, 3, 40)
+    timing = timing_of("x", runs("before", 1.1 * drift), runs("after", drift))
+    assert timing.verdict is Verdict.FASTER
+    assert timing.ratio == pytest.approx(1.1)
+    assert timing.interval == pytest.approx((1.1, 1.1))
+
+
+def test_the_interval_is_the_same_for_the_same_samples():
+    assert ratio_interval(drawn(0, 1), drawn(1, 1)) == ratio_interval(drawn(0, 1), drawn(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "interval", "samples", "verdict"),
+    [
+        (1.5, (1.4, 1.6), 40, Verdict.FASTER),
+        (0.5, (0.4, 0.6), 40, Verdict.SLOWER),
+        (1.5, (0.9, 2.0), 40, Verdict.NO_DIFFERENCE),
+        (1.02, (1.01, 1.03), 400, Verdict.NO_DIFFERENCE),
+        (0.98, (0.97, 0.99), 400, Verdict.NO_DIFFERENCE),
+        (9.0, (8.0, 10.0), 39, Verdict.INCONCLUSIVE),
+    ],
+)
+def test_verdicts(ratio, interval, samples, verdict):
+    assert judge(ratio, interval, samples) is verdict
+
+
+def test_verdict_texts():
+    assert [str(v) for v in Verdict] == [
+        "faster",
+        "slower",
+        "no difference",
+        "same code",
+        "inconclusive: fewer than 40 samples",
+        "not timed",
+    ]
+
+
+def test_median_and_quartiles_are_those_of_the_samples():
+    r = runs("before", [4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (r.median_s, r.quartiles_s, r.min_s) == (3.0, (2.0, 4.0), 1.0)
+
+
+def test_seconds_read_well():
+    assert [seconds(x) for x in (2.5, 1.234e-3, 5e-6, 3e-9)] == ["2.5 s", "1.23 ms", "5 us", "3 ns"]
+
+
+def product(x):
+    return x @ x
+
+
+def ten_products(x):
+    for _ in range(10):
+        x = jnp.tanh(x @ x)
+    return x
+
+
+def test_ten_times_the_work_is_slower_and_a_tenth_faster():
+    x = jnp.full((192, 192), 1e-3)
+    slow = time_pair(product, ten_products, x)
+    assert slow.verdict is Verdict.SLOWER
+    assert slow.ratio < 0.5
+    assert slow.interval[0] <= slow.ratio <= slow.interval[1]
+    assert len(slow.before.samples_s) == len(slow.after.samples_s) == 40
+    assert slow.hardware
+    assert slow.hardware in str(slow)
+    assert time_pair(ten_products, product, x).verdict is Verdict.FASTER
+
+
+def test_short_functions_are_repeated_until_a_sample_lasts_a_millisecond_or_so():
+    timing = time_pair(jnp.sin, jnp.cos, jnp.ones(8), samples=4)
+    assert timing.before.repeats > 10
+    assert timing.verdict is Verdict.INCONCLUSIVE
+
+
+def test_compile_time_is_apart_and_real_even_for_one_function_twice():
+    timing = time_pair(product, product, jnp.ones((8, 8)), samples=2)
+    for r in (timing.before, timing.after):
+        assert r.compile_s > 1e-3
+        assert max(r.samples_s) < r.compile_s
+
+
+def test_the_time_budget_ends_a_measurement_with_what_was_taken():
+    timing = time_pair(product, product, jnp.ones((64, 64)), samples=10_000, budget_s=0.1)
+    assert timing.stopped == "time budget"
+    assert 2 <= len(timing.before.samples_s) < 10_000
+    assert len(timing.before.samples_s) == len(timing.after.samples_s)
+
+
+def test_a_measurement_can_be_cancelled_and_tells_its_progress():
+    steps = []
+    timing = time_pair(
+        product,
+        product,
+        jnp.ones((8, 8)),
+        progress=lambda *step: steps.append(step),
+        cancel=lambda: len(steps) == 3,
+    )
+    assert steps == [("timing forward", 2, 40), ("timing forward", 4, 40), ("timing forward", 6, 40)]
+    assert timing.stopped == "cancelled"
+    assert len(timing.before.samples_s) == 6
+    assert timing.verdict is Verdict.INCONCLUSIVE
+
+
+def test_donated_arguments_survive_whether_given_or_found():
+    x, y = jnp.ones((32, 32)), jnp.ones((32, 32))
+
+    def f(x, y):
+        return x + y
+
+    given = time_pair(f, f, x, y, samples=2, donate_argnums=0)
+    found = time_pair(jax.jit(f, donate_argnums=(1,)), f, x, y, samples=2)
+    assert len(given.before.samples_s) == len(found.after.samples_s) == 2
+    assert float((x + y).sum()) == 2 * 32 * 32
+
+
+def test_static_and_keyword_arguments_and_numpy_arrays_are_taken():
+    def f(x, n, *, scale, flag):
+        return x * n * scale if flag else x
+
+    timing = time_pair(
+        f,
+        f,
+        np.ones(4, np.float32),
+        3,
+        scale=jnp.float32(2),
+        flag=True,
+        static_argnums=1,
+        static_argnames="flag",
+        samples=2,
+    )
+    assert math.isfinite(timing.ratio)
+
+
+def test_prints_and_callbacks_are_refused_by_name_and_line_before_anything_runs():
+    ran = []
+
+    def printing(x):
+        jax.debug.print("x = {}", x[0])
+        return x
+
+    def calling(x):
+        return jax.lax.scan(
+            lambda c, _: (jax.experimental.io_callback(lambda v: (ran.append(1), v)[1], c, c), None), x, None, 2
+        )[0]
+
+    x = jnp.ones(3)
+    for f in (printing, jax.jit(printing)):
+        with pytest.raises(SideEffectError, match=r"debug_(print|callback) at test_timing\.py:\d+ \(jax\.debug\.print"):
+            time_pair(product, f, x)
+    with pytest.raises(SideEffectError, match=r"before.*io_callback at test_timing\.py"):
+        time_pair(calling, calling, x)
+    assert ran == []
+
+
+def test_pure_callbacks_are_allowed():
+    def f(x):
+        return jax.pure_callback(lambda v: v, x, x)
+
+    assert len(time_pair(f, f, jnp.ones(3), samples=2).before.samples_s) == 2
+
+
+def test_bad_arguments_are_named():
+    x = jnp.ones(3)
+    with pytest.raises(ArgumentError, match=r"float32\[3\].*arrays"):
+        time_pair(jnp.sin, jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(ArgumentError, match="samples: got 1"):
+        time_pair(jnp.sin, jnp.sin, x, samples=1)
+    with pytest.raises(ArgumentError, match="budget_s"):
+        time_pair(jnp.sin, jnp.sin, x, budget_s=0)
+    with pytest.raises(ArgumentError, match="donate_argnums: got 1"):
+        time_pair(jnp.sin, jnp.sin, x, donate_argnums=1)
+    with pytest.raises(TraceError, match=r"after does not run under jax\.jit"):
+        time_pair(jnp.sin, lambda x: x.reshape(7), x)
+    with pytest.raises(ArgumentError, match="fn: got int"):
+        time_pair(3, jnp.sin, x)  # type: ignore[arg-type]

@@ -1,0 +1,241 @@
+"""The command line: right output, one clear error line, no partial files, an exit status that tells."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusionlab as fl
+from fusionlab.cli import main
+from fusionlab.evidence.record import hardware
+
+MODEL = """
+import jax, jax.numpy as jnp
+
+def mlp(w, b, x):
+    return jax.nn.relu(x @ w + b)
+
+def bare(w, x):
+    return x @ w
+
+def breaks(x):
+    return x.no_such_method()
+
+def by_value(x):
+    return x if x > 0 else -x
+
+example_args = {
+    "mlp": (jnp.ones((16, 8)), jnp.ones((8,)), jnp.ones((4, 16))),
+    "bare": (jnp.ones((16, 8)), jnp.ones((4, 16))),
+    "breaks": (jnp.ones(3),),
+    "by_value": (jnp.ones(()),),
+}
+"""
+SHAPES = "tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 8), (8,), (4, 16)))"
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    return str(tmp_path / "model.py")
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*argv):
+        """(exit status, standard output, standard error) of one command."""
+        capsys.readouterr()
+        try:
+            status = main([str(a) for a in argv])
+        except SystemExit as e:
+            status = e.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def error_line(done):
+    """The one line of an error: a non-zero status, nothing printed as a result, no traceback."""
+    status, out, err = done
+    assert status not in (0, None)
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("fusionlab: error: ")
+    return err
+
+
+def test_doctor_prints_a_report_and_json(run):
+    status, out, _ = run("doctor")
+    assert status == 0
+    assert out.rstrip().endswith("fusionlab demo -o demo")
+    status, out, _ = run("doctor", "--json")
+    assert status == 0
+    assert json.loads(out)["versions"]["python"] == sys.version.split()[0]
+
+
+def test_find_names_the_fused_site_and_counts_every_pass(run, model):
+    status, out, _ = run("find", f"{model}:mlp")
+    assert status == 0
+    assert "gemm_epilogue: 1 subgraphs fused, 0 declined, nodes " in out
+    assert "dot_product_attention: 0 subgraphs fused, 0 declined" in out
+    data = json.loads(run("find", f"{model}:mlp", "--json")[1])
+    assert data["counts"]["gemm_epilogue"] == 1
+    assert set(data["counts"]) == {p.name for p in fl.passes()}
+    assert data["candidates"][0]["attrs"]["activation"] == "relu"
+    assert data["candidates"][0]["source"].startswith("model.py:")
+    assert json.loads(run("find", f"{model}:bare", "--json")[1])["counts"]["gemm_epilogue"] == 0
+
+
+def test_find_takes_passes_a_device_and_shapes(run, model):
+    done = run("find", f"{model}:mlp", "--args", SHAPES, "--passes", "gemm_epilogue", "--device", "sm_90", "--json")
+    data = json.loads(done[1])
+    assert done[0] == 0
+    assert data["counts"] == {"gemm_epilogue": 1}
+    assert "sm_90" in data["device"]
+
+
+def test_find_dumps_the_graph_before_and_after_each_pass(run, model, tmp_path):
+    folder = tmp_path / "dump"
+    assert run("find", f"{model}:mlp", "--passes", "gemm_epilogue", "--dump", folder)[0] == 0
+    names = {p.name for p in folder.iterdir()}
+    for part in ("before", "after"):
+        assert {f"00_gemm_epilogue.{part}.{suffix}" for suffix in ("txt", "dot", "svg")} <= names
+    assert "dot_general" in (folder / "00_gemm_epilogue.before.txt").read_text()
+    after = (folder / "00_gemm_epilogue.after.txt").read_text()
+    assert "gemm_epilogue" in after
+    assert "dot_general" not in after
+    assert json.loads((folder / "report.json").read_text())["passes"][0]["counts"] == {"gemm_epilogue": 1}
+
+
+def test_trace_prints_the_program(run, model):
+    status, out, _ = run("trace", f"{model}:mlp")
+    assert status == 0
+    assert "dot_general" in out
+    assert "f32[4,8]" in out
+    view = json.loads(run("trace", f"{model}:mlp", "--json")[1])
+    assert any("dot_general" in box["lines"][0] for box in view["boxes"])
+
+
+@pytest.mark.parametrize("command", ["trace", "find", "compare"])
+def test_a_function_that_does_not_trace_is_one_error_line(run, model, command):
+    assert "breaks does not trace: AttributeError" in error_line(run(command, f"{model}:breaks"))
+    assert "by_value does not trace: TracerBoolConversionError" in error_line(run(command, f"{model}:by_value"))
+
+
+def test_shapes_where_arrays_are_needed_is_one_error_line(run, model):
+    line = error_line(run("compare", f"{model}:mlp", "--args", SHAPES))
+    assert "got a shape (float32[16, 8]), needed arrays" in line
+
+
+def test_a_misspelt_pass_lists_the_valid_ones(run, model):
+    for command in ("find", "compare"):
+        line = error_line(run(command, f"{model}:mlp", "--passes", "gemm_epilog"))
+        assert "unknown pass 'gemm_epilog'" in line
+        assert "Did you mean 'gemm_epilogue'?" in line
+        assert all(p.name in line for p in fl.passes())
+
+
+def test_a_bad_device_is_one_error_line(run, model):
+    assert "device: got 'h100'" in error_line(run("find", f"{model}:mlp", "--device", "h100"))
+
+
+@pytest.mark.parametrize("spec", ["model", "no_such_module:f", "nowhere.py:f", "fusionlab.models.mlp:nope"])
+def test_a_bad_module_spec_is_one_error_line(run, spec):
+    assert "function: " in error_line(run("find", spec))
+
+
+def test_wrong_usage_is_one_error_line(run):
+    assert "invalid choice: 'fnd'" in error_line(run("fnd"))
+    assert "-o/--output" in error_line(run("demo"))
+    assert "needed a whole number above 0" in error_line(run("demo", "-o", "x", "--size", "-3"))
+
+
+@pytest.mark.parametrize("place", ["/proc/demo", "{tmp}/file", "{tmp}/file/demo"])
+def test_an_unwritable_folder_is_refused_before_any_work(run, model, tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("a file")
+    before = sorted(tmp_path.rglob("*"))
+    folder = place.format(tmp=tmp_path)
+    for module, name in itertools.product((fl, fl.lab), ("find", "fuse", "compare", "trace")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the work was started"))
+    for command in (["demo", "-o", folder], ["find", f"{model}:mlp", "--dump", folder]):
+        assert f"cannot write to the folder '{folder}'" in error_line(run(*command))
+    assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in p.parts] == before
+
+
+def test_a_failing_run_leaves_no_partial_files(run, model, tmp_path):
+    error_line(run("find", f"{model}:breaks", "--dump", tmp_path / "out" / "dump"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_says_where_example_arguments_come_from(run):
+    status, out, _ = run("find", "--help")
+    assert status == 0
+    assert all(word in out for word in ("--args EXPR", "function.example_args", "jax.ShapeDtypeStruct"))
+
+
+def run_demo(where, size):
+    """A small demo as a user runs it: a process of its own, from another folder. (folder, JSON, standard error)."""
+    env = os.environ | {"PYTHONPATH": str(Path(fl.__file__).parents[1])}
+    command = [sys.executable, "-m", "fusionlab.cli", "demo", "-o", "out", "--size", size, "--json"]
+    done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return where / "out", json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return run_demo(tmp_path_factory.mktemp("demo"), "512")
+
+
+def test_the_demo_finds_fuses_verifies_and_times(demo):
+    folder, data, progress = demo
+    assert data["sequence"] == 512
+    assert data["counts"]["gemm_epilogue"] == 6
+    assert data["counts"]["dot_product_attention"] == 1
+    for timing in (data["timing"], data["timing_grad"]):
+        assert len(timing["before"]["samples_s"]) == len(timing["after"]["samples_s"]) >= 2
+        assert timing["hardware"] == data["hardware"]
+        assert timing["interval"][0] <= timing["ratio"] <= timing["interval"][1]
+    leaves = data["numerics"]["leaves"]
+    assert [leaf["kind"] for leaf in leaves].count("gradient") == 17
+    assert all(leaf["ok"] for leaf in leaves)
+    assert "timing forward" in progress
+    assert json.loads((folder / "report.json").read_text()) == data
+
+
+def test_the_demo_leaves_a_self_contained_page_and_pictures(demo):
+    folder, data, _ = demo
+    page = (folder / "report.html").read_text()
+    assert "<svg" in page
+    assert "dot_product_attention" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert (folder / "found.svg").read_text().lstrip().startswith("<svg")
+    assert sorted(data["files"]) == sorted(p.name for p in folder.iterdir())
+    assert {"timing.svg", "errors.svg", "fused.svg", "report.json"} <= set(data["files"])
+
+
+def test_the_demo_says_what_would_fuse_on_an_h100_and_why(demo):
+    _, data, _ = demo
+    elsewhere = data["elsewhere"]
+    assert "sm_90" in elsewhere["device"]
+    backends = [b for c in elsewhere["candidates"] for b in c["backends"]]
+    assert backends
+    assert all(b["reason"] for b in backends)
+
+
+def test_where_nothing_is_timed_the_demo_says_so(run, tmp_path):
+    """At 64 positions both run the same code: the table says it, names the hardware, and there is no timing plot."""
+    status, out, _ = run("demo", "-o", tmp_path / "out", "--size", "64")
+    assert status == 0
+    assert "not measured: same code" in out
+    assert f"Measured on {hardware()}" in out
+    assert "Would run on a CUDA sm_90 device (simulated); judged, not run" in out
+    assert "error against float64, 17 gradients" in out
+    assert not (tmp_path / "out" / "timing.svg").exists()
+    assert len(out.splitlines()) < 40

