@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .device import Device
@@ -16,7 +17,7 @@ class Catalogue:
 
     passes: tuple[Pass, ...]
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
 
     def __len__(self) -> int:

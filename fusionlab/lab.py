@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .device import Device
@@ -165,9 +166,9 @@ class Fused:
         return self if instance is None else functools.partial(self, instance)
 
     def _check(self, args: tuple, kwargs: dict) -> None:
-        from .evidence.numerics import check_same
+        from .evidence.check import check_same
 
-        check_same(self._plain(*args, **kwargs), self._jitted(*args, **kwargs), self.__name__)
+        check_same(self._plain(*args, **kwargs), self._jitted(*args, **kwargs), _name(self._fn))
 
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
         """What is found, and fused unless skipped, for these arguments."""
@@ -187,7 +188,11 @@ class Fused:
 
     def __repr__(self) -> str:
         names = ", ".join(p.name for p, _ in self._options["passes"])
-        return f"<fused {getattr(self, '__name__', self._fn)!s}: {names}>"
+        return f"<fused {_name(self._fn)}: {names}>"
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _known(found: PlainFindings, name: str) -> bool:
@@ -199,7 +204,7 @@ def _known(found: PlainFindings, name: str) -> bool:
 
 
 def _traced(args: tuple, kwargs: dict) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
 
 
 def fuse(

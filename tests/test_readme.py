@@ -77,7 +77,7 @@ def test_every_relative_link_and_picture_exists():
 
 
 def test_the_picture_was_drawn_by_the_project():
-    picture = (ROOT / "docs" / "block.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "overview.svg").read_text(encoding="utf-8")
     assert "layout: " in picture
     assert "dot_product_attention" in picture
 

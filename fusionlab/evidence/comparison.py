@@ -20,6 +20,7 @@ from .numerics import (
     Error,
     LeafNumerics,
     Numerics,
+    check_same_outputs,
     leaf_numerics,
     output_numerics,
     random_cotangents,
@@ -305,6 +306,7 @@ class _Measuring:
                 compile_program(c.fn, c.args, c.kwargs, name=name, donate_argnums=self.donated)
                 for name, c in self.calls.items()
             )
+            check_same_outputs(before.outputs, after.outputs)
             self._forward = before, after
         return self._forward
 

@@ -13,11 +13,10 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from fusionlab.errors import ArgumentError, SideEffectError, TraceError
+from fusionlab.errors import ArgumentError, FusionLabError, SideEffectError, TraceError
 from fusionlab.graph.compat import child_jaxprs, split_closed
 from fusionlab.graph.scopes import source_of
 from fusionlab.graph.trace import bind_static
-
 
 _JIT_ADVICE = "a function jax.jit accepts; name Python-valued arguments in static_argnums or static_argnames."
 
@@ -31,7 +30,7 @@ class Program:
       compiled: `jax.stages.Compiled`.
       args, kwargs: its dynamic arguments, NumPy arrays moved to the device.
       donated: positions in `args` whose buffers each run consumes.
-      jaxpr: what was compiled.
+      jaxpr, outputs: what was compiled, and shape and dtype of each output in its structure.
       trace_s, lower_s, compile_s: seconds spent getting here, apart.
     """
 
@@ -41,6 +40,7 @@ class Program:
     kwargs: dict
     donated: tuple[int, ...]
     jaxpr: Any
+    outputs: Any
     trace_s: float
     lower_s: float
     compile_s: float
@@ -84,7 +84,7 @@ def compile_program(
     start = time.perf_counter()
     try:
         traced = jitted.trace(*args, **kwargs)
-    except (ArgumentError, SideEffectError):
+    except FusionLabError:  # a fused function's own, say a misspelt pass: it says more than we could
         raise
     except Exception as error:  # the user's own code runs here, so anything may come
         raise trace_error(name, error, advice) from error
@@ -94,7 +94,7 @@ def compile_program(
     lowered_at = time.perf_counter()
     compiled = lowered.compile()
     times = (traced_at - start, lowered_at - traced_at, time.perf_counter() - lowered_at)
-    return Program(name, compiled, args, kwargs, tuple(donate_argnums), traced.jaxpr, *times)
+    return Program(name, compiled, args, kwargs, tuple(donate_argnums), traced.jaxpr, traced.out_info, *times)
 
 
 def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> TraceError:

@@ -29,15 +29,23 @@ class Pass(Protocol):
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
       options: option name -> (default, meaning).
-      sample: a small function and arguments in which it finds a site (for the before/after picture).
+      sample(): a small function and arguments in which it finds a site (for the before/after picture).
     """
 
-    name: str
-    op: str
-    formula: str
-    needs: str
-    options: Mapping[str, tuple[Any, str]]
-    sample: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def formula(self) -> str: ...
+    @property
+    def needs(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, tuple[Any, str]]: ...
+
+    def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A small function and arguments with one site."""
+        ...
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         """Every site of the block: a candidate, or a rejection that says why not."""
@@ -96,7 +104,14 @@ class _Facts:
 
 def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node, notes: Sequence[str] = ()) -> Any:
     """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`."""
-    key = ("site", region_signature(region), plan.op.name, tuple(sorted(plan.attrs.items())), search.implementation, search.device)
+    key = (
+        "site",
+        region_signature(region),
+        plan.op.name,
+        tuple(sorted(plan.attrs.items())),
+        search.implementation,
+        search.device,
+    )
     facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan))
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
@@ -155,17 +170,19 @@ def reject(
     site_ids = frozenset(n.id for n in site) | {anchor.id}
     matched, total = progress or (len(site_ids), len(site_ids))
     guilty_ids = tuple(n.id for n in guilty)
-    return Rejection(f"{name}@{anchor.scope}", name, code, sentence, guilty_ids, site_ids, matched, total, anchor.source, edit)
+    return Rejection(
+        f"{name}@{anchor.scope}", name, code, sentence, guilty_ids, site_ids, matched, total, anchor.source, edit
+    )
 
 
 def anchor_text(node: Node) -> str:
-    """"%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
+    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
     outs = ", ".join(map(repr, node.outputs))
     return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
 
 
 def escape_text(escape: Escape) -> str:
-    """"%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
+    """ "%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
     reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
     return f"{anchor_text(escape.node)} {reader}"
 

@@ -231,7 +231,9 @@ class _Site:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
         if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
             sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
-            return self.rejection("dtype", sentence, [self.anchor], region.nodes, None, "cast q, k and v to bfloat16 or float32")
+            return self.rejection(
+                "dtype", sentence, [self.anchor], region.nodes, None, "cast q, k and v to bfloat16 or float32"
+            )
         fill = found.scalars.get("fill")
         if fill is not None and not fill <= _MASK_FILL:
             sentence = f"masked scores become {fill:g}, which still gives them weight; a mask's fill is -inf or <= {_MASK_FILL:g}"
@@ -239,7 +241,7 @@ class _Site:
         return None
 
     def mask(self, found: Match, region: Region) -> str | Rejection:
-        """"none" or "causal", told by the mask's values."""
+        """ "none" or "causal", told by the mask's values."""
         if "mask" not in region.leaves:
             return "none"
         value = region.leaves["mask"]
@@ -303,7 +305,9 @@ class _Site:
         progress: tuple[int, int] | None = None,
         edit: str | None = None,
     ) -> Rejection:
-        return reject(self.search, self.pass_.name, code, sentence, self.anchor, guilty or [self.anchor], site, progress, edit)
+        return reject(
+            self.search, self.pass_.name, code, sentence, self.anchor, guilty or [self.anchor], site, progress, edit
+        )
 
 
 def _without_mask(region: Region) -> Region:
@@ -329,7 +333,9 @@ def _plan(search: Search, found: Match, region: Region, scale: float, causal: bo
     """Operands into [*B, T, N, H], the last batch axis being the heads; the result back to the root's axes."""
     sizes = found.sizes
     axes: dict[str, Axes] = {n: axes_of(found, search.view, found.leaf_id(n), v) for n, v in region.leaves.items()}
-    order = {x: in_order(axes[n], found.letters[x]) for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))}
+    order = {
+        x: in_order(axes[n], found.letters[x]) for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
+    }
     batch, heads = [[c] for c in order["b"][:-1]], list(order["b"][-1:])
     position = {v.id: i for i, v in enumerate(region.inputs)}
     where = {n: position[v.id] for n, v in region.leaves.items()}
@@ -350,5 +356,3 @@ def _plan(search: Search, found: Match, region: Region, scale: float, causal: bo
     op = OPS["dot_product_attention"]
     attrs = {"scale": scale, "is_causal": causal, "precision": precision, "implementation": search.implementation}
     return Plan(op, attrs, operands, finish, op.formula(scale=scale, is_causal=causal))
-
-

@@ -18,7 +18,9 @@ from .findings import Candidate, Findings, Rejection
 
 # Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
 # of the user's own.
-SEARCHED = frozenset("scan while cond remat2 remat checkpoint shard_map jit pjit custom_vjp_call custom_jvp_call".split())
+SEARCHED = frozenset(
+    "scan while cond remat2 remat checkpoint shard_map jit pjit custom_vjp_call custom_jvp_call".split()
+)
 
 
 def find_in(
@@ -118,16 +120,28 @@ def _with_losers(
     for c in candidates:
         winner = lost.get(id(c))
         if winner is not None:
+            sentence = f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, which is larger"
+            shared, size = tuple(c.node_ids & winner.node_ids), c.nodes_before
             rejections.append(
                 Rejection(
-                    c.id, c.pass_name, "overlap", f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, which is larger",
-                    tuple(c.node_ids & winner.node_ids), c.node_ids, c.nodes_before, c.nodes_before, c.source, winner=str(id(winner)),
-                )  # fmt: skip
+                    c.id,
+                    c.pass_name,
+                    "overlap",
+                    sentence,
+                    shared,
+                    c.node_ids,
+                    size,
+                    size,
+                    c.source,
+                    winner=str(id(winner)),
+                )
             )
     return kept, rejections
 
 
-def _number(candidates: list[Candidate], rejections: list[Rejection]) -> tuple[tuple[Candidate, ...], tuple[Rejection, ...]]:
+def _number(
+    candidates: list[Candidate], rejections: list[Rejection]
+) -> tuple[tuple[Candidate, ...], tuple[Rejection, ...]]:
     """Completes ids with the ordinal within (pass, scope), in program order over candidates and rejections alike."""
     first = {id(x): min(x.node_ids if isinstance(x, Candidate) else x.site_ids) for x in (*candidates, *rejections)}
     counter: dict[str, int] = {}
@@ -138,7 +152,7 @@ def _number(candidates: list[Candidate], rejections: list[Rejection]) -> tuple[t
     winners = {str(key): name for key, name in ids.items()}
     new_c = tuple(replace(c, id=ids[id(c)]) for c in sorted(candidates, key=lambda c: first[id(c)]))
     new_r = tuple(
-        replace(r, id=ids[id(r)], winner=winners.get(r.winner or "", None))
+        replace(r, id=ids[id(r)], winner=winners.get(r.winner or ""))
         for r in sorted(rejections, key=lambda r: first[id(r)])
     )
     return new_c, new_r

@@ -188,7 +188,7 @@ class Findings:
         return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
 
     def line(self, pass_name: str) -> str:
-        """"gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
+        """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
         mine = [c for c in self.candidates if c.pass_name == pass_name]
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
         why = f" ({', '.join(_counted(declined))})" if declined else ""
@@ -270,7 +270,8 @@ def _explain_item(item: Candidate | Rejection) -> str:
     lines = [str(item), *(f"  {n}" for n in item.notes)]
     lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
     lines += [
-        f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}" for r in item.residuals
+        f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}"
+        for r in item.residuals
     ]
     return "\n".join(lines)
 

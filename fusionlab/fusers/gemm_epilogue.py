@@ -132,7 +132,11 @@ class _Site:
         value = self.product
         while True:
             users = self.search.block.users.get(value.id, ())
-            adds = [u for u in users if u.primitive in ("add", "sub") and self.view.nodes[self.ref_id(u.outputs[0])].op == "sum"]
+            adds = [
+                u
+                for u in users
+                if u.primitive in ("add", "sub") and self.view.nodes[self.ref_id(u.outputs[0])].op == "sum"
+            ]
             if adds:
                 total = adds[0].outputs[0]
                 others = [a for a in adds[0].inputs if not (isinstance(a, Value) and self.ref_id(a) == nid)]
@@ -174,7 +178,9 @@ class _Site:
         if not features or len(found.letters["m"]) != 1 or len(features) != 1 or real[-1] in features:
             return None
         sentence = f"{anchor_text(node)} adds a vector along the rows of the product, not along its output features"
-        return self.rejection("bias", sentence, [node], (1, 2), "transpose the product so that the features come last: (x @ w).T + b")
+        return self.rejection(
+            "bias", sentence, [node], (1, 2), "transpose the product so that the features come last: (x @ w).T + b"
+        )
 
     def not_a_bias(self, node: Node, other: Any, miss: Miss) -> Rejection | None:
         """Why what is added is no bias; None when the product is no linear layer at all."""
@@ -188,16 +194,26 @@ class _Site:
             if span >= len(dot.shape):
                 return None  # attention scores plus a mask, and the like
             sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {len(self.anchor.inputs[1].shape)}: a batch of matrices"
-            return self.rejection("rank", sentence, [self.anchor], (1, 2), "map the layer over its batch of weights with jax.vmap")
+            return self.rejection(
+                "rank", sentence, [self.anchor], (1, 2), "map the layer over its batch of weights with jax.vmap"
+            )
         if span >= len(dot.shape) and not self.given(other):
             return None  # a residual connection: what is added was computed elsewhere
         if span >= len(dot.shape):
-            sentence = f"{anchor_text(node)} adds a full tensor {list(other.shape)}, not a bias along the output features"
-            return self.rejection("bias", sentence, [node], (1, 2), "add the bias first, (x @ w + b) + y, if there is one")
+            sentence = (
+                f"{anchor_text(node)} adds a full tensor {list(other.shape)}, not a bias along the output features"
+            )
+            return self.rejection(
+                "bias", sentence, [node], (1, 2), "add the bias first, (x @ w + b) + y, if there is one"
+            )
         if not span:
             sentence = f"{anchor_text(node)} adds a scalar, not a bias along the output features"
-            return self.rejection("bias", sentence, [node], (1, 2), "broadcast the scalar to a vector of the output features")
-        sentence = f"{anchor_text(node)} adds {list(other.shape)}, which is no bias along the output features: {miss.reason}"
+            return self.rejection(
+                "bias", sentence, [node], (1, 2), "broadcast the scalar to a vector of the output features"
+            )
+        sentence = (
+            f"{anchor_text(node)} adds {list(other.shape)}, which is no bias along the output features: {miss.reason}"
+        )
         return self.rejection("bias", sentence, [node], (1, 2), None)
 
     # -- the activation -------------------------------------------------------------------------------------------
@@ -232,7 +248,9 @@ class _Site:
             if leak is None:
                 return value, known.name, None
             edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
-            problem = problem or self.rejection("escapes", f"{known.name} is not fused: {leak}", [node], None, edit, nodes)
+            problem = problem or self.rejection(
+                "escapes", f"{known.name} is not fused: {leak}", [node], None, edit, nodes
+            )
         if problem is None and first_unknown is not None:
             problem = self.unknown(linear, nodes, *first_unknown)
         return None, None, problem
@@ -248,7 +266,9 @@ class _Site:
         """A user's custom_jvp or custom_vjp right after the linear result: its gradient is the user's own."""
         for user in self.search.block.users.get(linear.value.id, ()):
             if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
-                sentence = f"{anchor_text(user)} has a derivative of the user's own, which a fused activation would replace"
+                sentence = (
+                    f"{anchor_text(user)} has a derivative of the user's own, which a fused activation would replace"
+                )
                 return self.rejection("custom_rule", sentence, [user], None, None, [user])
             if user.primitive == "stop_gradient":
                 sentence = f"{anchor_text(user)} stops the gradient of the linear result"
@@ -289,15 +309,23 @@ class _Site:
             raise NotARegion("the product does not stand inside the site")
         dtypes = {str(v.dtype) for v in (*region.leaves.values(), region.root, self.product)}
         if len(dtypes) != 1:
-            sentence = f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
-            return self.rejection("dtype", sentence, [self.anchor], None, "cast x, w and b to one dtype before the product")
+            sentence = (
+                f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
+            )
+            return self.rejection(
+                "dtype", sentence, [self.anchor], None, "cast x, w and b to one dtype before the product"
+            )
         x, w = region.leaves["x"], region.leaves["w"]
         if len(x.shape) < 2:
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
-            return self.rejection("rank", sentence, [self.anchor], None, "give x a leading axis, or map the layer with jax.vmap")
+            return self.rejection(
+                "rank", sentence, [self.anchor], None, "give x a leading axis, or map the layer with jax.vmap"
+            )
         if option(self.search, self.pass_, "strict_rank") and len(w.shape) != 2:
             sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
-            return self.rejection("rank", sentence, [self.anchor], None, "reshape the weight to a matrix, or leave strict_rank off")
+            return self.rejection(
+                "rank", sentence, [self.anchor], None, "reshape the weight to a matrix, or leave strict_rank off"
+            )
         scale = self.scale(linear, region)
         if not close(scale, 1.0):
             sentence = f"{anchor_text(self.anchor)}: the product is multiplied by {scale:g} before the bias"
@@ -305,7 +333,9 @@ class _Site:
         leaks = escapes(region)
         if leaks:
             sentence = escape_text(leaks[0])
-            return self.rejection("escapes", sentence, [leaks[0].node], None, "compute the outside use from x, w and b again")
+            return self.rejection(
+                "escapes", sentence, [leaks[0].node], None, "compute the outside use from x, w and b again"
+            )
         return None
 
     def scale(self, linear: _Linear, region: Region) -> float:
@@ -331,7 +361,15 @@ class _Site:
         site: list[Node] | None = None,
     ) -> Rejection:
         return reject(
-            self.search, self.pass_.name, code, sentence, self.anchor, guilty, site or [self.anchor, *guilty], progress, edit
+            self.search,
+            self.pass_.name,
+            code,
+            sentence,
+            self.anchor,
+            guilty,
+            site or [self.anchor, *guilty],
+            progress,
+            edit,
         )
 
 

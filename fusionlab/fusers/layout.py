@@ -44,10 +44,10 @@ def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast
     return tuple(out)
 
 
-def in_order(axes: Axes, classes: Sequence[int]) -> tuple[int, ...]:
+def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
     """The classes, in the order they have in `axes`; those it lacks come last."""
-    present = [c for c in axes if c in classes]
-    return tuple(present + [c for c in classes if c not in present])
+    present = [c for c in axes if c is not None and c in classes]
+    return tuple(present + [c for c in classes if c is not None and c not in present])
 
 
 def arrange(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Any:

@@ -26,7 +26,9 @@ def add_pass(pass_: Pass) -> None:
     """
     missing = [part for part in _PARTS if not hasattr(pass_, part)]
     if missing:
-        raise ArgumentError(f"register: {type(pass_).__name__} lacks {', '.join(missing)}; a pass needs {', '.join(_PARTS)}")
+        raise ArgumentError(
+            f"register: {type(pass_).__name__} lacks {', '.join(missing)}; a pass needs {', '.join(_PARTS)}"
+        )
     if pass_.name in registry():
         raise ArgumentError(f"register: a pass named {pass_.name!r} exists already; choose another name")
     _ADDED[pass_.name] = pass_

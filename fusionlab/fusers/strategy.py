@@ -58,7 +58,9 @@ class Strategy(Mapping[str, Any]):
         return cls(**data)
 
 
-def select(registry: Mapping[str, Pass], passes: Strategy | Iterable[str] | str | None) -> list[tuple[Pass, dict[str, Any]]]:
+def select(
+    registry: Mapping[str, Pass], passes: Strategy | Iterable[str] | str | None
+) -> list[tuple[Pass, dict[str, Any]]]:
     """The passes asked for, in the registry's order, with their options.
 
     Raises:

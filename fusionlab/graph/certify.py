@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from .compat import split_closed
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .ir import Block, Literal, Node, Value
 from .region import Region
@@ -90,7 +89,9 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
             want, got = evaluate(old, args, None, inline), evaluate(new, args, None, inline)
         except CannotEvaluate as error:
             return Verdict("uncertified", str(error))
-    tolerance = max(TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in (*region.inputs, region.root) if is_float(v.dtype))
+    tolerance = max(
+        TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in (*region.inputs, region.root) if is_float(v.dtype)
+    )
     names = ["value", *(f"gradient of {n}" for n in _float_names(region))]
     for name, a, b in zip(names, want, got, strict=True):
         error = relative_error(a, b)
@@ -181,10 +182,10 @@ def region_signature(region: Region) -> Any:
 
 def node_signature(node: Node, number: dict[int, Any]) -> Any:
     """A hashable form of a node; `number` renames values in order of appearance and is extended."""
-    ins = tuple(
-        number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs
+    ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
+    params = tuple(
+        sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v))
     )
-    params = tuple(sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v)))
     for value in node.outputs:
         number[value.id] = len(number)
     outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
@@ -217,4 +218,4 @@ def _param_key(value: Any) -> Any:
     if isinstance(value, int | float | bool | np.integer | np.floating):
         return float(value)
     text = str(value)
-    return (text, id(value)) if " at 0x" in text or callable(value) and not isinstance(value, type) else text
+    return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text

@@ -45,7 +45,9 @@ class Sizes:
             raise CannotEvaluate(f"axis size {real} would reduce to {self.table[int(real)]} and to {reduced}")
 
 
-def evaluate(closed: Any, args: Sequence[Array], sizes: Sizes | None = None, inline: Inline | None = None) -> list[Array]:
+def evaluate(
+    closed: Any, args: Sequence[Array], sizes: Sizes | None = None, inline: Inline | None = None
+) -> list[Array]:
     """Runs a jaxpr on numpy arrays already at reduced sizes, floats in float64.
 
     Args:

@@ -28,7 +28,28 @@ ELEMENTWISE = frozenset(
     "add sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf erfc sqrt rsqrt square integer_pow pow cbrt "
     "sin cos atan sinh cosh asinh is_finite not and or eq ne gt ge lt le select_n clamp convert_element_type copy".split()
 )
-SMOOTH_POINTS = (-9.0, -4.0, -2.7, -2.02, -1.3, -0.9, -0.5, -0.1, -1e-3, 1e-3, 0.1, 0.5, 0.9, 1.3, 2.02, 2.7, 4.0, 5.5, 7.0, 9.0)
+SMOOTH_POINTS = (
+    -9.0,
+    -4.0,
+    -2.7,
+    -2.02,
+    -1.3,
+    -0.9,
+    -0.5,
+    -0.1,
+    -1e-3,
+    1e-3,
+    0.1,
+    0.5,
+    0.9,
+    1.3,
+    2.02,
+    2.7,
+    4.0,
+    5.5,
+    7.0,
+    9.0,
+)
 HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
 # The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
 # rounding of a constant that was folded in another order. tanh- and erf-GELU are 4.7e-4 apart: half of that is the most
@@ -110,7 +131,14 @@ def recognise(
     """
     nodes = between(view, start, end)
     number: dict[int, Any] = {start.id: 0, **{i: ("known", c) for i, c in view.known_inputs.items()}}
-    key = ("cone", start.shape, str(start.dtype), tuple(node_signature(n, number) for n in nodes), number[end.id], tuple(known))
+    key = (
+        "cone",
+        start.shape,
+        str(start.dtype),
+        tuple(node_signature(n, number) for n in nodes),
+        number[end.id],
+        tuple(known),
+    )
     return certifier.once(key, lambda: _recognise(view, nodes, start, end, known, certifier.inline))
 
 

@@ -207,7 +207,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def dtype_text(dtype: Any) -> str:
-    """"f32", "bf16", "i8", "bool", "key<fry>": JAX's own short spelling."""
+    """ "f32", "bf16", "i8", "bool", "key<fry>": JAX's own short spelling."""
     name = str(getattr(dtype, "name", dtype))
     for long, short in sorted(_SHORT.items(), key=lambda kv: -len(kv[0])):
         if name.startswith(long) and name[len(long) :].isdigit():
@@ -216,7 +216,7 @@ def dtype_text(dtype: Any) -> str:
 
 
 def type_text(aval: Any) -> str:
-    """"f32[64,128]"."""
+    """ "f32[64,128]"."""
     if not hasattr(aval, "shape"):
         return str(aval)
     return f"{dtype_text(aval.dtype)}[{','.join(map(str, aval.shape))}]"

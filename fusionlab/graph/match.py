@@ -134,7 +134,9 @@ class _Matcher:
         for after in self.node(po.nid, to.nid, state):
             scalars = self.coefficient(pid, i, to.coef, tid, after)
             if scalars is not None:
-                yield from self.operands(pid, tid, order, i + 1, _State(after.nodes, after.order, scalars, after.entered))
+                yield from self.operands(
+                    pid, tid, order, i + 1, _State(after.nodes, after.order, scalars, after.entered)
+                )
 
     def coefficient(self, pid: int, i: int, coef: Coef, tid: int, state: _State) -> dict[str, float] | None:
         """The captured scalars with this edge's, or None when its coefficient does not fit."""

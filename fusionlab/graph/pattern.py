@@ -135,7 +135,9 @@ def _solve(example: Example, a: Coef, b: Coef) -> ScalarEdge:
         for power in _POWERS:
             if abs(a / m**power - b / n**power) <= 1e-5 * abs(a / m**power):
                 return ScalarEdge(name, power, a / m**power)
-    raise ValueError(f"example {example.name}: a constant depends on sizes, or on scalars in a way that cannot be solved")
+    raise ValueError(
+        f"example {example.name}: a constant depends on sizes, or on scalars in a way that cannot be solved"
+    )
 
 
 def _reachable(view: View, root: int) -> frozenset[int]:
@@ -159,9 +161,13 @@ def _gauged(view: View, leaf_of: Mapping[int, str]) -> frozenset[int]:
     return frozenset(gauged)
 
 
-def _letters(view: View, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]) -> dict[str, frozenset[int]]:
+def _letters(
+    view: View, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]
+) -> dict[str, frozenset[int]]:
     inner = [nid for nid in needed if nid not in leaf_of]
-    links = [link for nid in inner for link in axis_links(view.nodes[nid], nid, [o.nid for o in view.nodes[nid].operands])]
+    links = [
+        link for nid in inner for link in axis_links(view.nodes[nid], nid, [o.nid for o in view.nodes[nid].operands])
+    ]
     classes = axis_classes(links)
     by_class: dict[int, set[int]] = {}
     name_of: dict[int, str] = {}
@@ -174,7 +180,7 @@ def _letters(view: View, example: Example, leaf_of: Mapping[int, str], needed: f
             if (nid, axis) in classes:
                 name_of[classes[nid, axis]] = letter
     letters = {name_of[c]: frozenset(nids) for c, nids in by_class.items() if c in name_of}
-    if len(letters) != len({c for c in by_class}):
+    if len(letters) != len(by_class):
         raise ValueError(f"example {example.name}: an axis belongs to no leaf, or one letter names two axes")
     return letters
 

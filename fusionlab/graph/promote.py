@@ -142,8 +142,9 @@ def promote(
     try:
         jaxpr, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
     except Exception as error:  # the user's own code runs here, so anything may come
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise TraceError(
-            f"{name} does not trace: {type(error).__name__}: {str(error).strip().splitlines()[:1]} "
+            f"{name} does not trace: {type(error).__name__}: {first_line} "
             f"Needed: a function jax.jit accepts with these arguments; try jax.jit({name}) on them first."
         ) from error
     in_tree = jax.tree_util.tree_structure((dyn_args, dyn_kwargs))

@@ -141,7 +141,9 @@ def _one(values: dict[int, Value], name: str) -> Value:
     raise NotARegion(f"operand {name} is read in {len(values)} different forms")
 
 
-def _dead_with(block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]) -> dict[int, Node]:
+def _dead_with(
+    block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]
+) -> dict[int, Node]:
     """Support nodes nobody else reads: they disappear with the region."""
     leaf_ids = {v.id for v in leaves}
     dead: dict[int, Node] = {}

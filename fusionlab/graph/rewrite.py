@@ -129,6 +129,8 @@ class _Emitter:
                 params[key] = type(params[key])(items)
             else:
                 params[key] = new
+        if params.get("policy") is not None:
+            params["policy"] = _AnchorPolicy(params["policy"])
         return params
 
     def _splice(self, r: Replacement, at: Node, env: dict[int, Any], extra: list) -> list:
@@ -155,6 +157,23 @@ class _Emitter:
         out = jaxpr.outvars[0]
         env[r.root.id] = out if isinstance(out, jex_core.Literal) else inner[out]
         return eqns
+
+
+@dataclass(frozen=True)
+class _AnchorPolicy:
+    """A remat policy asked about a fused op answers as for the equation the fused op stands for.
+
+    `dots_saveable` would otherwise recompute what it used to save. A primitive says what it stands for by a method
+    `stands_for(params) -> (primitive, params)`.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        stands_for = getattr(primitive, "stands_for", None)
+        if stands_for is not None:
+            primitive, params = stands_for(params)
+        return self.policy(primitive, *avals, **params)
 
 
 def _atom(env: Mapping[int, Any], atom: Atom) -> Any:

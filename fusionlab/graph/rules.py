@@ -416,7 +416,9 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     for value, _ in body.consts:
         view.bind_alias(value, view.unique_leaf("const", value.shape))
     for inner in body.nodes:
-        for value, ref in zip(inner.outputs, apply_rule(view, inner, [view.read(a) for a in inner.inputs]), strict=True):
+        for value, ref in zip(
+            inner.outputs, apply_rule(view, inner, [view.read(a) for a in inner.inputs]), strict=True
+        ):
             view.bind_alias(value, ref)
     return [view.read(a) for a in body.outputs]
 

@@ -20,9 +20,8 @@ _JAX_PARTS = tuple(os.path.join(_JAX_DIR, p) + os.sep for p in ("jax", "jaxlib")
 _LIB_DIRS = tuple({sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platlib", "stdlib")})
 _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models that ship with the package are user code: their lines are what a reader of the demo wants to see.
-_OWN_CODE = tuple(os.path.join(_OWN_DIR, room) + os.sep for room in ("graph", "kernels", "fusers", "evidence", "viz")) + (
-    os.path.join(_OWN_DIR, "lab.py"),
-)
+_ROOMS = ("graph", "kernels", "fusers", "evidence", "viz")
+_OWN_CODE = (*(os.path.join(_OWN_DIR, room) + os.sep for room in _ROOMS), os.path.join(_OWN_DIR, "lab.py"))
 # jvp(...), transpose(...), vmap(...) and the like wrap a scope's name when a transformation traced it.
 _NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body", "cond", "closed_call", "core_call"})
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
@@ -43,7 +42,7 @@ class Source:
 
     @property
     def short(self) -> str:
-        """"model.py:41"."""
+        """ "model.py:41"."""
         return f"{os.path.basename(self.file)}:{self.line}"
 
     def __str__(self) -> str:
@@ -99,11 +98,17 @@ def scope_of(eqn: Any, calls: tuple[Any, ...] = ()) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def clean_scope(raw: str) -> str:
-    names = []
+    names, backward = [], None
     for part in _split(raw):
+        if "transpose(" in part:
+            backward = len(names)
+        elif backward is not None and "jvp(" in part:
+            del names[backward:]  # the backward of a remat names its scope twice: transpose(jvp(a))/b/jvp(a)/b
         while match := _WRAPPER.match(part):
             part = match.group(1)
-        names.extend(p for p in _split(part) if p and "->" not in p and p not in _NOT_MODULES)  # jnp.einsum names a scope after its formula
+        names.extend(
+            p for p in _split(part) if p and "->" not in p and p not in _NOT_MODULES
+        )  # jnp.einsum names a scope after its formula
     return "/".join(names)
 
 

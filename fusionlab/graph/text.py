@@ -11,9 +11,38 @@ from .ir import Atom, Block, Graph, Node, Value, dtype_text
 
 # Params that say how, not what, or that hold a jaxpr (shown as a child block) or a Python object.
 _HIDDEN = frozenset(
-    {"sharding", "out_sharding", "accuracy", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "debug", "name", "in_tree", "out_tree"}
-    | {"donated_invars", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "compiler_options_kvs", "ctx_mesh"}
-    | {"linear", "_split_transpose", "ft_in", "ft_out", "symbolic_zeros", "inline", "keep_unused", "weak_type", "differentiated"}
+    {
+        "sharding",
+        "out_sharding",
+        "accuracy",
+        "jvp_jaxpr_fun",
+        "fwd_jaxpr_thunk",
+        "bwd",
+        "debug",
+        "name",
+        "in_tree",
+        "out_tree",
+    }
+    | {
+        "donated_invars",
+        "in_shardings",
+        "out_shardings",
+        "in_layouts",
+        "out_layouts",
+        "compiler_options_kvs",
+        "ctx_mesh",
+    }
+    | {
+        "linear",
+        "_split_transpose",
+        "ft_in",
+        "ft_out",
+        "symbolic_zeros",
+        "inline",
+        "keep_unused",
+        "weak_type",
+        "differentiated",
+    }
     | {"num_consts", "num_carry", "out_trees", "mesh", "prevent_cse", "policy", "split_transpose"}
 )
 

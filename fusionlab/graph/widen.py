@@ -136,7 +136,7 @@ class Interpreter:
     def _equation(self, eqn: Any, vals: list[Val]) -> list[Val]:
         meaning = self.inline(eqn) if self.inline is not None else None
         if meaning is not None:
-            return self.run(self._traced(meaning, *(a.aval for a in eqn.invars)), vals)
+            return self.run(self._traced(meaning, [a.aval for a in eqn.invars], [v.wide for v in vals]), vals)
         rule = _REGIONS.get(eqn.primitive.name)
         if rule is None:
             return self._first_order(eqn, vals)
@@ -239,9 +239,17 @@ class Interpreter:
             return self.run(p["cond_jaxpr"], [*vals[:n], *map(plain, carry)])[0].wide
 
         def body(carry: list) -> list:
-            return [o.wide for o in self.run(p["body_jaxpr"], [*vals[n:m], *map(plain, carry)])]
+            new = [o.wide for o in self.run(p["body_jaxpr"], [*vals[n:m], *map(plain, carry)])]
+            if not batched:
+                return new
+            running = test(carry)
+            # Under vmap each element stops by itself: one that is done keeps its carry.
+            masks = [jnp.expand_dims(running, tuple(range(running.ndim, x.ndim))) for x in new]
+            return [jnp.where(mask, x, old) for mask, x, old in zip(masks, new, carry, strict=True)]
 
-        return [plain(o) for o in lax.while_loop(test, body, [v.wide for v in vals[m:]])]
+        batched = split_closed(p["cond_jaxpr"])[0].outvars[0].aval.ndim > 0
+        going = (lambda carry: jnp.any(test(carry))) if batched else test
+        return [plain(o) for o in lax.while_loop(going, body, [v.wide for v in vals[m:]])]
 
     def _cond(self, eqn: Any, vals: list[Val]) -> list[Val]:
         def branch(closed: Any) -> Callable:
@@ -262,6 +270,25 @@ class Interpreter:
         )
         return [plain(o) for o in body(*(v.wide for v in vals))]
 
+    def _linear_solve(self, eqn: Any, vals: list[Val]) -> list[Val]:
+        jaxprs, lengths, rest = eqn.params["jaxprs"], eqn.params["const_lengths"], iter(vals)
+        consts = {name: [next(rest) for _ in range(getattr(lengths, name))] for name in lengths._fields}
+
+        def part(name: str) -> Callable:
+            def run(b: list) -> list:
+                return [o.wide for o in self.run(getattr(jaxprs, name), [*consts[name], *map(plain, b)])]
+
+            return run
+
+        solve, transposed = part("solve"), part("transpose_solve")
+        outs = lax.custom_linear_solve(
+            part("matvec"),
+            [v.wide for v in rest],
+            solve=lambda _, b: solve(b),
+            transpose_solve=None if jaxprs.transpose_solve is None else lambda _, b: transposed(b),
+        )
+        return [plain(o) for o in outs]
+
     def _custom_jvp(self, eqn: Any, vals: list[Val]) -> list[Val]:
         primal, avals, diff, out_diff = _as_function(eqn)
 
@@ -276,7 +303,7 @@ class Interpreter:
                 return outs, [t for t, d in zip(tangents, out_diff, strict=True) if d]
 
             live = [(t, a) for t, a, d in zip(ts, avals, diff, strict=True) if d]
-            closed = self._traced(user_rule, *avals, *(a for _, a in live))
+            closed = self._traced(user_rule, [*avals, *(a for _, a in live)], [*xs, *(t for t, _ in live)])
             outs = [o.wide for o in self.run(closed, map(plain, [*xs, *(t for t, _ in live)]))]
             n = len(out_diff)
             return outs[:n], list(_with_float0([v.aval for v in eqn.outvars], out_diff, outs[n:]))
@@ -302,22 +329,26 @@ class Interpreter:
             return [o.wide for o in self.run(eqn.params["call_jaxpr"], map(plain, xs))]
 
         def forward(*xs: Any) -> tuple[list, tuple]:
-            closed = self._traced(lambda *a: pulled(a)[0], *avals)
+            closed = self._traced(lambda *a: pulled(a)[0], avals, xs)
             return [o.wide for o in self.run(closed, map(plain, xs))], xs
 
         def backward(xs: tuple, cts: list) -> tuple:
             live = [(c, a) for c, a, d in zip(cts, out_avals, out_diff, strict=True) if d]
-            closed = self._traced(user_backward, *avals, *(a for _, a in live))
+            closed = self._traced(user_backward, [*avals, *(a for _, a in live)], [*xs, *(c for c, _ in live)])
             grads = iter(self.run(closed, map(plain, [*xs, *(c for c, _ in live)])))
             return tuple(next(grads).wide if d else None for d in diff)
 
         call.defvjp(forward, backward)
         return [plain(o) for o in call(*(v.wide for v in vals))]
 
-    def _traced(self, fn: Callable, *avals: Any) -> Any:
-        """A jaxpr of the user's code as the user would get it: own dtypes, own x64 setting."""
+    def _traced(self, fn: Callable, avals: Sequence, values: Sequence) -> Any:
+        """A jaxpr of the user's code as the user would get it: own dtypes, own x64 setting.
+
+        Traced at the values themselves, narrowed: inside shard_map a shape alone does not say along which axes it varies.
+        """
+        own = [x.astype(a.dtype) if is_inexact(a.dtype) else x for x, a in zip(values, avals, strict=True)]
         with enable_x64(self.x64):
-            return jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+            return jax.make_jaxpr(fn)(*own)
 
     # Loops that only draw random numbers (rejection sampling, Poisson).
 
@@ -374,6 +405,7 @@ _REGIONS: dict[str, Callable[[Interpreter, Any, list[Val]], list[Val]]] = {
     **dict.fromkeys(("remat", "remat2", "checkpoint"), _I._remat),
     **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), _I._custom_vjp),
     "custom_jvp_call": _I._custom_jvp,
+    "custom_linear_solve": _I._linear_solve,
     "scan": _I._scan,
     "while": _I._while,
     "cond": _I._cond,

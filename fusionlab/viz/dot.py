@@ -135,7 +135,8 @@ def _cluster_style(group: Mapping[str, Any], id_prefix: str) -> dict[str, Any]:
 
 def _inner_style(group: Mapping[str, Any], id_prefix: str) -> dict[str, Any]:
     style = _cluster_style(group, id_prefix)
-    return style | {"label": "", "id": style["id"] + "-inner", "class": "inner", "style": "rounded", "margin": 7, "penwidth": 1}
+    bare = {"label": "", "style": "rounded", "bgcolor": "transparent", "margin": 7, "penwidth": 1}
+    return style | bare | {"id": style["id"] + "-inner", "class": "inner"}
 
 
 def _box(box: Mapping[str, Any], id_prefix: str) -> str:

@@ -19,6 +19,7 @@ from .sites import Site
 # A picture beyond this many boxes is not readable; sites are opened up to here even above `max_nodes`.
 SITES_LIMIT = 300
 _FAN_OUT = 32
+_WORTH = 4  # repeats of fewer nodes are quicker read than a frame with a count
 BACKWARD = " (backward)"
 # Nodes that move or convert data; they do not decide where a site stands.
 LAYOUT_OPS = frozenset(
@@ -346,8 +347,9 @@ def _best_repeat(sigs: list[int], start: int, positions: list[int], items: list[
         count = 1
         while sigs[start + count * period : start + (count + 1) * period] == unit:
             count += 1
-        worth = sum(1 for _ in members(items[start:p])) >= 4
-        if count > 1 and worth and period * count > best[0] * best[1]:
+        size = sum(1 for _ in members(items[start:p]))
+        worth = count > 1 and (size >= _WORTH or size * count >= 3 * _WORTH)
+        if worth and period * count > best[0] * best[1]:
             best = (period, count)
     return best
 

@@ -14,14 +14,23 @@ from html import escape as _escape
 from importlib.resources import files
 from typing import Any
 
-from fusionlab.errors import REJECTIONS
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
 from .dot import dom_id, dot_of_view
 from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline
-from .inspector import bytes_text, node_dict
+from .inspector import node_dict
 from .render import to_svg
+from .sections import (
+    candidates_html,
+    declined_html,
+    legend,
+    node_rows,
+    passes_html,
+    residuals_html,
+    site_rows,
+    table,
+)
 from .view_model import view_model
 
 
@@ -70,7 +79,12 @@ def report_html(
             f'<div class="fl-graph">{picture(after_view, "fl-after-", engine)}</div>',
         ]
     if findings is not None:
-        body += [_passes(view), _candidates(view), "<h2>Declined</h2>" + declined_html(view), _residuals(view)]
+        body += [
+            passes_html(view),
+            candidates_html(view),
+            "<h2>Declined</h2>" + declined_html(view),
+            residuals_html(view),
+        ]
     body += [_evidence(view, evidence), _environment({**environment_dict(evidence), **(environment or {})}, findings)]
     body.append(
         "<footer>A record made by FusionLab. Switching sites on and off and measuring again need a live kernel: "
@@ -143,122 +157,6 @@ def _e(value: Any) -> str:
     return _escape(str(value))
 
 
-def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Collection[int] = ()) -> str:
-    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class."""
-    if not rows:
-        return ""
-    head = "".join(f'<th{_num(i, numeric)} scope="col">{_e(h)}</th>' for i, h in enumerate(heads))
-    body = "".join("<tr>" + "".join(_cell(c, i, numeric) for i, c in enumerate(r)) + "</tr>" for r in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
-    text, css = value if isinstance(value, tuple) else (value, "num" if index in numeric else "")
-    return f'<td class="{css}">{_e(text)}</td>' if css else f"<td>{_e(text)}</td>"
-
-
-def _num(index: int, numeric: Collection[int]) -> str:
-    return ' class="num"' if index in numeric else ""
-
-
-def legend(view: Mapping[str, Any]) -> str:
-    """The legend of a view model as an HTML list; "" when there is no site."""
-    items = [
-        f'<li><span class="fl-swatch" style="background:{p["tint"]};border-color:{p["colour"]}"></span>'
-        f"{_e(p['name'])}</li>"
-        for p in view["passes"]
-        if p["sites"] or p["declined"]
-    ]
-    if not items:
-        return ""
-    grey = "border-color:#7b8794;color:#7b8794;background:#e4e9ee"
-    items += [
-        f'<li><span class="fl-swatch" style="{grey}"></span>candidate (filled)</li>',
-        f'<li><span class="fl-swatch applied" style="{grey}"></span>applied (double border)</li>',
-        f'<li><span class="fl-swatch declined" style="{grey}"></span>declined (dashed, matched/total)</li>',
-    ]
-    return f'<ul class="fl-legend">{"".join(items)}</ul>'
-
-
-# Sections -----------------------------------------------------------------------------------------------------------
-def _passes(view: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            p["name"],
-            (p["formula"], "mono"),
-            p["sites"],
-            p["applied"],
-            p["declined"],
-            p["state"] if p["sites"] else "nothing found",
-        ]
-        for p in view["passes"]
-    ]
-    return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
-
-
-def _card(site: Mapping[str, Any], colour: str, inside: list[str]) -> str:
-    where = site["source"]
-    line = f"<p><code>{_e(where['where'])}: {_e(where['text'])}</code></p>" if where else ""
-    return (
-        f'<div class="card {site["state"]}" style="border-left-color:{colour}"><h3>{_e(site["id"])}</h3>'
-        + line
-        + "".join(f"<p>{text}</p>" for text in inside)
-        + "</div>"
-    )
-
-
-def _colours(view: Mapping[str, Any]) -> dict[str, str]:
-    return {p["name"]: p["colour"] for p in view["passes"]}
-
-
-def _candidates(view: Mapping[str, Any]) -> str:
-    sites = [s for s in view["sites"] if s["state"] != "declined"]
-    if not sites:
-        return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
-    colours = _colours(view)
-    cards = []
-    for s in sites:
-        inside = [
-            f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, "
-            + ("applied" if s["state"] == "applied" else "not applied")
-        ]
-        inside += [f'<span class="quiet">{_e(n)}</span>' for n in s["notes"]]
-        rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
-        inside += [table(["backend", "verdict", "reason"], rows)] if rows else []
-        cards.append(_card(s, colours.get(s["pass"], "#7b8794"), inside))
-    return "<h2>Candidates</h2>" + "".join(cards)
-
-
-def declined_html(view: Mapping[str, Any]) -> str:
-    """The declined sites by code: sentence, distance, and the edit that would help."""
-    sites = [s for s in view["sites"] if s["state"] == "declined"]
-    colours = _colours(view)
-    out = [] if sites else ["<p>None.</p>"]
-    for code in dict.fromkeys(s["code"] for s in sites):
-        group = [s for s in sites if s["code"] == code]
-        out.append(f"<details open><summary>{_e(code)} ({len(group)}): {_e(REJECTIONS.get(code, ''))}</summary>")
-        for s in group:
-            inside = [f"{_e(s['text'])} <span class='quiet'>({s['matched']} of {s['total']} matched)</span>"]
-            inside += [f"Edit: {_e(s['edit'])}"] if s["edit"] else []
-            inside += [f"Taken by {_e(s['winner'])}"] if s["winner"] else []
-            out.append(_card(s, colours.get(s["pass"], "#7b8794"), inside))
-        out.append("</details>")
-    return "".join(out)
-
-
-def _residuals(view: Mapping[str, Any]) -> str:
-    rows = [
-        [s["id"], r["name"], (r["type"], "mono"), bytes_text(r["bytes"]), ", ".join(r["readers"])]
-        for s in view["sites"]
-        for r in s.get("residuals", ())
-    ]
-    if not rows:
-        return ""
-    return "<h2>Residuals kept for the backward pass</h2>" + table(
-        ["site", "residual", "type", "size", "read by"], rows, (3,)
-    )
-
-
 def evidence_pictures(evidence: Any) -> dict[str, str]:
     """Name -> inline SVG of the plots a measurement allows; empty for None."""
     if evidence is None:
@@ -317,28 +215,3 @@ def _inspector_data(
             rows += site_rows(sites[item["site"]])
         data[prefix + dom_id(item["id"])] = {"title": title, "rows": rows}
     return data
-
-
-def node_rows(info: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The inspector's lines for a node: (name, text, monospaced)."""
-    rows = [("result", f"{o['name']} {o['type']}, {bytes_text(o['bytes'])}", True) for o in info["outputs"]]
-    rows += [("operand", f"{i['name']} {i['type']} ← {i['from']}", True) for i in info["inputs"]]
-    if info["params"]:
-        rows.append(("params", info["params"], True))
-    if info["scope"]:
-        rows.append(("scope", info["scope"], True))
-    if info["source"]:
-        rows.append(("source", f"{info['source']['where']}  {info['source']['text']}", True))
-    for site in info["sites"]:
-        rows += site_rows(site)
-    return rows
-
-
-def site_rows(site: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The inspector's lines for a candidate or a rejection."""
-    if site["state"] == "declined":
-        rows = [("declined", f"{site['id']} [{site['code']}] {site['matched']}/{site['total']}: {site['text']}", False)]
-        return rows + ([("edit", site["edit"], False)] if site["edit"] else [])
-    rows = [(site["state"], f"{site['id']}: {site['text']}", False)]
-    rows.append(("nodes", f"{site['nodes_before']} → {site['nodes_after']}", False))
-    return rows + [(b["name"], f"{b['verdict']}: {b['reason']}", False) for b in site["backends"]]

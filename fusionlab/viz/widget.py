@@ -22,9 +22,11 @@ from fusionlab.graph.ir import Graph
 
 from .dot import dom_id
 from .evidence_view import evidence_tables
-from .html import declined_html, evidence_pictures, graph_html, legend, node_rows, picture, site_rows, style, table
+from .html import evidence_pictures, graph_html, picture, style
 from .inspector import find_node, node_dict
+from .palette import colour_of, tint_of
 from .pane import GraphPane
+from .sections import declined_html, legend, node_rows, site_rows, table
 from .toggles import Toggles
 from .view_model import summary, view_model
 
@@ -275,8 +277,10 @@ class Explorer(widgets.VBox):
         rows: list[widgets.Widget] = []
         for name in self.findings.passes:
             sites = self.toggles.sites(name)
-            rows.append(self._switch(name, f"{name} ({len(sites)})", not sites))
-            rows += [self._switch(site, site.partition("@")[2] or site, False, "0 0 0 22px") for site in sites]
+            colours = f"background:{tint_of(name)};border-color:{colour_of(name)}"
+            swatch = widgets.HTML(f'<span class="fl"><span class="fl-swatch" style="{colours}"></span></span>')
+            rows.append(widgets.HBox([swatch, self._switch(name, f"{name} ({len(sites)})", not sites)]))
+            rows += [self._switch(site, site.partition("@")[2] or site, False, "0 0 0 34px") for site in sites]
         on, off = widgets.Button(description="All on"), widgets.Button(description="All off")
         on.on_click(lambda _: self.toggles.set(frozenset(c.id for c in self.findings.candidates)))
         off.on_click(lambda _: self.toggles.set(frozenset()))
@@ -351,7 +355,8 @@ class Explorer(widgets.VBox):
         pictures = evidence_pictures(self.evidence)
         for name, pane in (("Timing", self._timing), ("Errors", self._errors)):
             text = pictures.get(name, "") + tables.get(name, "")
-            missing = '<p class="quiet">Nothing measured for these sites yet; press Measure.</p>'
+            verdict = f"Not measured: {self.evidence.verdict}." if self.evidence is not None else ""
+            missing = f'<p class="quiet">{verdict or "Nothing measured for these sites yet; press Measure."}</p>'
             pane.value = f'<div class="fl">{text or missing}</div>'
         rows = [[s["state"], s["id"], s["text"], (s["source"] or {}).get("where", "")] for s in whole["sites"]]
         self._ledger.value = f'<div class="fl">{table(["state", "site", "what", "source"], rows)}</div>'

@@ -339,12 +339,34 @@ def test_inline_gives_an_opaque_primitive_its_meaning():
 
 
 def test_a_primitive_with_a_program_of_its_own_is_refused_by_name():
-    def f(a, b):
-        return lax.custom_linear_solve(lambda x: a @ x, b, lambda mv, b: b / 2)
+    def f(x):
+        return jax.custom_derivatives.linear_call(lambda r, x: r * x, lambda r, y: r * y, 2.0, x)
 
-    args = (jnp.eye(3), jnp.ones(3))
-    with pytest.raises(TraceError, match="custom_linear_solve"):
-        promote(f, *args).values(*args)
+    x = jnp.ones(3)
+    with pytest.raises(TraceError, match=r"linear_call \(test_promote\.py:\d+\)"):
+        promote(f, x).values(x)
+
+
+def test_a_vmapped_while_loop_stops_each_element_by_itself():
+    def f(x):
+        return jax.vmap(lambda v: lax.while_loop(lambda c: c < 10, lambda c: c * 1.5 + 1, v))(x)
+
+    x = jnp.asarray([0.0, 5.0, 9.0, 20.0])
+    want = wide(x).copy()
+    while (want < 10).any():
+        want = np.where(want < 10, want * 1.5 + 1, want)
+    close(promote(f, x).values(x), want)
+
+
+def test_linear_solves_and_their_gradients_are_promoted():
+    def f(a, b):
+        return jnp.linalg.solve(a @ a.T + 3 * jnp.eye(4), b)
+
+    a, b = normal(0, 4, 4), normal(1, 4, 2)
+    p = promote(f, a, b)
+    spd = wide(a) @ wide(a).T + 3 * np.eye(4)
+    close(p.values(a, b), np.linalg.solve(spd, wide(b)))
+    close(p.gradients(np.ones((4, 2)), a, b)[0][1], np.linalg.solve(spd.T, np.ones((4, 2))))
 
 
 def test_bad_arguments_are_named():

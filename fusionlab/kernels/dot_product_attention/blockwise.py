@@ -27,14 +27,25 @@ Array = Any
 _FORWARD_SCORES = 1 << 21
 _BACKWARD_SCORES = 1 << 20
 _CAUSAL_GROUPS = 8
+_LEAST_ROWS = 16
 
 
-def block_shape(heads: int, t: int, s: int, scores: int) -> tuple[int, int]:
-    """(heads, query rows) of a block of about `scores` scores: whole heads where they fit, else rows of one head."""
-    if t * s <= scores:
-        return _divisor(heads, scores // max(t * s, 1)), max(t, 1)
-    fitting = max(16, scores // s)
-    return 1, 1 << (fitting.bit_length() - 1)
+def block_shape(heads: int, t: int, s: int, is_causal: bool, scores: int) -> tuple[int, int]:
+    """(heads, query rows) of a block of about `scores` scores: whole heads where they fit, else rows of one head.
+
+    With `is_causal` a block has at most T/16 rows, so that each of the groups has two: XLA shares the scratch of a loop
+    between loops, but gives straight-line blocks their own.
+    """
+    rows = _power_of_two(max(_LEAST_ROWS, t // (2 * _CAUSAL_GROUPS))) if is_causal else t
+    rows = max(1, min(t, rows))
+    if rows * s <= scores:
+        return _divisor(heads, scores // (rows * s)), rows
+    return 1, min(rows, _power_of_two(max(_LEAST_ROWS, scores // s)))
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two up to n."""
+    return 1 << (n.bit_length() - 1)
 
 
 def _divisor(n: int, most: int) -> int:
@@ -57,23 +68,25 @@ def forward(
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
     q = _heads(query, wide) * scale
-    heads, rows = block_shape(q.shape[0], t, s, _FORWARD_SCORES)
+    heads, rows = block_shape(q.shape[0], t, s, is_causal, _FORWARD_SCORES)
 
     def some_heads(operands: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v = operands
-        outs = []
+        # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
+        results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), jnp.zeros_like(q, shape=q.shape[:2])
         for start, stop, keys in _groups(t, s, rows, is_causal):
             seen_k, seen_v = k[:, :keys], v[:, :keys]
 
-            def step(_: Any, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[tuple, Any]:
+            def step(results: Any, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, Array]:
                 scores = _scores(q, k, first, is_causal, precision)
                 top = jnp.max(scores, axis=-1, keepdims=True)
                 p = jnp.exp(scores - top)
                 total = jnp.sum(p, axis=-1, keepdims=True)
-                return (), (_mm(p, v, precision) / total, (top + jnp.log(total))[..., 0])
+                found = _mm(p, v, precision) / total, (top + jnp.log(total))[..., 0]
+                return _put_rows(results[0], found[0], first), _put_rows(results[1], found[1], first)
 
-            outs.append(_scan_rows(step, start, rows, q[:, start:stop], ())[0])
-        return _join(outs)
+            results = _scan_rows(step, start, rows, q[:, start:stop], results)
+        return results
 
     out, logsumexp = _map_heads(some_heads, heads, (q, _heads(key, wide), _heads(value, wide)))
     out = _unheads(out, query).astype(value.dtype)
@@ -100,24 +113,16 @@ def cotangent(
     if "query" in wanted or "key" in wanted:
         by_row["delta"] = row_products(saved["out"], ct).reshape(-1, t)
         by_key["v"] = _heads(saved["value"], wide)
-    heads, rows = block_shape(by_row["q"].shape[0], t, s, _BACKWARD_SCORES)
+    heads, rows = block_shape(by_row["q"].shape[0], t, s, is_causal, _BACKWARD_SCORES)
 
     def some_heads(operands: tuple[dict[str, Array], dict[str, Array]]) -> dict[str, Array]:
         rows_of, keys_of = operands
-        sums: dict[str, Array] = {}
-        dq = []
+        sums = _zero_sums(wanted, rows_of, s)
         for start, stop, keys in _groups(t, s, rows, is_causal):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
             step = _backward_step({n: a[:, :keys] for n, a in keys_of.items()}, wanted, is_causal, precision)
-            found, group_sums = _scan_rows(step, start, rows, part, _zero_sums(wanted, part, keys))
-            dq.append(found)
-            for name, a in group_sums.items():
-                wider = jnp.pad(a, ((0, 0), (0, 0), (0, s - keys)))
-                sums[name] = sums[name] + wider if name in sums else wider
-        grads = {name: _t(a) for name, a in sums.items()}
-        if "query" in wanted:
-            grads["query"] = _join(dq) * scale
-        return grads
+            sums = _scan_rows(step, start, rows, part, sums)
+        return {n: a * scale if n == "query" else _t(a) for n, a in sums.items()}
 
     grads = _map_heads(some_heads, heads, (by_row, by_key))
     like = {"query": query, "key": key, "value": key}
@@ -125,28 +130,41 @@ def cotangent(
 
 
 def _backward_step(keys_of: dict[str, Array], wanted: tuple[str, ...], is_causal: bool, precision: Any) -> Callable:
-    """A step over one block of rows: adds to the transposed sums of dkey and dvalue, returns the block's dquery."""
+    """A step over one block of rows: adds to the transposed sums of dkey and dvalue, and puts the block's dquery."""
 
-    def step(sums: dict[str, Array], first: Array, part: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
+    def step(sums: dict[str, Array], first: Array, part: dict[str, Array]) -> dict[str, Array]:
         scores = _scores(part["q"], keys_of["k"], first, is_causal, precision)
         p = jnp.exp(scores - part["lse"][..., None])
-        added = dict(sums)
+        found = dict(sums)
         if "value" in wanted:
-            added["value"] = sums["value"] + _mm(_t(part["ct"]), p, precision)
+            found["value"] = _add_keys(sums["value"], _mm(_t(part["ct"]), p, precision))
         if wanted == ("value",):
-            return added, None
+            return found
         ds = p * (_mm(part["ct"], _t(keys_of["v"]), precision) - part["delta"][..., None])
         if "key" in wanted:
-            added["key"] = sums["key"] + _mm(_t(part["q"]), ds, precision)  # the scale is in q
-        return added, _mm(ds, keys_of["k"], precision) if "query" in wanted else None
+            found["key"] = _add_keys(sums["key"], _mm(_t(part["q"]), ds, precision))  # the scale is in q
+        if "query" in wanted:
+            found["query"] = _put_rows(sums["query"], _mm(ds, keys_of["k"], precision), first)
+        return found
 
     return step
 
 
-def _zero_sums(wanted: tuple[str, ...], part: dict[str, Array], keys: int) -> dict[str, Array]:
-    like = {"key": part["q"], "value": part["ct"]}
+def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int) -> dict[str, Array]:
+    q, ct = rows_of["q"], rows_of["ct"]
+    shapes = {"query": q.shape, "key": (q.shape[0], q.shape[2], s), "value": (q.shape[0], ct.shape[2], s)}
     # Made from the operand, so that inside shard_map it varies over the same mesh axes.
-    return {n: jnp.zeros_like(a, shape=(a.shape[0], a.shape[-1], keys)) for n, a in like.items() if n in wanted}
+    return {n: jnp.zeros_like(q, shape=shapes[n]) for n in wanted}
+
+
+def _put_rows(whole: Array, block: Array, first: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(whole, block, first, axis=1)
+
+
+def _add_keys(whole: Array, part: Array) -> Array:
+    """Adds to the first keys (last axis)."""
+    keys = part.shape[-1]
+    return whole + part if keys == whole.shape[-1] else whole.at[..., :keys].add(part)
 
 
 def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -177,11 +195,6 @@ def _t(a: Array) -> Array:
     return jnp.swapaxes(a, -1, -2)
 
 
-def _join(parts: list[Any]) -> Any:
-    """Concatenates rows (axis 1) of trees of arrays."""
-    return jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a, axis=1), *parts)
-
-
 def _map_heads(function: Callable, size: int, arrays: Any) -> Any:
     """`function` over groups of `size` heads; `size` divides their number."""
     count = jax.tree.leaves(arrays)[0].shape[0]
@@ -191,33 +204,24 @@ def _map_heads(function: Callable, size: int, arrays: Any) -> Any:
     return jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), lax.map(function, grouped))
 
 
-def _scan_rows(step: Callable, start: int, rows: int, arrays: Any, carry: Any) -> tuple[Any, Any]:
-    """Scans `step(carry, first row, block)` over blocks of the arrays' rows (axis 1); the last block may be shorter."""
+def _scan_rows(step: Callable, start: int, rows: int, arrays: Any, carry: Any) -> Any:
+    """Runs `carry = step(carry, first row, block)` over blocks of the arrays' rows (axis 1); the last may be shorter."""
     count = jax.tree.leaves(arrays)[0].shape[1]
     whole, rest = divmod(count, rows)
-    parts = []
     if whole > 1:
         blocks = jax.tree.map(lambda a: _split_rows(a, whole, rows), arrays)
         firsts = jnp.asarray(start + rows * np.arange(whole), jnp.int32)
-        carry, found = lax.scan(lambda c, x: step(c, *x), carry, (firsts, blocks))
-        parts.append(jax.tree.map(_merge_rows, found))
+        carry, _ = lax.scan(lambda c, x: (step(c, *x), None), carry, (firsts, blocks))
     elif whole:
-        carry, found = step(carry, jnp.int32(start), jax.tree.map(lambda a: a[:, :rows], arrays))
-        parts.append(found)
+        carry = step(carry, jnp.int32(start), jax.tree.map(lambda a: a[:, :rows], arrays))
     if rest:
         tail = jax.tree.map(lambda a: a[:, whole * rows :], arrays)
-        carry, found = step(carry, jnp.int32(start + whole * rows), tail)
-        parts.append(found)
-    return _join(parts), carry
+        carry = step(carry, jnp.int32(start + whole * rows), tail)
+    return carry
 
 
 def _split_rows(a: Array, count: int, rows: int) -> Array:
     return jnp.moveaxis(a[:, : count * rows].reshape(a.shape[0], count, rows, *a.shape[2:]), 1, 0)
-
-
-def _merge_rows(a: Array) -> Array:
-    a = jnp.moveaxis(a, 0, 1)
-    return a.reshape(a.shape[0], -1, *a.shape[3:])
 
 
 def _heads(a: Array, dtype: Any) -> Array:

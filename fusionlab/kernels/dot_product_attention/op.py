@@ -80,7 +80,7 @@ class DotProductAttention(Op):
         return "xla_blockwise", f"{t} x {s} scores a head: measured faster on a CPU, and the score matrix never exists"
 
     def formula(self, *, scale: float | None = None, is_causal: bool = False, **_: Any) -> str:
-        """"softmax(0.125 * q @ k.T, causal) @ v"."""
+        """ "softmax(0.125 * q @ k.T, causal) @ v"."""
         factor = "1/sqrt(H)" if scale is None else f"{scale:.6g}"
         return f"softmax({factor} * q @ k.T{', causal' if is_causal else ''}) @ v"
 
@@ -110,7 +110,9 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
             f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
         )
     if v[-3] != k[-3]:
-        raise ArgumentError(f"dot_product_attention: value {v} has length {v[-3]}, key {k} has {k[-3]}; needed the same S")
+        raise ArgumentError(
+            f"dot_product_attention: value {v} has length {v[-3]}, key {k} has {k[-3]}; needed the same S"
+        )
     if k[-3] < 1 or q[-1] < 1:
         raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
 

@@ -1,0 +1,173 @@
+"""Pieces of HTML that report and widget share: tables, legend, cards of sites, inspector lines. All text is escaped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from html import escape as _escape
+from typing import Any
+
+from fusionlab.errors import REJECTIONS
+
+from .inspector import bytes_text
+from .palette import QUIET
+
+Site = Mapping[str, Any]
+
+
+def _e(value: Any) -> str:
+    return _escape(str(value))
+
+
+def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Collection[int] = ()) -> str:
+    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class."""
+    if not rows:
+        return ""
+    head = "".join(f'<th{_num(i, numeric)} scope="col">{_e(h)}</th>' for i, h in enumerate(heads))
+    body = "".join("<tr>" + "".join(_cell(c, i, numeric) for i, c in enumerate(r)) + "</tr>" for r in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
+    text, css = value if isinstance(value, tuple) else (value, "num" if index in numeric else "")
+    return f'<td class="{css}">{_e(text)}</td>' if css else f"<td>{_e(text)}</td>"
+
+
+def _num(index: int, numeric: Collection[int]) -> str:
+    return ' class="num"' if index in numeric else ""
+
+
+def legend(view: Mapping[str, Any]) -> str:
+    """The legend of a view model as an HTML list; "" when there is no site."""
+    items = [
+        f'<li><span class="fl-swatch" style="background:{p["tint"]};border-color:{p["colour"]}"></span>'
+        f"{_e(p['name'])}</li>"
+        for p in view["passes"]
+        if p["sites"] or p["declined"]
+    ]
+    if not items:
+        return ""
+    grey = "border-color:#7b8794;color:#7b8794;background:#e4e9ee"
+    items += [
+        f'<li><span class="fl-swatch" style="{grey}"></span>candidate (filled)</li>',
+        f'<li><span class="fl-swatch applied" style="{grey}"></span>applied (double border)</li>',
+        f'<li><span class="fl-swatch declined" style="{grey}"></span>declined (dashed, matched/total)</li>',
+    ]
+    return f'<ul class="fl-legend">{"".join(items)}</ul>'
+
+
+def passes_html(view: Mapping[str, Any]) -> str:
+    """Every pass asked, those without a site too."""
+    rows = [
+        [
+            p["name"],
+            (p["formula"], "mono"),
+            p["sites"],
+            p["applied"],
+            p["declined"],
+            p["state"] if p["sites"] else "nothing found",
+        ]
+        for p in view["passes"]
+    ]
+    return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
+
+
+# Sites --------------------------------------------------------------------------------------------------------------
+def alike(sites: Iterable[Site], keys: Collection[str]) -> list[list[Site]]:
+    """Sites that agree in these keys, together; a model's 24 layers are one line of a report, not 24."""
+    together: dict[str, list[Site]] = {}
+    for site in sites:
+        together.setdefault(json.dumps([site[k] for k in keys], sort_keys=True), []).append(site)
+    return list(together.values())
+
+
+def _card(sites: list[Site], colours: Mapping[str, str], inside: list[str]) -> str:
+    first, where = sites[0], sites[0]["source"]
+    title = f"{first['id']}" + (f" and {len(sites) - 1} more like it" if len(sites) > 1 else "")
+    others = ", ".join(s["id"] for s in sites[1:])
+    parts = [f"<h3>{_e(title)}</h3>"]
+    parts += [f"<p><code>{_e(where['where'])}: {_e(where['text'])}</code></p>"] if where else []
+    parts += [f"<div>{text}</div>" for text in inside]
+    parts += [f"<details><summary>the others</summary><p>{_e(others)}</p></details>"] if others else []
+    colour = colours.get(first["pass"], QUIET)
+    return f'<div class="card {first["state"]}" style="border-left-color:{colour}">{"".join(parts)}</div>'
+
+
+def _colours(view: Mapping[str, Any]) -> dict[str, str]:
+    return {p["name"]: p["colour"] for p in view["passes"]}
+
+
+def candidates_html(view: Mapping[str, Any]) -> str:
+    """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
+    sites = [s for s in view["sites"] if s["state"] != "declined"]
+    if not sites:
+        return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
+    keys = ("pass", "text", "state", "source", "nodes_before", "nodes_after", "notes", "backends")
+    cards = []
+    for group in alike(sites, keys):
+        s = group[0]
+        state = "applied" if s["state"] == "applied" else "not applied"
+        inside = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
+        inside += [f'<span class="quiet">{_e(n)}</span>' for n in s["notes"]]
+        rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
+        inside += [table(["backend", "verdict", "reason"], rows)] if rows else []
+        cards.append(_card(group, _colours(view), inside))
+    return "<h2>Candidates</h2>" + "".join(cards)
+
+
+def declined_html(view: Mapping[str, Any]) -> str:
+    """The declined sites by code: sentence, distance, and the edit that would help."""
+    sites = [s for s in view["sites"] if s["state"] == "declined"]
+    out = [] if sites else ["<p>None.</p>"]
+    for same_code in alike(sites, ("code",)):
+        code = same_code[0]["code"]
+        out.append(f"<details open><summary>{_e(code)} ({len(same_code)}): {_e(REJECTIONS.get(code, ''))}</summary>")
+        for group in alike(same_code, ("pass", "source", "edit", "matched", "total")):
+            s = group[0]
+            inside = [f"{_e(s['text'])} <span class='quiet'>({s['matched']} of {s['total']} matched)</span>"]
+            inside += [f"Edit: {_e(s['edit'])}"] if s["edit"] else []
+            inside += [f"Taken by {_e(s['winner'])}"] if s["winner"] else []
+            out.append(_card(group, _colours(view), inside))
+        out.append("</details>")
+    return "".join(out)
+
+
+def residuals_html(view: Mapping[str, Any]) -> str:
+    """What the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
+    kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in view["sites"] for r in s.get("residuals", ())]
+    if not kept:
+        return ""
+    rows = []
+    for group in alike(kept, ("pass", "r")):
+        r, n = group[0]["r"], len(group)
+        site = group[0]["id"] + (f" and {n - 1} more" if n > 1 else "")
+        size, total = bytes_text(r["bytes"]), bytes_text(n * r["bytes"])
+        rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
+    heads = ["site", "residual", "type", "size", "together", "read by"]
+    return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))
+
+
+# Inspector ----------------------------------------------------------------------------------------------------------
+def node_rows(info: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """The inspector's lines for a node: (name, text, monospaced)."""
+    rows = [("result", f"{o['name']} {o['type']}, {bytes_text(o['bytes'])}", True) for o in info["outputs"]]
+    rows += [("operand", f"{i['name']} {i['type']} ← {i['from']}", True) for i in info["inputs"]]
+    if info["params"]:
+        rows.append(("params", info["params"], True))
+    if info["scope"]:
+        rows.append(("scope", info["scope"], True))
+    if info["source"]:
+        rows.append(("source", f"{info['source']['where']}  {info['source']['text']}", True))
+    for site in info["sites"]:
+        rows += site_rows(site)
+    return rows
+
+
+def site_rows(site: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """The inspector's lines for a candidate or a rejection."""
+    if site["state"] == "declined":
+        rows = [("declined", f"{site['id']} [{site['code']}] {site['matched']}/{site['total']}: {site['text']}", False)]
+        return rows + ([("edit", site["edit"], False)] if site["edit"] else [])
+    rows = [(site["state"], f"{site['id']}: {site['text']}", False)]
+    rows.append(("nodes", f"{site['nodes_before']} → {site['nodes_after']}", False))
+    return rows + [(b["name"], f"{b['verdict']}: {b['reason']}", False) for b in site["backends"]]
