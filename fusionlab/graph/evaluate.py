@@ -283,6 +283,14 @@ def _squeeze(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     return np.squeeze(ins[0], axis=tuple(int(d) for d in eqn.params["dimensions"]))
 
 
+def _slice(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    p = eqn.params
+    steps = p["strides"] or (1,) * ins[0].ndim
+    if run.sizes.shape(eqn.invars[0].aval.shape) != tuple(eqn.invars[0].aval.shape):
+        raise CannotEvaluate("primitive slice at reduced sizes")
+    return ins[0][tuple(map(slice, p["start_indices"], p["limit_indices"], steps))]
+
+
 def _pow_int(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     return ins[0] ** (ins[0].dtype.type(eqn.params["y"]) if ins[0].dtype.kind == "f" else eqn.params["y"])
 
@@ -299,6 +307,7 @@ _SHAPED: dict[str, Callable[[_Run, Any, list[Array]], Array]] = {
     "reduce_or": _reduce(np.any),
     "iota": _iota,
     "squeeze": _squeeze,
+    "slice": _slice,
     "integer_pow": _pow_int,
     "transpose": lambda run, eqn, ins: np.transpose(ins[0], [int(p) for p in eqn.params["permutation"]]),
     "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),

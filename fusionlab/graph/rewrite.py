@@ -18,6 +18,8 @@ from jax.extend import core as jex_core
 from ..errors import RewriteError
 from .compat import rebuild, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
+from .scopes import traceback_of
+from .trace import FLATTENED
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,10 +184,10 @@ def _atom(env: Mapping[int, Any], atom: Atom) -> Any:
 
 def _source_info(node: Node) -> Any:
     """The equation's source information, its scope completed with those of the calls that were flattened around it."""
-    info = node.eqn.source_info
+    info = node.eqn.source_info.replace(traceback=traceback_of(node.eqn, node.calls))
     stack = None
     for call in node.calls:
-        if call.primitive.name in ("jit", "pjit", "closed_call", "core_call"):
+        if call.primitive.name in FLATTENED:
             outer = call.source_info.name_stack
             stack = outer if stack is None else stack + outer
     return info if stack is None else info.replace(name_stack=stack + info.name_stack)

@@ -57,12 +57,17 @@ def source_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Source | None:
       calls: the call equations around it, outermost first. The body of a function jitted by JAX itself (jnp.where, jnp.tril)
         is traced once and shared, so its frames name the first caller; the call's own frames are the right ones.
     """
+    traceback = traceback_of(eqn, calls)
+    return _source_of_traceback(traceback) if traceback is not None else None
+
+
+def traceback_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Any:
+    """JAX's traceback for an equation: that of the outermost call into JAX's own jitted code around it, else its own."""
     for call in calls:
         if call.primitive.name in ("jit", "pjit") and defined_in_jax(call.params.get("jaxpr")):
             eqn = call
             break
-    traceback = getattr(eqn.source_info, "traceback", None)
-    return _source_of_traceback(traceback) if traceback is not None else None
+    return getattr(eqn.source_info, "traceback", None)
 
 
 def defined_in_jax(jaxpr: Any) -> bool:

@@ -1,9 +1,9 @@
 """The op protocol: a fused op is three JAX primitives of our own, with a plain `jax.numpy` meaning each.
 
-`call` carries the op's name (`gemm_epilogue`), so a traced fused function shows the op as one named node. Differentiated,
-`call` is bound with `residuals=True` and its tangent is `<op>_tangent`, a linear primitive whose transpose is
-`<op>_cotangent`, the fused backward. Both take only the operands and residuals that the wanted gradients read (`live` says
-which are wanted), so nothing else has to be kept until the backward pass. A second derivative differentiates the meaning.
+`call` carries the op's name (`gemm_epilogue`), so a traced fused function shows the op as one named node. When it is
+differentiated, `call` is bound with `residuals=True` and its tangent is `<op>_tangent`, a linear primitive whose transpose
+is `<op>_cotangent`, the fused backward. Both take only the operands and residuals that the wanted gradients read (`live`
+says which are wanted), so nothing else is kept until the backward pass. A second derivative differentiates the meaning.
 
 Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of a gradient.
 
@@ -21,14 +21,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType
 
 from ..device import Device
-from ..errors import ArgumentError, BackendError, unknown_name
+from ..errors import BackendError, unknown_name
 from ..graph.ir import dtype_text
+from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 
 Array = Any
 Meaning = Callable[..., list[Array]]
@@ -50,8 +49,10 @@ class Residual:
 
 @dataclass(frozen=True)
 class BackendVerdict:
-    """One implementation of an op for one call: `verdict` is "chosen", "possible", "same code" (the chosen one is what XLA
-    runs anyway) or "unavailable"; `reason` says why."""
+    """One implementation of an op for one call.
+
+    `verdict` is "chosen", "possible", "same code" (chosen, and what XLA runs anyway) or "unavailable"; `reason` says why.
+    """
 
     name: str
     verdict: str
@@ -70,7 +71,7 @@ class Implementation:
       name: what `implementation=` takes.
       summary: what it does, in a few words.
       forward: `(*operands, residuals: bool, **attrs) -> [out, *residuals]`.
-      tangent: `(saved, tangents, shape, **attrs) -> tangent of out`; both are dicts by name, `shape` is the result's.
+      tangent: `(saved, tangents, shape, **attrs) -> tangent of out`; dicts by name, and the shape of the result.
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
         slots of an explicitly sharded call, the sharding the gradient must have.
       refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
@@ -140,7 +141,7 @@ class Op(abc.ABC):
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """The same primitive over a batch: operands and parameters with the batch as axis 0 of every result.
 
-        `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None = it cannot take the batch.
+        `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None: it cannot take the batch.
         """
 
     @abc.abstractmethod
@@ -168,7 +169,7 @@ class Op(abc.ABC):
 
     def reference(self, *operands: Any, **attrs: Any) -> Array:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
-        present, full = self.prepare(_as_arrays(self.slots, operands), attrs)
+        present, full = self.prepare(as_arrays(self.slots, operands), attrs)
         return self.implementations["xla"].forward(*present, residuals=False, **full)[0]
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
@@ -201,7 +202,7 @@ class Op(abc.ABC):
     def backends(
         self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
     ) -> tuple[BackendVerdict, ...]:
-        """Every implementation with its verdict, the reference first. A named one that cannot run leaves none chosen."""
+        """Every implementation with its verdict, the reference first; none is chosen if the named one cannot run."""
         device = Device.of(device)
         present, full = self.prepare(operands, {**attrs, "implementation": implementation})
         shapes = dict(zip(self.slots, present, strict=False))
@@ -221,16 +222,16 @@ class Op(abc.ABC):
         return tuple(verdicts)
 
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
-        """A plain-jnp function of the operands of one of this op's primitives, with these parameters; returns a list."""
+        """A plain-jnp function of the operands of one of this op's primitives, with these parameters: -> list."""
         return self._function(self.primitives[primitive_name].role, params, "xla")
 
     # Binding and running.
 
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
-        present, full = self.prepare(_as_arrays(self.slots, operands), attrs)
+        present, full = self.prepare(as_arrays(self.slots, operands), attrs)
         if full["implementation"] is not None:
             self._choose(dict(zip(self.slots, present, strict=False)), Device.current(), full)
-        return self._call.bind(*_same_varying_axes(present), residuals=residuals, **full)
+        return self._call.bind(*same_varying_axes(present), residuals=residuals, **full)
 
     def _choose(self, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
         name = attrs["implementation"]
@@ -293,7 +294,7 @@ class Op(abc.ABC):
         )
 
         def eager(*operands: Array, **params: Any) -> list[Array]:
-            if jax.config.jax_disable_jit:
+            if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return self._function(role, params, "xla")(*operands)
             return compiled(*operands, params=tuple(sorted(params.items())))
 
@@ -317,7 +318,7 @@ class Op(abc.ABC):
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
         known = dict(zip(slots, primals, strict=True)) | dict(zip(("out", *names), outs, strict=False))
         moving = [t for t, moves in zip(tangents, live, strict=True) if moves]
-        linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(_explicit_sharding, primals))}
+        linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, primals))}
         moved = self._tangent.bind(*(known[n] for n in saved), *moving, **linear, **attrs)
         if not residuals:
             return outs[:1], moved
@@ -328,7 +329,7 @@ class Op(abc.ABC):
     ) -> list[Any]:
         floating = [jnp.issubdtype(r.dtype, jnp.floating) for r in outs]
         if not any(floating):
-            return [_zero_tangent(r) for r in outs]
+            return [zero_tangent(r) for r in outs]
 
         def saved(*moved: Array) -> list[Array]:
             fresh = iter(moved)
@@ -338,12 +339,12 @@ class Op(abc.ABC):
 
         start = [p for p, moves in zip(primals, live, strict=True) if moves]
         found = iter(jax.jvp(saved, start, moving)[1])
-        return [next(found) if floats else _zero_tangent(r) for r, floats in zip(outs, floating, strict=True)]
+        return [next(found) if floats else zero_tangent(r) for r, floats in zip(outs, floating, strict=True)]
 
     def _jvp_of_linear(
         self, primitive: FusedPrimitive, primals: Sequence[Array], tangents: Sequence[Any], **params: Any
     ) -> tuple[list[Array], list[Any]]:
-        """Tangent and cotangent are linear in their last operands: that part stays the op; the rest is the meaning's."""
+        """Tangent and cotangent are linear in their last operands: that part stays the op, the rest is its meaning's."""
         outs = primitive.bind(*primals, **params)
         count = sum(params["live"]) if primitive.role == "tangent" else 1
         split = len(primals) - count
@@ -391,7 +392,7 @@ class Op(abc.ABC):
             return [None] * len(operands)
         split = len(operands) - sum(params["live"])
         asked = [ad.is_undefined_primal(t) for t in operands[split:]]
-        keep = [None if a else _zero_tangent(t) for a, t in zip(asked, operands[split:], strict=True)]
+        keep = [None if a else zero_tangent(t) for a, t in zip(asked, operands[split:], strict=True)]
         grads = iter(self._bind_subset(self._cotangent, operands[:split], [cts[0]], params, keep))
         return [None] * split + [next(grads) if a else None for a in asked]
 
@@ -423,83 +424,10 @@ class Op(abc.ABC):
 
 
 def meaning_of(eqn: Any) -> Meaning | None:
-    """For an equation of a fused op: a plain-jnp function of its operands, returning a list; None for any other equation."""
+    """For an equation of a fused op: a plain-jnp function of its operands, giving a list; None for any other equation."""
     primitive = eqn.primitive
     return primitive.op.meaning(primitive.name, eqn.params) if isinstance(primitive, FusedPrimitive) else None
 
 
-def batch_to_front(values: list[Array], dims: list[int | None]) -> list[Array]:
-    """Every value with its batch axis first; unbatched ones are broadcast."""
-    size = next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
-    return [
-        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
-        for v, d in zip(values, dims, strict=True)
-    ]
-
-
-def canonical_precision(precision: Any) -> Any:
-    """The `precision` parameter `lax.dot_general` would carry here, so that a default set around the call is not lost."""
-    if precision is None and jax.config.jax_default_matmul_precision is None:
-        return None
-    one = jax.ShapeDtypeStruct((1, 1), np.float32)
-    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(one, one)
-    return traced.jaxpr.eqns[0].params["precision"]
-
-
-def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-    """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
-
-    Raises:
-      ArgumentError: names the operand, its dtype and what was needed.
-    """
-    first, dtype = next((slot, np.dtype(v.dtype)) for slot, v in shapes.items())
-    if dtype.name not in allowed:
-        raise ArgumentError(f"{op}: {first} has dtype {dtype.name}, needed one of {', '.join(allowed)}")
-    for slot, v in shapes.items():
-        if np.dtype(v.dtype) != dtype:
-            raise ArgumentError(
-                f"{op}: {slot} has dtype {np.dtype(v.dtype).name} but {first} has {dtype.name}; "
-                f"operands must agree: cast one with .astype"
-            )
-
-
-def _as_arrays(slots: tuple[str, ...], operands: Sequence[Any]) -> list[Array]:
-    if len(operands) > len(slots):
-        raise ArgumentError(f"got {len(operands)} operands, needed at most {len(slots)}: {', '.join(slots)}")
-    arrays = []
-    for slot, a in zip(slots, operands, strict=False):
-        if isinstance(a, jax.ShapeDtypeStruct):
-            raise ArgumentError(
-                f"{slot}: got {a}, a shape without values; needed an array (jax.eval_shape takes shapes)"
-            )
-        try:
-            arrays.append(None if a is None else jnp.asarray(a))
-        except TypeError as e:
-            raise ArgumentError(f"{slot}: got {type(a).__name__}, needed an array") from e
-    return arrays
-
-
-def _same_varying_axes(operands: Sequence[Array]) -> list[Array]:
-    """Inside `shard_map` operands may vary over different mesh axes; made alike here, their gradients are summed outside."""
-    axes = [jax.typeof(a).manual_axis_type.varying for a in operands]
-    union = frozenset().union(*axes)
-    if all(own == union for own in axes):
-        return list(operands)
-    return [
-        lax.pcast(a, tuple(sorted(union - own)), to="varying") if own != union else a
-        for a, own in zip(operands, axes, strict=True)
-    ]
-
-
 def _attrs(params: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in params.items() if k not in ("residuals", "live", "shape", "shardings")}
-
-
-def _explicit_sharding(value: Any) -> Any:
-    """The sharding that is part of the value's type: None unless the mesh has explicit axes."""
-    sharding = jax.typeof(value).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
-
-
-def _zero_tangent(value: Any) -> Any:
-    return ad.Zero(jax.typeof(value).to_tangent_aval())

@@ -106,12 +106,13 @@ def test_running_the_function_under_x64_changes_the_draws():
         assert np.abs(np.asarray(f(key)) - reference).max() > 1e-3
 
 
-def test_a_dropout_mask_is_identical_with_a_traced_rate():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_dropout_mask_is_identical_with_a_traced_rate(dtype):
     def dropout(key, x, rate):
         keep = 1 - rate
         return jnp.where(jax.random.bernoulli(key, keep, x.shape), x / keep, 0)
 
-    args = (jax.random.key(7), normal(0, 100, 100, dtype=jnp.bfloat16), jnp.float32(0.1))
+    args = (jax.random.key(7), normal(0, 100, 100, dtype=jnp.bfloat16), jnp.asarray(0.1, dtype))
     got = promote(dropout, *args).values(*args)
     assert ((got == 0) == (np.asarray(jax.jit(dropout)(*args)) == 0)).all()
     kept = got != 0
@@ -141,6 +142,19 @@ def test_a_loop_that_only_draws_is_replayed():
 
     key = jax.random.key(1)
     np.testing.assert_array_equal(promote(f, key).values(key), np.asarray(jax.jit(f)(key)))
+
+
+def test_a_sampler_that_multiplies_draws_in_a_loop_is_replayed_in_its_own_dtype():
+    def f(key):
+        def again(c):
+            key, p = c
+            key, sub = jax.random.split(key)
+            return key, p * jax.random.uniform(sub)
+
+        return lax.while_loop(lambda c: c[1] > 1e-3, again, (key, 1.0))[1]
+
+    for key in jax.random.split(jax.random.key(0), 4):
+        assert promote(f, key).values(key) == wide(jax.jit(f)(key))
 
 
 def test_scan_carries_and_outputs_are_promoted():
@@ -305,21 +319,21 @@ def test_integers_bools_and_static_arguments_pass_through():
     close(got["x"], wide(x) + 3)
 
 
-def test_shard_map_is_promoted():
+def test_shard_map_is_promoted_custom_rules_in_it_too():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("i")
 
     def f(x):
         def body(x):
-            return lax.psum(jnp.sin(x * 0.1).astype(jnp.bfloat16).astype(jnp.float32).sum(0), "i")
+            return lax.psum(jax.nn.relu(jnp.sin(x * 0.1)).astype(jnp.bfloat16).astype(jnp.float32).sum(0), "i")
 
         return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())(x)
 
     x = normal(0, 4, 3)
     p = promote(f, x)
     tenth = wide(np.float32(0.1))
-    close(p.values(x), np.sin(wide(x) * tenth).sum(0))
-    close(p.gradients(np.ones(3), x)[0][0], tenth * np.cos(wide(x) * tenth))
+    close(p.values(x), np.maximum(np.sin(wide(x) * tenth), 0).sum(0))
+    close(p.gradients(np.ones(3), x)[0][0], np.where(wide(x) > 0, tenth * np.cos(wide(x) * tenth), 0))
 
 
 def test_inline_gives_an_opaque_primitive_its_meaning():

@@ -1,13 +1,13 @@
 """Attention by blocks of query rows: the T x S matrix of scores never exists, one block of it does at a time.
 
 A block of rows sees all its keys at once: it is small enough for the cache, so exponentials cost no memory traffic, and
-nothing is rescaled between key blocks. The backward recomputes each block from logsumexp. With `is_causal`, rows are taken
-in up to 8 groups, each against the keys up to its own last row: 9/16 of the work.
+nothing is rescaled between key blocks. The backward recomputes each block from logsumexp. With `is_causal`, rows are
+taken in up to 8 groups, each against the keys up to its own last row: 9/16 of the work.
 
-Measured on a CPU (2 cores, AVX-512, H = 64, S = 512 to 4096; `python -m benchmarks attention_cpu`): blocks of 2 million
-scores forward and 1 million backward are the fastest or within noise of it; key blocks with online rescaling cost a third
-more; dkey and dvalue accumulated transposed, as query^T @ ds, take half the time of ds^T @ query. All is computed in the
-statistics dtype (float32 for bfloat16).
+Measured on a CPU (2 cores, AVX-512, H = 64, S = 512 to 4096): blocks of 2 million scores forward and 1 million backward
+are the fastest or within noise of it; key blocks with online rescaling cost a third more; dkey and dvalue accumulated
+transposed, as query^T @ ds, take half the time of ds^T @ query. All is computed in the statistics dtype (float32 for
+bfloat16). `python -m benchmarks attention_cpu` times the whole against the jitted composite.
 """
 
 from __future__ import annotations

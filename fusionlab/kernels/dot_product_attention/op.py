@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
-from ..op import Implementation, Op, batch_to_front, canonical_precision, check_dtypes
+from ..arrays import batch_to_front, canonical_precision, check_dtypes
+from ..op import Implementation, Op
 from . import blockwise, reference
 
 Array = Any
@@ -41,7 +42,7 @@ class DotProductAttention(Op):
 
     def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = dict(zip(self.slots, operands, strict=False))
-        present = tuple(given.get(slot) for slot in self.slots)
+        present: tuple[Any, ...] = tuple(given.get(slot) for slot in self.slots)
         known = {"scale": None, "is_causal": False, "precision": None, "implementation": None}
         for name in attrs:
             if name not in known:
@@ -91,19 +92,20 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
             raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
         if len(a.shape) < 3:
             raise ArgumentError(
-                f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or more: "
-                f"*batch, length, heads, features"
+                f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
+                f"more: *batch, length, heads, features"
             )
     q, k, v = (tuple(a.shape) for a in (query, key, value))
     for slot, shape in (("key", k), ("value", v)):
         if shape[:-3] != q[:-3]:
             raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed the same"
+                f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
+                f"the same: broadcast them"
             )
         if shape[-2] != q[-2]:
             raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has {shape[-2]} heads at axis -2, query {q} has {q[-2]}; needed the "
-                f"same: repeat the {slot}'s heads"
+                f"dot_product_attention: {slot} {shape} has {shape[-2]} heads at axis -2, query {q} has {q[-2]}; needed "
+                f"the same: repeat the {slot}'s heads"
             )
     if k[-1] != q[-1]:
         raise ArgumentError(
@@ -154,8 +156,8 @@ def dot_product_attention(
       implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix.
 
     Returns:
-      *B x T x N x Hv in the operands' dtype (float32, bfloat16, float16 or float64; they must agree). Scores and softmax are
-      float32 (float64 for float64). Differentiated, it keeps the result and one float32 statistic a row, not the T x S matrix.
+      *B x T x N x Hv in the operands' dtype (float32, bfloat16, float16 or float64; they must agree). Scores and softmax
+      are float32 (float64 for float64). Differentiated, it keeps the result and one statistic a row, not the T x S matrix.
 
     Raises:
       ArgumentError: a wrong rank, size, dtype or scale; the message names the argument.

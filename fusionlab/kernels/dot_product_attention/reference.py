@@ -1,8 +1,8 @@
-"""The meaning of `dot_product_attention` in plain jnp: softmax(scale * query @ key^T) @ value, its tangent and cotangent.
+"""The meaning of `dot_product_attention` in plain jnp: softmax(scale * query @ key^T) @ value, tangent and cotangent.
 
-Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S N H, value is *B S N Hv, out is *B T N Hv; scores and
-probabilities are *B N T S. The residual `logsumexp` is *B N T: log of the sum over the keys a row sees of exp(score). Scores
-and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64.
+Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S N H, value is *B S N Hv, out is *B T N Hv; scores
+and probabilities are *B N T S. The residual `logsumexp` is *B N T: log of the sum, over the keys a row sees, of exp(score).
+Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64.
 
 The backward keeps no probabilities: p = exp(score - logsumexp), and with dp = ct @ value^T the softmax gives
 ds = p * (dp - rowsum(ct * out)). Source: Dao et al. 2022, arXiv:2205.14135, appendix B.2.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
-from ..op import Implementation, Op, batch_to_front, canonical_precision, check_dtypes
+from ..arrays import batch_to_front, canonical_precision, check_dtypes
+from ..op import Implementation, Op
 from . import reference
 from .activations import ACTIVATIONS
 
@@ -23,7 +24,7 @@ class GemmEpilogue(Op):
 
     name = "gemm_epilogue"
     slots = ("x", "w", "bias")
-    implementations = {
+    implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla",
             "the same product, add and activation as jnp code",
@@ -34,7 +35,7 @@ class GemmEpilogue(Op):
     }
 
     def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(self.slots, operands, strict=False))
+        given: dict[str, Any] = dict(zip(self.slots, operands, strict=False))
         x, w, bias = (given.get(slot) for slot in self.slots)
         known = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None, "implementation": None}
         for key in attrs:
@@ -106,17 +107,19 @@ def _check_ranks(x: Any, w: Any, bias: Any) -> None:
     for slot, value in (("x", x), ("w", w)):
         if value is None:
             raise ArgumentError(f"gemm_epilogue: {slot} is missing, needed an array")
-    if len(x.shape) < 2:
+    x_shape, w_shape = tuple(x.shape), tuple(w.shape)
+    if len(x_shape) < 2:
         raise ArgumentError(
-            f"gemm_epilogue: x has shape {tuple(x.shape)}, rank {len(x.shape)}; needed rank 2 or more: add a row axis with x[None]"
+            f"gemm_epilogue: x has shape {x_shape}, rank {len(x_shape)}; needed rank 2 or more: add a row axis, x[None]"
         )
-    if len(w.shape) != 2:
+    if len(w_shape) != 2:
         raise ArgumentError(
-            f"gemm_epilogue: w has shape {tuple(w.shape)}, rank {len(w.shape)}; needed a matrix, rank 2: reshape it or use jnp.matmul"
+            f"gemm_epilogue: w has shape {w_shape}, rank {len(w_shape)}; needed a matrix, rank 2: reshape it"
         )
     if bias is not None and len(bias.shape) != 1:
         raise ArgumentError(
-            f"gemm_epilogue: bias has shape {tuple(bias.shape)}, rank {len(bias.shape)}; needed rank 1, one entry per output feature"
+            f"gemm_epilogue: bias has shape {tuple(bias.shape)}, rank {len(bias.shape)}; needed rank 1, one entry for "
+            f"each output feature"
         )
 
 
@@ -124,8 +127,8 @@ def _check_sizes(x: Any, w: Any, bias: Any, x_contract: int, w_contract: int) ->
     k, n = w.shape[w_contract], w.shape[1 - w_contract]
     if x.shape[x_contract] != k:
         raise ArgumentError(
-            f"gemm_epilogue: x {tuple(x.shape)} has {x.shape[x_contract]} entries along its contracted axis {x_contract}, but w "
-            f"{tuple(w.shape)} has {k} along axis {w_contract}; needed the same K: set x_contract or w_contract, or transpose w"
+            f"gemm_epilogue: x {tuple(x.shape)} has {x.shape[x_contract]} entries along its contracted axis {x_contract}, "
+            f"but w {tuple(w.shape)} has {k} along axis {w_contract}; needed the same K: set x_contract or w_contract"
         )
     if bias is not None and bias.shape[0] != n:
         raise ArgumentError(
@@ -154,8 +157,8 @@ def gemm_epilogue(
       x: rank 2 or more; K at axis `x_contract`, the other axes are rows *M, kept in order.
       w: K x N, or N x K with `w_contract=1`.
       bias: N, or None.
-      activation: a key of `ACTIVATIONS`: none, relu (derivative 0 at 0), relu_tie (as jnp.maximum(h, 0): 1/2 at 0), relu_where
-        (as jnp.where(h > 0, h, 0)), gelu_tanh, gelu_erf, silu, sigmoid, tanh.
+      activation: a key of `ACTIVATIONS`: none, relu (derivative 0 at 0), relu_tie (as jnp.maximum(h, 0): 1/2 at 0),
+        relu_where (as jnp.where(h > 0, h, 0)), gelu_tanh, gelu_erf, silu, sigmoid, tanh.
       x_contract, w_contract: the contracted axes.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
       implementation: None may choose; "xla" is the plain jnp code.
@@ -163,10 +166,11 @@ def gemm_epilogue(
 
     Returns:
       *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree), computed as jnp computes
-      `act(x @ w + bias)`: no wider accumulation is asked for than `@` asks for. With `return_residual`, `(out, residual)`.
+      `act(x @ w + bias)`: no wider accumulation is asked for than `@` asks for. With `return_residual`,
+      `(out, residual)`.
 
     Raises:
-      ArgumentError: a wrong rank, size or dtype, or a residual asked for where there is none; the message names the argument.
+      ArgumentError: a wrong rank, size or dtype, or a residual asked for where there is none; names the argument.
       UnknownNameError: no activation or implementation has that name.
       BackendError: the named implementation cannot run this call here.
 
@@ -174,18 +178,18 @@ def gemm_epilogue(
     >>> gemm_epilogue(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.full(4, -2.5), activation="relu")[0, 0].item()
     0.5
     """
-    attrs: dict[str, Any] = dict(
-        activation=activation,
-        x_contract=x_contract,
-        w_contract=w_contract,
-        precision=precision,
-        implementation=implementation,
-    )
+    attrs: dict[str, Any] = {
+        "activation": activation,
+        "x_contract": x_contract,
+        "w_contract": w_contract,
+        "precision": precision,
+        "implementation": implementation,
+    }
     if not return_residual:
         return GEMM_EPILOGUE.call(x, w, bias, **attrs)
     if activation == "none":
         raise ArgumentError(
-            "gemm_epilogue: return_residual=True with activation 'none', which saves nothing; needed an activation with a residual, "
+            "gemm_epilogue: return_residual=True with activation 'none', which saves nothing; needed another activation, "
             "or return_residual=False"
         )
     return GEMM_EPILOGUE.call_with_residuals(x, w, bias, **attrs)

@@ -1,0 +1,97 @@
+"""What every fused op does with its operands: taking them in, batch axes, dtypes, precision, shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+from jax.sharding import AxisType
+
+from ..errors import ArgumentError
+
+Array = Any
+
+
+def batch_to_front(values: list[Array], dims: list[int | None]) -> list[Array]:
+    """Every value with its batch axis first; unbatched ones are broadcast."""
+    size = next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
+    return [
+        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in zip(values, dims, strict=True)
+    ]
+
+
+def canonical_precision(precision: Any) -> Any:
+    """The `precision` parameter `lax.dot_general` would carry here: a default set around the call is not lost."""
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if precision is None and default is None:
+        return None
+    one = jax.ShapeDtypeStruct((1, 1), np.float32)
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(one, one)
+    return traced.jaxpr.eqns[0].params["precision"]
+
+
+def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
+
+    Raises:
+      ArgumentError: names the operand, its dtype and what was needed.
+    """
+    first, dtype = next((slot, np.dtype(v.dtype)) for slot, v in shapes.items())
+    if dtype.name not in allowed:
+        raise ArgumentError(f"{op}: {first} has dtype {dtype.name}, needed one of {', '.join(allowed)}")
+    for slot, v in shapes.items():
+        if np.dtype(v.dtype) != dtype:
+            raise ArgumentError(
+                f"{op}: {slot} has dtype {np.dtype(v.dtype).name} but {first} has {dtype.name}; "
+                f"operands must agree: cast one with .astype"
+            )
+
+
+def as_arrays(slots: tuple[str, ...], operands: Sequence[Any]) -> list[Array]:
+    """Operands as JAX arrays, None staying None.
+
+    Raises:
+      ArgumentError: an operand is no array; names it.
+    """
+    if len(operands) > len(slots):
+        raise ArgumentError(f"got {len(operands)} operands, needed at most {len(slots)}: {', '.join(slots)}")
+    arrays = []
+    for slot, a in zip(slots, operands, strict=False):
+        if isinstance(a, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{slot}: got {a}, a shape without values; needed an array (jax.eval_shape takes shapes)"
+            )
+        try:
+            arrays.append(None if a is None else jnp.asarray(a))
+        except TypeError as e:
+            raise ArgumentError(f"{slot}: got {type(a).__name__}, needed an array") from e
+    return arrays
+
+
+def same_varying_axes(operands: Sequence[Array]) -> list[Array]:
+    """Inside `shard_map` operands may vary over different mesh axes; made alike, their gradients are summed outside."""
+    axes = [jax.typeof(a).manual_axis_type.varying for a in operands]
+    union = frozenset().union(*axes)
+    if all(own == union for own in axes):
+        return list(operands)
+    return [
+        lax.pcast(a, tuple(sorted(union - own)), to="varying") if own != union else a
+        for a, own in zip(operands, axes, strict=True)
+    ]
+
+
+def explicit_sharding(value: Any) -> Any:
+    """The sharding that is part of the value's type: None unless the mesh has explicit axes."""
+    sharding = jax.typeof(value).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def zero_tangent(value: Any) -> Any:
+    """The symbolic zero that is the tangent of a value nothing moves."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())

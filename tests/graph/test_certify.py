@@ -1,0 +1,273 @@
+"""The proof of a match: a wrong replacement is refused, whether its values or only its gradients are wrong."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+import fusionlab as fl
+from fusionlab.graph.canonical import View
+from fusionlab.graph.certify import Certifier, region_signature, relative_error
+from fusionlab.graph.region import NotARegion, constant_array, cut, escapes
+from fusionlab.graph.trace import trace
+from fusionlab.kernels import meaning_of
+
+X, W, B = (512, 96), (96, 40), (40,)
+SQUARE = ((48, 48), (48, 48), (48,))
+
+
+def region_of(fn, *shapes, dtype=jnp.float32, names="xwb"):
+    """All of `fn` as one region whose leaves are its inputs."""
+    block = trace(fn, *(jax.ShapeDtypeStruct(s, dtype) for s in shapes)).top
+    view = View(block)
+    return cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip(names, block.inputs, strict=False)})
+
+
+def verdict(original, replacement, *shapes, dtype=jnp.float32):
+    return Certifier(meaning_of).region(region_of(original, *shapes, dtype=dtype), replacement, "test")
+
+
+def layer(x, w, b):
+    return jax.nn.relu(x @ w + b)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "right",
+    [
+        layer,
+        lambda x, w, b: fl.ops.gemm_epilogue(x, w, b, activation="relu"),
+        lambda x, w, b: jax.nn.relu((w.T @ x.T).T + b[None]),
+        lambda x, w, b: jax.nn.relu(2.0 * (x @ (0.5 * w)) + b),
+    ],
+    ids=["itself", "the fused op", "transposed", "scaled back"],
+)
+def test_a_right_replacement_is_proved(right, dtype):
+    assert verdict(layer, right, X, W, B, dtype=dtype).ok
+
+
+WRONG_VALUES = {
+    "the weight transposed": lambda x, w, b: jax.nn.relu(x @ w.T + b),
+    "rows and features exchanged": lambda x, w, b: jax.nn.relu((x @ w).T + b),
+    "the operands exchanged": lambda x, w, b: jax.nn.relu(w @ x + b),
+    "the bias along the rows": lambda x, w, b: jax.nn.relu(x @ w + b[:, None]),
+    "a wrong factor": lambda x, w, b: jax.nn.relu(1.001 * (x @ w) + b),
+    "a missing bias": lambda x, w, b: jax.nn.relu(x @ w),
+    "a bias added twice": lambda x, w, b: jax.nn.relu(x @ w + b + b),
+    "the bias subtracted": lambda x, w, b: jax.nn.relu(x @ w - b),
+    "the bias after the activation": lambda x, w, b: jax.nn.relu(x @ w) + b,
+    "another activation": lambda x, w, b: jax.nn.gelu(x @ w + b),
+    "no activation": lambda x, w, b: x @ w + b,
+    "a small extra term": lambda x, w, b: jax.nn.relu(x @ w + b) + 1e-3 * x.sum(1, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_wrong_values_are_refused(name):
+    found = verdict(layer, WRONG_VALUES[name], *SQUARE)
+    assert found.code == "value", found
+    assert found.detail.startswith("value differs by")
+    assert not found.ok
+
+
+@jax.custom_jvp
+def relu_passing_all(h):
+    return jax.nn.relu(h)
+
+
+relu_passing_all.defjvp(lambda primals, tangents: (relu_passing_all(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def linear_reversing(x, w, b):
+    return x @ w + b
+
+
+linear_reversing.defvjp(
+    lambda x, w, b: (linear_reversing(x, w, b), (x, w)),
+    lambda saved, ct: (-ct @ saved[1].T, saved[0].T @ ct, ct.sum(0)),
+)
+
+
+WRONG_GRADIENTS = {
+    "custom_jvp": lambda x, w, b: relu_passing_all(x @ w + b),
+    "custom_vjp": lambda x, w, b: jax.nn.relu(linear_reversing(x, w, b)),
+    "stop_gradient on the weight": lambda x, w, b: jax.nn.relu(x @ lax.stop_gradient(w) + b),
+    "stop_gradient on the bias": lambda x, w, b: jax.nn.relu(x @ w + lax.stop_gradient(b)),
+    "stop_gradient on all of it": lambda x, w, b: lax.stop_gradient(layer(x, w, b)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GRADIENTS)
+@pytest.mark.parametrize("side", ["in the replacement", "in the original"])
+def test_right_values_with_wrong_gradients_are_refused(name, side):
+    pair = (layer, WRONG_GRADIENTS[name]) if side == "in the replacement" else (WRONG_GRADIENTS[name], layer)
+    found = verdict(*pair, X, W, B)
+    assert found.code == "gradient", found
+    assert found.detail.startswith("gradient of ")
+
+
+def test_the_gradient_that_differs_is_named():
+    found = verdict(layer, WRONG_GRADIENTS["stop_gradient on the bias"], X, W, B)
+    assert found.detail.startswith("gradient of b differs by 1 relative")
+    found = verdict(layer, WRONG_GRADIENTS["stop_gradient on the weight"], X, W, B)
+    assert found.detail.startswith("gradient of w differs by 1 relative")
+
+
+def test_what_cannot_be_evaluated_is_uncertified_not_believed():
+    found = verdict(lambda x, w, b: jnp.sort(x @ w + b), lambda x, w, b: jnp.sort(x @ w + b), X, W, B)
+    assert found.code == "uncertified"
+    assert "primitive sort" in found.detail
+
+
+def test_an_attention_with_a_wrong_scale_mask_or_layout_is_refused():
+    def attention(q, k, v, scale=0.25, causal=True, axis=-1):
+        s = jnp.einsum("bthd,bshd->bhts", q, k) * scale
+        if causal:
+            s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e30)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, axis), v)
+
+    q = (2, 24, 3, 16)
+    op = fl.ops.dot_product_attention
+
+    def judge(replacement):
+        return verdict(attention, replacement, q, q, q).code
+
+    assert judge(lambda q, k, v: op(q, k, v, scale=0.25, is_causal=True)) is None
+    assert judge(lambda q, k, v: op(q, k, v, scale=0.25, is_causal=True, implementation="xla_blockwise")) is None
+    assert judge(lambda q, k, v: op(q, k, v, scale=0.2501, is_causal=True)) == "value"
+    assert judge(lambda q, k, v: op(q, k, v, scale=0.25)) == "value"
+    assert judge(lambda q, k, v: op(k, q, v, scale=0.25, is_causal=True)) == "value"
+    assert judge(lambda q, k, v: op(q, v, k, scale=0.25, is_causal=True)) == "value"
+    assert judge(lambda q, k, v: op(*(a.swapaxes(1, 2) for a in (q, k, v)), scale=0.25).swapaxes(1, 2)) == "value"
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_region_is_proved_once_and_counted():
+    certifier = Certifier(meaning_of)
+    for _ in range(3):
+        assert certifier.region(region_of(layer, X, W, B), layer, "relu").ok
+    assert (certifier.hits, certifier.misses) == (2, 1)
+
+
+def scaled(factor):
+    return lambda x, w, b: jax.nn.relu((x @ w) * factor + b)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "dtype", "what"),
+    [
+        (scaled(0.5), (256, 96), jnp.float32, "relu"),
+        (scaled(0.5), X, jnp.bfloat16, "relu"),
+        (layer, X, jnp.float32, "relu"),
+        (scaled(0.25), X, jnp.float32, "relu"),
+        (scaled(0.5), X, jnp.float32, "gelu"),
+    ],
+    ids=["shape", "dtype", "operation", "literal", "replacement"],
+)
+def test_whatever_matters_is_part_of_the_key(fn, shape, dtype, what):
+    certifier = Certifier(meaning_of)
+    certifier.region(region_of(scaled(0.5), X, W, B), layer, "relu")
+    certifier.region(region_of(fn, shape, W, B, dtype=dtype), layer, what)
+    assert (certifier.hits, certifier.misses) == (0, 2)
+
+
+def test_signatures_do_not_depend_on_ids_or_names():
+    def twice(x, w, b):
+        return layer(layer(x, w, b), w, b)
+
+    block = trace(twice, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in SQUARE)).top
+    view = View(block)
+    relus = [n for n in block.nodes if n.primitive == "custom_jvp_call"]
+    x, w, b = (view.ref[v.id].nid for v in block.inputs)
+    first = cut(view, relus[0].outputs[0], {"x": x, "w": w, "b": b})
+    second = cut(view, relus[1].outputs[0], {"x": view.ref[relus[0].outputs[0].id].nid, "w": w, "b": b})
+    assert region_signature(first) == region_signature(second)
+    assert first.node_ids.isdisjoint(second.node_ids)
+
+
+def test_a_new_certifier_remembers_nothing():
+    first, second = Certifier(meaning_of), Certifier(meaning_of)
+    first.region(region_of(layer, X, W, B), layer, "relu")
+    second.region(region_of(layer, X, W, B), layer, "relu")
+    assert (second.hits, second.misses) == (0, 1)
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_as_a_function_gives_the_programs_values():
+    region = region_of(layer, (3, 4), (4, 5), (5,))
+    args = [np.random.default_rng(i).normal(size=v.shape).astype(np.float32) for i, v in enumerate(region.inputs)]
+    (out,) = jaxpr_as_fun(region.jaxpr())(*args)
+    np.testing.assert_array_equal(out, layer(*args))
+
+
+def test_a_leaf_binds_to_what_the_boundary_reads_through_views_but_not_through_casts_or_factors():
+    half = jnp.bfloat16
+    region = region_of(
+        lambda x, w, b: x.T.astype(half) @ w.astype(half) + (2 * b.astype(half))[None], (4, 3), (4, 5), (5,)
+    )
+    makers = {n: region.block.producer[v.id].primitive for n, v in region.leaves.items()}
+    assert makers == {"x": "convert_element_type", "w": "convert_element_type", "b": "mul"}
+    assert {str(v.dtype) for v in region.leaves.values()} == {"bfloat16"}
+
+
+def test_a_value_that_is_no_leaf_stops_the_cut():
+    block = trace(lambda x, w, b: x @ w + b, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (X, W, B))).top
+    view = View(block)
+    with pytest.raises(NotARegion, match="is read inside the site but is none of its operands"):
+        cut(view, block.outputs[0], {"x": view.ref[block.inputs[0].id].nid})
+
+
+def test_an_operand_read_in_two_dtypes_is_no_operand():
+    def fn(x, w, b):
+        return (x @ w).astype(jnp.bfloat16).astype(jnp.float32) + (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(
+            jnp.float32
+        ) * b
+
+    with pytest.raises(NotARegion, match="operand x is read in 2 different forms"):
+        region_of(fn, X, W, B)
+
+
+def test_escapes_name_the_value_and_its_reader():
+    def fn(x, w, b):
+        h = x @ w + b
+        return jax.nn.relu(h), jnp.sin(h)
+
+    block = trace(fn, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (X, W, B))).top
+    view = View(block)
+    region = cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip("xwb", block.inputs, strict=True)})
+    (escape,) = escapes(region)
+    assert (escape.node.primitive, escape.user.primitive) == ("add", "sin")
+
+
+def test_a_constant_is_computed_and_an_argument_is_not():
+    table = jnp.arange(16.0).reshape(4, 4)
+
+    def fn(x):
+        return jnp.tril(jnp.ones((4, 4), bool)), (table > 3)[:3], x > 0
+
+    block = trace(fn, jnp.zeros((4, 4))).top
+    view = View(block)
+    mask, cut_off, data = (constant_array(view, o) for o in block.outputs)
+    np.testing.assert_array_equal(mask, np.tril(np.ones((4, 4), bool)))
+    np.testing.assert_array_equal(cut_off, np.arange(16).reshape(4, 4)[:3] > 3)
+    assert data is None
+
+
+def test_relative_error_is_infinite_where_specials_differ_and_nan_never_passes():
+    one = np.array([1.0, 2.0])
+    assert relative_error(one, one) == 0.0
+    assert relative_error(one, one + [0, 0.5]) == 0.25
+    assert relative_error(one, np.array([1.0, np.nan])) == np.inf
+    assert relative_error(np.array([1.0, np.nan]), np.array([1.0, np.nan])) == 0.0
+    assert relative_error(np.array([np.inf]), np.array([-np.inf])) == np.inf
+    assert relative_error(one, one[:1]) == np.inf
+    assert relative_error(np.zeros(2), np.array([0.0, 1e-40])) > 0

@@ -1,0 +1,243 @@
+"""The numpy interpreter: JAX's own float64 results, at full and at reduced sizes, and a plain refusal of what it does not know."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fusionlab as fl
+from fusionlab.graph.evaluate import CannotEvaluate, Sizes, evaluate
+from fusionlab.kernels import meaning_of
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(3, 4))
+Y = RNG.normal(size=(3, 4))
+POS = RNG.uniform(0.1, 0.9, size=(3, 4))
+T = RNG.normal(size=(2, 3, 5))
+I = RNG.integers(-5, 6, size=(3, 4))  # noqa: E741
+J = np.where(RNG.random((3, 4)) < 0.5, 3, -2)
+P = RNG.random((3, 4)) < 0.5
+R = RNG.random((3, 4)) < 0.5
+SPECIAL = np.array([0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, np.nan, 1e4, -1e4])
+
+UNARY = (
+    "exp exp2 expm1 sin cos tan tanh sinh cosh asinh atan floor ceil sign abs neg square cbrt logistic erf erfc is_finite round"
+)
+POSITIVE = "log log1p sqrt rsqrt asin acos atanh"
+BINARY = "add sub mul div max min atan2 rem eq ne gt ge lt le"
+
+
+def both(fn, *args):
+    """(what the interpreter gives for fn traced in float64, what jax gives)."""
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(a) for a in args]
+        closed = jax.make_jaxpr(lambda *a: jax.tree.leaves(fn(*a)))(*arrays)
+        want = [np.asarray(o) for o in jax.tree.leaves(fn(*arrays))]
+    return evaluate(closed, [np.asarray(a) for a in args]), want
+
+
+def agree(fn, *args):
+    for got, want in zip(*both(fn, *args), strict=True):
+        assert got.shape == want.shape
+        assert got.dtype.kind == want.dtype.kind
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", UNARY.split())
+def test_a_function_of_one_argument_is_jaxs_own_in_float64(name):
+    agree(lambda x: getattr(lax, name)(x), X * 2)
+
+
+@pytest.mark.parametrize("name", POSITIVE.split())
+def test_a_function_of_a_limited_argument_is_jaxs_own_in_float64(name):
+    agree(lambda x: getattr(lax, name)(x), POS)
+
+
+@pytest.mark.parametrize("name", BINARY.split())
+def test_a_function_of_two_arguments_is_jaxs_own_in_float64(name):
+    agree(lambda x, y: getattr(lax, name)(x, y), X, Y)
+
+
+@pytest.mark.parametrize("name", "tanh exp logistic erf max min gt ge eq".split())
+def test_zeros_infinities_and_nan_come_out_as_in_jax(name):
+    args = (SPECIAL[:, None] + np.zeros((1, 9)), SPECIAL[None] + np.zeros((9, 1)))
+    agree(lambda *a: getattr(lax, name)(*a), *args[: 1 if name in ("tanh", "exp", "logistic", "erf") else 2])
+
+
+PROGRAMS = {
+    "pow": (lambda x, y: lax.pow(x, y), POS, Y),
+    "integer_pow": (lambda x: [x**3, x**-2, x**0], X),
+    "integer division rounds to zero": (lambda i, j: [lax.div(i, j), lax.rem(i, j), i * j - i], I, J),
+    "masks": (lambda p, r: [p & r, p | r, p ^ r, ~p], P, R),
+    "select by a mask": (lambda p, x, y: jnp.where(p, x, y), P, X, Y),
+    "select among three": (lambda i, x, y: lax.select_n(i, x, y, x * y), np.abs(I).astype(np.int32) % 3, X, Y),
+    "clamp": (lambda x: jnp.clip(x, -0.5, 0.25), X),
+    "casts": (lambda x, p: [x.astype(jnp.int32), p.astype(jnp.float64), (x > 0).astype(jnp.int8)], X * 3, P),
+    "broadcast": (lambda x: [jnp.broadcast_to(x, (2, 3, 4)), x[:, None, :] + x[None, :, :1]], X),
+    "layout": (lambda t: [t.T, jnp.moveaxis(t, 0, 1), t.reshape(6, 5), t.reshape(3, 2, 5, 1), t[None][0]], T),
+    "products": (
+        lambda t: [
+            jnp.einsum("btc,bsc->bts", t, t),
+            jnp.einsum("btc,bsc->ts", t, t),
+            jnp.einsum("btc,bsd->bcd", t, t),
+            jnp.tensordot(t, t, [[0, 2], [0, 2]]),
+        ],
+        T,
+    ),
+    "reductions": (lambda x: [x.sum(0), x.max(1), x.min((0, 1)), jnp.mean(x, 1, keepdims=True)], X),
+    "slices": (lambda x: [x[1:], x[:, ::2], x[-1]], X),
+    "logical reductions": (lambda p: [p.all(0), p.any(1)], P),
+    "argmax": (lambda x: jnp.argmax(x, axis=1), X),
+    "index grids": (lambda x: x + jnp.arange(3)[:, None] * lax.broadcasted_iota(jnp.float64, (3, 4), 1), X),
+    "triangles": (lambda x: jnp.tril(x) + jnp.triu(x, 1), X),
+    "softmax": (jax.nn.softmax, X),
+    "log softmax": (jax.nn.log_softmax, X),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, axis=0), X),
+    "activations": (
+        lambda x: [jax.nn.relu(x), jax.nn.relu6(x), jax.nn.silu(x), jax.nn.softplus(x), jax.nn.leaky_relu(x)],
+        X * 4,
+    ),
+    "both gelus": (lambda x: [jax.nn.gelu(x), jax.nn.gelu(x, approximate=False)], X),
+    "layer norm": (lambda x: (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-5), X),
+    "jit in jit": (jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2), X),
+    "remat": (jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))), X),
+    "stop_gradient": (lambda x: lax.stop_gradient(x) * x, X),
+    "barrier": (lambda x: lax.optimization_barrier(x) + 1, X),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_jaxs_own_in_float64(name):
+    fn, *args = PROGRAMS[name]
+    agree(fn, *args)
+
+
+GRADIENTS = {
+    "relu": lambda x: jax.nn.relu(x),
+    "maximum with ties": lambda x: jnp.maximum(x, 0),
+    "where": lambda x: jnp.where(x > 0, x, 0.0),
+    "gelu_tanh": lambda x: jax.nn.gelu(x),
+    "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+    "softmax": jax.nn.softmax,
+    "softmax by hand": lambda x: jnp.exp(x - x.max(-1, keepdims=True)) / jnp.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True),
+    "product": lambda x: jnp.einsum("mk,nk->mn", x, x) @ x,
+    "norm": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_of_a_program_is_jaxs_own_in_float64(name):
+    agree(jax.grad(lambda x: jnp.sum(GRADIENTS[name](x) * jnp.cos(x))), np.concatenate([X, np.zeros((1, 4))]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_every_float_of_the_program_is_evaluated_in_float64(dtype):
+    """Casts are the identity: (x + 2^-20) - x keeps the 2^-20 that the program's own dtype would lose."""
+
+    def fn(x, y):
+        return ((x + y).astype(jnp.float32) - x).astype(dtype)
+
+    spec = jax.ShapeDtypeStruct((), dtype)
+    (out,) = evaluate(jax.make_jaxpr(fn)(spec, spec), [np.float64(3.0), np.float64(2.0**-40)])
+    assert out.dtype == np.float64
+    assert out == 2.0**-40
+
+
+def test_a_literal_keeps_the_value_it_has_in_its_own_dtype():
+    spec = jax.ShapeDtypeStruct((), jnp.bfloat16)
+    (out,) = evaluate(jax.make_jaxpr(lambda x: x * jnp.bfloat16(0.1))(spec), [np.float64(1.0)])
+    assert out == float(jnp.bfloat16(0.1)) != 0.1
+
+
+# -- reduced sizes ----------------------------------------------------------------------------------------------------
+
+
+def at_reduced(fn, real, table):
+    """fn traced at `real` shapes, evaluated with the axes shrunk; and fn itself on the small arrays."""
+    closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in real))
+    small = [np.random.default_rng(i).normal(size=[table.get(s, s) for s in shape]) for i, shape in enumerate(real)]
+    return evaluate(closed, small, Sizes(table))[0], small
+
+
+def test_a_layer_of_8192_rows_is_evaluated_on_3():
+    def layer(x, w, b):
+        return jnp.maximum(x @ w + b, 0.0)
+
+    got, (x, w, b) = at_reduced(layer, [(8192, 768), (768, 512), (512,)], {8192: 3, 768: 5, 512: 4})
+    np.testing.assert_allclose(got, np.maximum(x @ w + b, 0.0), rtol=1e-14)
+
+
+def test_merged_and_split_axes_learn_their_reduced_size():
+    def heads(x):  # [T, E] -> [T, H, D] -> [T, E], merged again over all rows and features
+        y = x.reshape(512, 12, 64).swapaxes(0, 1)
+        return y.reshape(12 * 512, 64)
+
+    table = {512: 3, 768: 8, 12: 2, 64: 4}
+    got, (x,) = at_reduced(heads, [(512, 768)], table)
+    np.testing.assert_array_equal(got, x.reshape(3, 2, 4).swapaxes(0, 1).reshape(6, 4))
+
+
+def test_merging_rows_learns_the_product_and_uses_it_afterwards():
+    def layer(x):
+        y = x.reshape(-1, 64)
+        return (y + jnp.zeros((2048, 1))).reshape(16, 128, 64)
+
+    got, (x,) = at_reduced(layer, [(16, 128, 64)], {16: 2, 128: 3, 64: 5})
+    np.testing.assert_array_equal(got, x)
+
+
+def test_a_split_that_does_not_fit_the_reduced_sizes_is_refused():
+    with pytest.raises(CannotEvaluate, match="reshape"):
+        at_reduced(lambda x: x.reshape(512, 12, 64), [(512, 768)], {512: 3, 768: 7, 12: 2, 64: 4})
+
+
+def test_a_slice_is_evaluated_at_full_size_only():
+    with pytest.raises(CannotEvaluate, match="slice at reduced sizes"):
+        at_reduced(lambda x: x[:, :5], [(512, 8)], {512: 3})
+
+
+def test_two_reduced_sizes_for_one_axis_size_are_refused():
+    sizes = Sizes({8: 2})
+    sizes.learn(16, 4)
+    with pytest.raises(CannotEvaluate, match="axis size 16 would reduce to 4 and to 5"):
+        sizes.learn(16, 5)
+
+
+def test_a_captured_array_is_cut_to_the_reduced_corner():
+    table = jnp.arange(40.0).reshape(10, 4)
+    got, (x,) = at_reduced(lambda x: x + table, [(10, 4)], {10: 3})
+    np.testing.assert_array_equal(got, x + np.asarray(table)[:3])
+
+
+# -- refusals and our own primitives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (jnp.sort, "sort"),
+        (lambda x: jnp.cumsum(x, 0), "cumsum"),
+        (lambda x: lax.fori_loop(0, 2, lambda _, c: c * 2, x), "scan|while"),
+        (lambda x: x[jnp.array([0, 1])], "gather"),
+        (lambda x: jax.random.normal(jax.random.key(0), x.shape) + x, "random"),
+    ],
+    ids=["sort", "cumsum", "loop", "gather", "random"],
+)
+def test_an_unknown_primitive_is_named_not_guessed(fn, name):
+    with pytest.raises(CannotEvaluate, match=name):
+        evaluate(jax.make_jaxpr(fn)(jnp.asarray(X, jnp.float32)), [X])
+
+
+def test_a_fused_op_is_evaluated_by_its_meaning():
+    w, b = RNG.normal(size=(4, 6)), RNG.normal(size=6)
+    closed = jax.make_jaxpr(lambda x, w, b: fl.ops.gemm_epilogue(x, w, b, activation="relu"))(
+        *(jnp.asarray(a, jnp.float32) for a in (X, w, b))
+    )
+    with pytest.raises(CannotEvaluate, match="gemm_epilogue"):
+        evaluate(closed, [X, w, b])
+    (out,) = evaluate(closed, [X, w, b], None, meaning_of)
+    np.testing.assert_allclose(out, np.maximum(X @ w + b, 0), rtol=1e-13)
