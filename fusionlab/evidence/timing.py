@@ -253,7 +253,7 @@ def _sample(program: Program, repeats: int) -> float:
         return sum(_donated_call(program) for _ in range(repeats)) / repeats
     start = time.perf_counter()
     for _ in range(repeats):
-        compiled(*args, **kwargs)
+        jax.block_until_ready(compiled(*args, **kwargs))
     return (time.perf_counter() - start) / repeats
 
 

@@ -72,7 +72,7 @@ def _by_dot(dot_text: str) -> str:
 
     try:
         return graphviz.Source(dot_text).pipe(format="svg", encoding="utf-8", quiet=True)
-    except graphviz.ExecutableNotFound as error:
+    except (graphviz.ExecutableNotFound, OSError) as error:
         raise BackendError(f"engine 'dot': {error}") from error
     except graphviz.CalledProcessError as error:
         raise BackendError(f"engine 'dot' failed: {str(error.stderr).strip()[:300]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import jax
 import numpy as np
@@ -193,11 +194,17 @@ def test_prints_and_callbacks_are_refused_by_name_and_line_before_anything_runs(
     assert ran == []
 
 
-def test_pure_callbacks_are_allowed():
-    def f(x):
-        return jax.pure_callback(lambda v: v, x, x)
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_pure_callbacks_are_allowed_and_every_call_is_waited_for(donate):
+    def slow(x):
+        time.sleep(0.02)
+        return x
 
-    assert len(time_pair(f, f, jnp.ones(3), samples=2).before.samples_s) == 2
+    def f(x):
+        return jax.pure_callback(slow, x, x)
+
+    timing = time_pair(f, f, jnp.ones(3), samples=2, donate_argnums=donate)
+    assert min(*timing.before.samples_s, *timing.after.samples_s) >= 0.02
 
 
 def test_bad_arguments_are_named():

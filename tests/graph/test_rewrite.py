@@ -267,6 +267,7 @@ def test_equations_a_replacement_leaves_without_readers_are_dropped():
 
 
 ON_FOUR_DEVICES = """
+import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import fusionlab as fl
@@ -292,35 +293,38 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
     for fn, (in_specs, out_specs) in SPECS.items():
         placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, in_specs)]
-        if fn is rows:
-            fused = fl.fuse(fn)
-            assert fused.findings(*placed).counts()["gemm_epilogue"] == 1
-            same(fn, fused, placed)
-            print("jit", kind.name)
-        for check in (True, False):
-            mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
-            fused = fl.fuse(mapped)
-            found = fused.findings(*placed)
-            assert found.counts()["gemm_epilogue"] == 1, found.rejections
-            graph = found.apply()
-            (owner,) = [n for n in graph.nodes() if n.primitive == "shard_map"]
-            assert owner.params["check_vma"] is check
-            assert "gemm_epilogue" in [n.primitive for n in owner.blocks[0].nodes]
-            psums = [sum("psum" in n.primitive for n in g.nodes()) for g in (found.graph, graph)]
-            assert psums[0] == psums[1] == (1 if fn is columns else 0), psums
-            same(mapped, fused, placed)
-            print("shard_map", kind.name, fn.__name__, check)
+        if sys.argv[1] == "jit":
+            if fn is rows:
+                fused = fl.fuse(fn)
+                assert fused.findings(*placed).counts()["gemm_epilogue"] == 1
+                same(fn, fused, placed)
+                print(kind.name, fn.__name__)
+            continue
+        check = sys.argv[1] == "checked"
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
+        fused = fl.fuse(mapped)
+        found = fused.findings(*placed)
+        assert found.counts()["gemm_epilogue"] == 1, found.rejections
+        graph = found.apply()
+        (owner,) = [n for n in graph.nodes() if n.primitive == "shard_map"]
+        assert owner.params["check_vma"] is check
+        assert "gemm_epilogue" in [n.primitive for n in owner.blocks[0].nodes]
+        psums = [sum("psum" in n.primitive for n in g.nodes()) for g in (found.graph, graph)]
+        assert psums[0] == psums[1] == (1 if fn is columns else 0), psums
+        same(mapped, fused, placed)
+        print(kind.name, fn.__name__)
 """
 
 
-def test_shard_map_and_sharded_jit_on_four_devices_give_the_same_values_and_gradients():
-    """In a process of its own: the number of devices is fixed when JAX starts."""
+@pytest.mark.parametrize("how", ["jit", "unchecked", "checked"])
+def test_on_four_devices_sharded_jit_and_shard_map_give_the_same_values_and_gradients(how):
+    """In a process of its own: the number of devices is fixed when JAX starts. "checked" is shard_map's check_vma."""
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", ON_FOUR_DEVICES], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", ON_FOUR_DEVICES, how], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 10
-    assert lines[0] == "jit Auto"
-    assert lines[-1] == "shard_map Explicit columns False"
+    expected = ["Auto rows", "Explicit rows"]
+    if how != "jit":
+        expected = ["Auto rows", "Auto columns", "Explicit rows", "Explicit columns"]
+    assert done.stdout.splitlines() == expected

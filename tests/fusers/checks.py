@@ -1,0 +1,77 @@
+"""What the tests of fused functions share: the same values and the same gradients. Not a test module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fusionlab as fl
+
+# Relative to the largest magnitude of each array: a few roundings of the dtype, grown by sums of tens of terms.
+ERROR = {"float32": 2e-6, "float64": 1e-14, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+def normal(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Standard normal arrays, negative values included."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes, strict=True))
+
+
+def close(got: Any, want: Any, factor: float = 1.0) -> None:
+    """Same structure, shapes and dtypes; values within rounding; the same NaNs and infinities."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        if not jnp.issubdtype(g.dtype, jnp.inexact):
+            np.testing.assert_array_equal(g, w)
+            continue
+        g64, w64 = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        scale = float(np.max(np.abs(w64[np.isfinite(w64)]), initial=1e-3))
+        np.testing.assert_allclose(g64, w64, rtol=0, atol=factor * ERROR[str(g.dtype)] * scale)
+
+
+def same_bits(got: Any, want: Any) -> None:
+    """Equal bit for bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
+def weighed(fn: Any) -> Any:
+    """A scalar of `fn`'s results in which every element has its own weight, so that no gradient error cancels."""
+
+    def loss(*args: Any) -> jax.Array:
+        total = jnp.float32(0)
+        for leaf in jax.tree.leaves(fn(*args)):
+            weight = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape) + 0.5
+            total = total + jnp.sum(leaf.astype(jnp.float32) * weight)
+        return total
+
+    return loss
+
+
+def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Indices of the arguments all of whose leaves are floating."""
+    return tuple(
+        i for i, a in enumerate(args) if all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(a))
+    )
+
+
+def agree(fn: Any, *args: Any, factor: float = 1.0, **options: Any) -> fl.Findings:
+    """Asserts that `fl.fuse(fn)` has `fn`'s values and gradients; returns what was found."""
+    fused = fl.fuse(fn, **options)
+    want, got = (jax.jit(lambda *a, f=f: (f(*a), jax.grad(weighed(f), floats(args))(*a)))(*args) for f in (fn, fused))
+    close(got, want, factor)
+    return fused.findings(*args)
+
+
+def codes(found: fl.Findings) -> list[str]:
+    return [r.code for r in found.rejections]
+
+
+def primitives(graph: fl.Graph) -> list[str]:
+    return [n.primitive for n in graph.nodes()]
