@@ -127,7 +127,7 @@ def _exponentials(view: View, dot: CNode) -> int | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        exp = _reach(view, operand.nid, "exp", 3, frozenset({"prod", "select", "cast", "sum"}))
+        exp = _reach(view, operand.nid, "exp", 3, frozenset({"prod", "select", "cast", "sum", "stop_gradient", "name"}))
         if exp is not None and _reach(view, exp, "dot", 8, None) is not None:
             return exp
     return None
@@ -189,6 +189,8 @@ class _Site:
         target = self.view.nodes[miss.target]
         if code == "structure" and target.op == "select":
             code = "mask"
+        if code == "structure" and target.op == "stop_gradient":
+            code = "stop_gradient"
         where = anchor_text(node) if node is not None else "an operand"
         sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
         progress = (miss.matched, miss.total)

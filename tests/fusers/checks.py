@@ -20,8 +20,8 @@ def normal(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) ->
     return tuple(jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes, strict=True))
 
 
-def close(got: Any, want: Any, factor: float = 1.0) -> None:
-    """Same structure, shapes and dtypes; values within rounding; the same NaNs and infinities."""
+def close(got: Any, want: Any, factor: float = 1.0, least: float = 0.0) -> None:
+    """Same structure, shapes and dtypes; values within rounding (at least `least`); the same NaNs and infinities."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
@@ -30,7 +30,7 @@ def close(got: Any, want: Any, factor: float = 1.0) -> None:
             continue
         g64, w64 = np.asarray(g, np.float64), np.asarray(w, np.float64)
         scale = float(np.max(np.abs(w64[np.isfinite(w64)]), initial=1e-3))
-        np.testing.assert_allclose(g64, w64, rtol=0, atol=factor * ERROR[str(g.dtype)] * scale)
+        np.testing.assert_allclose(g64, w64, rtol=0, atol=factor * max(least, ERROR[str(g.dtype)]) * scale)
 
 
 def same_bits(got: Any, want: Any) -> None:
@@ -65,7 +65,8 @@ def agree(fn: Any, *args: Any, factor: float = 1.0, **options: Any) -> fl.Findin
     """Asserts that `fl.fuse(fn)` has `fn`'s values and gradients; returns what was found."""
     fused = fl.fuse(fn, **options)
     want, got = (jax.jit(lambda *a, f=f: (f(*a), jax.grad(weighed(f), floats(args))(*a)))(*args) for f in (fn, fused))
-    close(got, want, factor)
+    inner = max(ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args))  # f32 gradients of a bf16 layer are bf16 ones
+    close(got, want, factor, inner)
     return fused.findings(*args)
 
 

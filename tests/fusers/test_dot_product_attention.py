@@ -1,0 +1,369 @@
+"""Pass dot_product_attention: every layout, scale and softmax is found; other masks and near-misses are declined with reasons."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import fusionlab as fl
+
+from .checks import agree, codes, normal, primitives
+
+Q, K, V = normal((2, 6, 3, 4), (2, 7, 3, 4), (2, 7, 3, 5))  # B T H D, B S H D, B S H Dv
+N = normal((2, 6, 3, 4), (2, 6, 3, 4), (2, 6, 3, 4), seed=1)  # T = S
+ATTENTION = "dot_product_attention"
+
+
+def sites(found):
+    return [c for c in found.candidates if c.pass_name == ATTENTION]
+
+
+def fused(fn, *args, **options):
+    """The one site, with values and gradients checked and nothing declined."""
+    found = agree(fn, *args, passes=ATTENTION, factor=2, **options)
+    assert not found.rejections, found.rejections
+    (site,) = found.candidates
+    assert "exp" not in primitives(found.apply())
+    return site
+
+
+def declined(fn, *args):
+    found = fl.find(fn, *args, passes=ATTENTION)
+    assert not found.candidates, found.candidates
+    (rejection,) = found.rejections
+    assert "(test_dot_product_attention.py:" in rejection.sentence or rejection.source is not None
+    return rejection
+
+
+def einsum_form(q, k, v, scale=0.5, mask=None, softmax=jax.nn.softmax, fill=-jnp.inf):
+    s = jnp.einsum("bthd,bshd->bhts", q, k) * scale
+    if mask is not None:
+        s = jnp.where(mask, s, fill)
+    return jnp.einsum("bhts,bshd->bthd", softmax(s), v)
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def matmul_form(q, k, v):
+    q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
+    return (jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.5) @ v).swapaxes(1, 2)
+
+
+def merged_heads(q, k, v):
+    q, k, v = (a.swapaxes(1, 2).reshape(6, -1, a.shape[-1]) for a in (q, k, v))
+    out = jnp.einsum("xts,xsd->xtd", jax.nn.softmax(jnp.einsum("xtd,xsd->xts", q, k) * 0.5), v)
+    return out.reshape(2, 3, 6, 5).swapaxes(1, 2)
+
+
+def per_head(q, k, v):  # one head: T D, S D, S Dv
+    return jax.nn.softmax(q @ k.T * 0.5) @ v
+
+
+LAYOUTS = {
+    "einsum bthd": einsum_form,
+    "matmul bhtd": matmul_form,
+    "heads merged into the batch": merged_heads,
+    "vmap over batch and heads": jax.vmap(jax.vmap(per_head, 1, 1)),
+    "scores transposed": lambda q, k, v: jnp.einsum(
+        "bhst,bshd->bthd", jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", k, q) * 0.5, axis=2), v
+    ),
+    "output hbtd": lambda q, k, v: jnp.einsum(
+        "bhts,bshd->hbtd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5), v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_one_site_with_the_same_values_and_gradients(name):
+    site = fused(LAYOUTS[name], Q, K, V)
+    assert site.attrs["scale"] == pytest.approx(0.5)
+    assert site.attrs["is_causal"] is False
+    assert set(site.leaves) == {"q", "k", "v"}
+
+
+def test_attention_without_heads_or_batch_is_a_site():
+    fused(per_head, Q[0, :, 0], K[0, :, 0], V[0, :, 0])
+
+
+def test_jax_nn_dot_product_attention_is_found_causal_and_not():
+    assert fused(lambda q, k, v: jax.nn.dot_product_attention(q, k, v), *N).attrs["is_causal"] is False
+    assert fused(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), *N).attrs["is_causal"] is True
+
+
+def test_one_value_as_query_key_and_value_is_a_site():
+    site = fused(lambda x: einsum_form(x, x, x), N[0])
+    assert len({v.id for v in site.leaves.values()}) == 1
+
+
+def test_bf16_with_a_softmax_in_f32_is_a_site():
+    def attend(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * 0.5
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s).astype(jnp.bfloat16), v)
+
+    fused(attend, *(a.astype(jnp.bfloat16) for a in (Q, K, V)))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
+def test_each_named_implementation_runs_and_has_the_same_values_and_gradients(implementation):
+    site = fused(lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool))), *N, implementation=implementation)
+    verdicts = {b.name: b.verdict for b in site.backends}
+    assert verdicts[implementation] in ("chosen", "same code")
+
+
+# -- scale and softmax ------------------------------------------------------------------------------------------------
+
+SCALES = {
+    "on the scores": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q, k) * s, 0.3),
+    "dividing the scores": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q, k) / (1 / s), 0.3),
+    "on q": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q * s, k), 0.3),
+    "on k": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q, k * s), 0.3),
+    "on both": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q * 0.5, k * (2 * s)), 0.3),
+    "a root on q": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q / jnp.sqrt(4.0), k), 0.5),
+    "absent": (lambda q, k, s: jnp.einsum("bthd,bshd->bhts", q, k), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_the_scale_is_found_wherever_it_stands(name):
+    scores, scale = SCALES[name]
+    site = fused(lambda q, k, v: jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores(q, k, 0.3)), v), Q, K, V)
+    assert site.attrs["scale"] == pytest.approx(scale, rel=1e-6)
+
+
+def by_hand(z):
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def by_hand_stopped(z):
+    e = jnp.exp(z - lax.stop_gradient(z.max(-1, keepdims=True)))
+    return e / e.sum(-1, keepdims=True)
+
+
+SOFTMAXES = {
+    "jax.nn.softmax": jax.nn.softmax,
+    "by hand": by_hand,
+    "by hand, gradient stopped at the maximum": by_hand_stopped,
+    "without the maximum": lambda z: jnp.exp(z) / jnp.exp(z).sum(-1, keepdims=True),
+    "by logsumexp": lambda z: jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True)),
+    "by log_softmax": lambda z: jnp.exp(jax.nn.log_softmax(z)),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_every_spelling_of_softmax_is_found_causal_too(name):
+    assert fused(lambda q, k, v: einsum_form(q, k, v, softmax=SOFTMAXES[name]), Q, K, V).attrs["is_causal"] is False
+    found = fl.find(lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool)), softmax=SOFTMAXES[name], fill=-1e9), *N)
+    assert [c.attrs["is_causal"] for c in sites(found)] == [True]
+
+
+def test_division_after_the_product_with_v_is_found():
+    def attend(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k) * 0.5
+        e = jnp.exp(s - s.max(-1, keepdims=True))
+        return jnp.einsum("bhts,bshd->bhtd", e, v) / e.sum(-1)[..., None]
+
+    fused(attend, Q, K, V)
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+TRIL = np.tril(np.ones((16, 16), bool))
+CAUSAL = {
+    "where tril": lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf),
+    "where iota": lambda s: jnp.where(lax.broadcasted_iota(int, s.shape, 2) >= lax.broadcasted_iota(int, s.shape, 3), s, -1e30),
+    "where later, the fill": lambda s: jnp.where(jnp.triu(jnp.ones(s.shape[-2:], bool), 1), jnp.finfo(s.dtype).min, s),
+    "a captured numpy mask": lambda s: jnp.where(TRIL[:6, :6], s, -1e9),
+    "a captured jax mask, cut to length": lambda s: jnp.where(jnp.asarray(TRIL)[: s.shape[-2], : s.shape[-1]], s, -1e9),
+    "a rank-4 mask": lambda s: jnp.where(jnp.tril(jnp.ones((1, 1, 6, 6), bool)), s, -1e9),
+    "added": lambda s: s + jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), 0.0, -1e9),
+    "added, (1 - m) * -1e9": lambda s: s + (1.0 - jnp.tril(jnp.ones(s.shape[-2:]))) * -1e9,
+    "float mask compared": lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:])) == 0, -1e9, s),
+    "arange": lambda s: jnp.where(jnp.arange(6)[:, None] < jnp.arange(6)[None, :], -1e9, s),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_is_told_by_its_values_in_every_spelling(name):
+    def attend(q, k, v):
+        s = CAUSAL[name](jnp.einsum("bthd,bshd->bhts", q, k) * 0.5)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v)
+
+    site = fused(attend, *N)
+    assert site.attrs["is_causal"] is True
+    assert site.formula == "softmax(0.5 * q @ k.T, causal) @ v"
+
+
+def test_a_causal_mask_of_unequal_lengths_starts_at_the_top_left():
+    def attend(q, k, v):
+        return einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 7), bool)), fill=-1e9)
+
+    assert fused(attend, Q, K, V).attrs["is_causal"] is True
+
+
+def test_a_mask_that_hides_nothing_is_no_mask():
+    site = fused(lambda q, k, v: einsum_form(q, k, v, mask=jnp.ones((6, 7), bool)), Q, K, V)
+    assert site.attrs["is_causal"] is False
+
+
+MASKS = {
+    "aligned at the bottom right": jnp.tril(jnp.ones((6, 7), bool), 1),
+    "inverted": jnp.triu(jnp.ones((6, 7), bool)),
+    "one row short": jnp.tril(jnp.ones((6, 7), bool)).at[4, 4].set(False),
+    "a band": jnp.tril(jnp.ones((6, 7), bool)) & jnp.triu(jnp.ones((6, 7), bool), -2),
+    "padding": jnp.arange(7)[None] < 5,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_another_constant_mask_is_declined_not_taken_for_causal(name):
+    rejection = declined(lambda q, k, v: einsum_form(q, k, v, mask=MASKS[name], fill=-1e9), Q, K, V)
+    assert rejection.code == "mask"
+    assert "constant but not causal" in rejection.sentence
+
+
+def test_a_mask_that_is_an_argument_is_declined_as_data():
+    rejection = declined(lambda q, k, v, m: einsum_form(q, k, v, mask=m, fill=-1e9), Q, K, V, jnp.ones((6, 7), bool))
+    assert rejection.code == "mask"
+    assert "is data, known only when the function runs" in rejection.sentence
+
+
+def test_an_added_bias_that_is_an_argument_is_declined():
+    def attend(q, k, v, bias):
+        s = jnp.einsum("bthd,bshd->bhts", q, k) * 0.5 + bias
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v)
+
+    assert declined(attend, Q, K, V, *normal((3, 6, 7), seed=2)).code == "mask"
+
+
+@pytest.mark.parametrize("fill", [0.5, 0.0, -10.0, -9999.0])
+def test_a_fill_that_still_gives_weight_is_declined(fill):
+    rejection = declined(lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 7), bool)), fill=fill), Q, K, V)
+    assert rejection.code == "scalar"
+    assert f"masked scores become {fill:g}" in rejection.sentence
+    assert rejection.edit == "fill with -jnp.inf"
+
+
+# -- near-misses ------------------------------------------------------------------------------------------------------
+
+S = normal((2, 5, 5, 5), (2, 5, 5, 5), (2, 5, 5, 5), seed=3)  # B T H D all five: shapes cannot tell axes apart
+
+
+def near(score="bthd,bshd->bhts", softmax=jax.nn.softmax, weigh="bhts,bshd->bthd"):
+    return lambda q, k, v: jnp.einsum(weigh, softmax(jnp.einsum(score, q, k) * 0.5), v)
+
+
+NEAR_MISSES = {
+    "softmax over the queries": (near(softmax=lambda s: jax.nn.softmax(s, axis=2)), "axes"),
+    "softmax over the heads": (near(softmax=lambda s: jax.nn.softmax(s, axis=1)), "axes"),
+    "weights contracted over the queries": (near(weigh="bhts,bthd->bshd"), "axes"),
+    "exp(s - 2 max)": (
+        near(softmax=lambda s: (e := jnp.exp(s - 2 * s.max(-1, keepdims=True))) / e.sum(-1, keepdims=True)),
+        "mask",  # to the pattern, -2 max is something added to the scores
+    ),
+    "normalised over another axis": (
+        near(softmax=lambda s: (e := jnp.exp(s - s.max(-1, keepdims=True))) / e.sum(-2, keepdims=True)),
+        None,
+    ),
+    "exp without normalisation": (near(softmax=lambda s: jnp.exp(s - s.max(-1, keepdims=True))), None),
+    "temperature inside the weights": (near(softmax=lambda s: jax.nn.softmax(s) ** 2), None),
+    "soft cap": (near(softmax=lambda s: jax.nn.softmax(jnp.tanh(s / 30) * 30)), None),
+    "sigmoid attention": (near(softmax=lambda s: jnp.exp(s) / (1 + jnp.exp(s))), None),
+    "one plus": (near(softmax=lambda s: (e := jnp.exp(s)) / (1 + e.sum(-1, keepdims=True))), None),
+    "a gradient stopped at the weights": (near(softmax=lambda s: lax.stop_gradient(jax.nn.softmax(s))), "stop_gradient"),
+    "a gradient stopped at the scores": (near(softmax=lambda s: jax.nn.softmax(lax.stop_gradient(s))), "stop_gradient"),
+    "named weights": (near(softmax=lambda s: checkpoint_name(jax.nn.softmax(s), "weights")), "structure"),
+    "a negative scale": (near(softmax=lambda s: jax.nn.softmax(-s)), "mask"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_near_miss_is_declined_and_stays_right(name):
+    fn, code = NEAR_MISSES[name]
+    found = agree(fn, *S, passes=ATTENTION)
+    assert not found.candidates
+    (rejection,) = found.rejections
+    assert code is None or rejection.code == code
+    assert rejection.matched < rejection.total or rejection.code in ("axes", "mask")
+    assert "(test_dot_product_attention.py:" in rejection.sentence or rejection.code == "mask"
+
+
+def test_q_and_k_exchanged_is_attention_of_the_other():
+    """Queries are what the result keeps: softmax over t with the values at t attends from k to q."""
+    site = fused(near(score="bthd,bshd->bhst", weigh="bhst,bthd->bshd"), *S)
+    graph_inputs = fl.find(near(score="bthd,bshd->bhst", weigh="bhst,bthd->bshd"), *S).graph.top.inputs
+    assert site.leaves["q"].id == graph_inputs[1].id
+    assert site.leaves["k"].id == graph_inputs[0].id
+
+
+def test_returned_attention_weights_decline_the_site_by_name():
+    def attend(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5)
+        return jnp.einsum("bhts,bshd->bthd", p, v), p
+
+    rejection = declined(attend, Q, K, V)
+    assert rejection.code == "escapes"
+    assert rejection.sentence.endswith("is also returned")
+    assert "= div" in rejection.sentence
+    assert rejection.edit
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16])
+def test_half_precision_is_declined_by_its_dtype(dtype):
+    rejection = declined(einsum_form, *(a.astype(dtype) for a in (Q, K, V)))
+    assert rejection.code == "dtype"
+    assert "float16" in rejection.sentence
+    assert rejection.edit == "cast q, k and v to bfloat16 or float32"
+
+
+def test_dropout_between_softmax_and_values_is_declined():
+    def attend(q, k, v, key):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5)
+        keep = jax.random.bernoulli(key, 0.9, p.shape)
+        return jnp.einsum("bhts,bshd->bthd", jnp.where(keep, p / 0.9, 0.0), v)
+
+    found = fl.find(attend, Q, K, V, jax.random.key(0), passes=ATTENTION)
+    assert not found.candidates
+    assert len(found.rejections) == 1
+    assert codes(found)[0] in ("structure", "mask")
+
+
+def test_the_rejection_says_how_far_the_match_got():
+    rejection = declined(near(softmax=lambda s: jax.nn.softmax(jnp.tanh(s / 30) * 30)), *S)
+    assert 0 < rejection.matched < rejection.total
+    assert f"({rejection.matched} of {rejection.total} matched)" in str(rejection)
+    assert "nearest example: softmax" in rejection.sentence
+
+
+def test_a_projection_around_attention_is_left_to_gemm_epilogue():
+    wq, wo, b = normal((12, 12), (12, 12), (12,), seed=4)
+
+    def block(x):
+        q, k, v = (jnp.reshape(x @ (wq * c) + b, (2, 6, 3, 4)) for c in (1.0, 0.5, 2.0))
+        return einsum_form(q, k, v).reshape(2, 6, 12) @ wo + b
+
+    found = agree(block, *normal((2, 6, 12), seed=5), factor=4)
+    assert found.counts() == {"gemm_epilogue": 4, "dot_product_attention": 1}
+    assert not found.rejections
+
+
+def test_residuals_are_the_result_and_one_statistic_a_row():
+    site = fused(einsum_form, Q, K, V)
+    saved = {r.name: (r.shape, r.dtype) for r in site.residuals}
+    assert saved["logsumexp"] in (((2, 3, 6), "f32"), ((2, 6, 3), "f32"))
+    assert saved["out"] == ((2, 6, 3, 5), "f32")
+
+
+def test_a_long_sequence_chooses_blocks_on_a_cpu_and_says_why():
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
+    (site,) = sites(fl.find(einsum_form, q, q, q, device="cpu"))
+    assert {b.name: b.verdict for b in site.backends} == {"xla": "possible", "xla_blockwise": "chosen"}
+    assert not site.same_code
+    small = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
+    (site,) = sites(fl.find(einsum_form, small, small, small, device="cpu"))
+    assert site.same_code
