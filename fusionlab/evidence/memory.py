@@ -44,7 +44,8 @@ class Memory:
 
     def __str__(self) -> str:
         b, a = self.before, self.after
-        change = f", {b.peak / a.peak:.2f}x less" if a.peak and b.peak != a.peak else ""
+        ratio = b.peak / a.peak if a.peak else 1.0
+        change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
         return (
             f"compiled peak memory: {size(b.peak)} -> {size(a.peak)}{change} "
             f"(temporaries {size(b.temp)} -> {size(a.temp)}, {self.hardware})"

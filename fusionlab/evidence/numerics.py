@@ -117,9 +117,12 @@ class Numerics:
         return tuple(leaf for leaf in self.leaves if not leaf.ok)
 
     def worst(self, kind: str) -> LeafNumerics | None:
-        """The leaf of this kind whose fused version is furthest off: regressions first, then by relative L2."""
+        """The leaf of this kind whose fused version is furthest off: regressions first, then by error over tolerance.
+
+        Not by relative error: a gradient that is zero in theory has an arbitrarily large one.
+        """
         leaves = [leaf for leaf in self.leaves if leaf.kind == kind]
-        return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.rel_l2), default=None)
+        return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
 
 
 def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
