@@ -138,11 +138,21 @@ class Fused:
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
-        static = {k: options[k] for k in ("static_argnums", "static_argnames")}
+        # jit infers the one from the other only where the other is not given at all.
+        static = {k: options[k] for k in ("static_argnums", "static_argnames") if options[k] != ()}
         # Not inline: inlining a jit re-binds its equations without their source lines (jax 0.10 to 0.12).
-        self._jitted = jax.jit(self._rewritten, **static)
+        self._jitted = jax.jit(self._with_signature(), **static)
         self._plain = jax.jit(fn, **static)
         self._checked = False
+
+    def _with_signature(self) -> Callable:
+        """`_rewritten` with the original's signature, which jit needs to tell static arguments by position and by name."""
+
+        @functools.wraps(self._fn)
+        def rewritten(*args: Any, **kwargs: Any) -> Any:
+            return self._rewritten(*args, **kwargs)
+
+        return rewritten
 
     def _rewritten(self, *args: Any, **kwargs: Any) -> Any:
         o = self._options

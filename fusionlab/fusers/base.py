@@ -11,10 +11,12 @@ import jax
 from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
-from ..graph.certify import Certifier, Verdict, region_signature
+from ..graph.certify import Certifier, Verdict
+from ..graph.evaluate import is_float, narrows
 from ..graph.compat import split_closed
 from ..graph.ir import Graph, Node, Value
 from ..graph.region import Escape, Region
+from ..graph.signature import region_signature
 from ..graph.rewrite import Replacement
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
@@ -104,6 +106,9 @@ class _Facts:
 
 def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node, notes: Sequence[str] = ()) -> Any:
     """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`."""
+    problem = _unfit(region)
+    if problem is not None:
+        return reject(search, name, *problem, anchor, region.nodes, region.nodes)
     key = (
         "site",
         region_signature(region),
@@ -136,6 +141,27 @@ def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node,
         notes=tuple(notes),
         site=replacement,
     )
+
+
+def _unfit(region: Region) -> tuple[str, str] | None:
+    """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
+    floats = [v.dtype for v in (*region.inputs, region.root) if is_float(v.dtype)]
+    if any(0 in v.shape for v in (*region.inputs, region.root)):
+        return "axes", f"{region.root!r} or one of its operands is empty"
+    for node in all_nodes(region.nodes):
+        if node.primitive == "convert_element_type" and all(is_float(a.dtype) for a in (*node.inputs, *node.outputs)):
+            made = node.outputs[0].dtype
+            if all(narrows(made, dtype) for dtype in floats):
+                return "dtype", f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there"
+    return None
+
+
+def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes and those of their child blocks."""
+    for node in nodes:
+        yield node
+        for block in node.blocks:
+            yield from all_nodes(block.nodes)
 
 
 def _facts(search: Search, region: Region, plan: Plan) -> _Facts:

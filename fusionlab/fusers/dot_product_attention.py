@@ -16,7 +16,7 @@ import numpy as np
 
 from ..graph.canonical import CNode, View
 from ..graph.ir import Node, Value
-from ..graph.match import Match, Miss, match
+from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import VIEWS, NotARegion, Region, constant_array, cut, escapes
 from ..kernels import OPS
@@ -25,7 +25,8 @@ from .findings import Candidate, Rejection
 from .layout import BROADCAST, Axes, arrange, axes_of, in_order, restore
 
 _LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
-_MASK_FILL = -1e4  # a fill at or below this, after the scale, leaves a masked key no weight in any of the dtypes
+_MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
+_SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 
 
 def _scores(q: Any, k: Any, scale: float) -> Any:
@@ -177,7 +178,7 @@ class _Site:
                 found = match(pattern, self.view, root)
                 if isinstance(found, Match):
                     return found
-                if best is None or found.matched / found.total > best.matched / best.total:
+                if best is None or found.matched > best.matched:
                     best = found
         assert best is not None  # the examples include a root for every anchor
         return best
@@ -191,7 +192,7 @@ class _Site:
             code = "mask"
         if code == "structure" and target.op == "stop_gradient":
             code = "stop_gradient"
-        where = anchor_text(node) if node is not None else "an operand"
+        where = anchor_text(node) if node is not None else f"an operand of {anchor_text(self.anchor)}"
         sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
         progress = (miss.matched, miss.total)
         return self.rejection(code, sentence, [node] if node else [], site, progress)
@@ -205,6 +206,8 @@ class _Site:
         region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
+        if not close(self.view.ref[root.id].coef, self.view.ref[region.leaves["v"].id].coef):
+            raise NotARegion("its result carries a factor that the values do not")
         problem = self.conditions(found, region)
         if problem is not None:
             return problem
@@ -218,16 +221,18 @@ class _Site:
             return self.rejection("escapes", escape_text(leak), [leak.node], region.nodes, None, edit)
         region = _without_mask(region)
         plan = _plan(self.search, found, region, self.scale(found, region), mask == "causal", self.precision(region))
-        return propose(self.search, self.pass_.name, region, plan, self.anchor)
+        fill = found.scalars.get("fill", -float("inf"))
+        notes = (f"masked scores become {fill:g}: right while no score is as low",) if fill > _SAFE_FILL else ()
+        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
 
     def root_value(self, found: Match) -> Value:
         """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""
         nid = found.nodes[found.pattern.root]
         for value in self.view.values_of.get(nid, ()):
             maker = self.search.block.producer.get(value.id)
-            if maker is not None and maker.id >= self.anchor.id and self.view.ref[value.id].coef == 1.0:
+            if maker is not None and maker.id >= self.anchor.id:
                 return self.after_views(value)
-        raise NotARegion("its result carries a factor")
+        raise NotARegion("its result is made before the product")
 
     def after_views(self, value: Value) -> Value:
         """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site."""
@@ -276,7 +281,7 @@ class _Site:
 
     def kept(self, found: Match, value: Value) -> np.ndarray | None:
         """[T, S] booleans: which keys a query sees; None when the mask is no constant, or has batch axes."""
-        array = constant_array(self.view, value)
+        array = constant_array(self.view, value, self.search.certifier)
         t, s = found.letters["t"], found.letters["s"]
         axes = axes_of(found, self.view, found.leaf_id("mask"), value, broadcast=True)
         if array is not None and BROADCAST in axes:
@@ -306,13 +311,18 @@ class _Site:
         carried = 1.0
         for name in ("q", "k"):
             carried *= float(self.view.ref[region.leaves[name].id].coef)
+        if carried == 0:
+            raise NotARegion("an operand carries a factor of 0")
         return found.scalars.get("scale", 1.0) / carried
 
     def precision(self, region: Region) -> Any:
         """What the user asked of the products; None for the default."""
-        asked = [n.params.get("precision") for n in region.nodes if n.primitive == "dot_general"]
-        chosen = [p for p in asked if p is not None]
-        return chosen[0] if chosen and region.root.dtype == jnp.float32 else None
+        asked = {str(p): p for n in region.nodes if n.primitive == "dot_general" for p in (n.params.get("precision"),)}
+        if region.root.dtype != jnp.float32:
+            return None  # 16-bit products accumulate in float32 whatever is asked
+        if len(asked) > 1:
+            raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
+        return next(iter(asked.values()), None)
 
     def rejection(
         self,

@@ -344,6 +344,8 @@ class _Site:
         carried = 1.0
         for name in ("x", "w"):
             carried *= float(self.view.ref[region.leaves[name].id].coef)
+        if carried == 0:
+            raise NotARegion("an operand carries a factor of 0")
         if not linear.bias:
             return float(self.view.ref[linear.value.id].coef) / carried
         root = self.view.nodes[m.nodes[m.pattern.root]]
@@ -378,7 +380,7 @@ def _plan(search: Search, linear: _Linear, region: Region, activation: str, anch
     m, view, sizes = linear.match, search.view, linear.match.sizes
     axes: dict[str, Axes] = {role: axes_of(m, view, linear.leaf(role), v) for role, v in region.leaves.items()}
     x_axes, w_axes = axes["x"], axes["w"]
-    k = in_order(w_axes, [c for c in w_axes if c in x_axes])
+    k = in_order(w_axes, [c for c in w_axes if c is not None and c in x_axes])
     n = tuple(c for c in w_axes if c is not None and c not in k)
     rows = tuple(c for c in x_axes if c is not None and c not in k)
     position = {v.id: i for i, v in enumerate(region.inputs)}

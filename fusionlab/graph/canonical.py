@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from .ir import Atom, Block, Literal, Node, Value
@@ -199,7 +200,7 @@ def as_scalar(literal: Literal) -> Coef | None:
         return bool(array)
     if kind in "iu":
         return int(array)
-    return float(array) if kind in "fV" and not literal.shape else None
+    return float(array) if jnp.issubdtype(literal.dtype, jnp.floating) else None
 
 
 def view_node_text(view: View, nid: int) -> str:

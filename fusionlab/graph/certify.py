@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
-from .ir import Block, Literal, Node, Value
+from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float
 from .region import Region
+from .signature import Memo, region_signature
 
 # Largest relative error allowed. Casts are the identity here, so all that remains is how literals were rounded: two units
 # in the last place of the dtype they were written in, amplified by a handful of operations.
 TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2}
-_REDUCED = (3, 5, 4, 6, 7, 8, 9, 10, 11, 12, 13)
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 
 
@@ -40,24 +38,13 @@ class Verdict:
 
 
 @dataclass
-class Certifier:
+class Certifier(Memo):
     """Proves matches, remembering each proof by everything that matters; `hits` and `misses` are visible.
 
     `inline` gives the plain meaning of primitives that JAX does not know (fused ops).
     """
 
-    inline: Inline
-    hits: int = 0
-    misses: int = 0
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def once(self, key: Any, prove: Callable[[], Any]) -> Any:
-        if key in self._known:
-            self.hits += 1
-        else:
-            self.misses += 1
-            self._known[key] = prove()
-        return self._known[key]
+    inline: Inline = lambda eqn: None  # noqa: E731
 
     def region(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
         """Values and gradients of `replacement(*region.inputs)` against the region.
@@ -120,10 +107,6 @@ def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any) -> Any:
     return jax.make_jaxpr(joint)(*avals, out)
 
 
-def is_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
 def relative_error(want: np.ndarray, got: np.ndarray) -> float:
     """Largest absolute difference over the largest absolute value; inf where NaN or infinities do not coincide."""
     want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
@@ -141,11 +124,11 @@ def relative_error(want: np.ndarray, got: np.ndarray) -> float:
 
 def _inputs(avals: Sequence[Any], out: Any, reduce: bool = True) -> tuple[dict[int, int], list[np.ndarray]]:
     """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different."""
-    real = sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4}, reverse=True) if reduce else []
-    small = {int(s) for a in (*avals, out) for s in a.shape if s <= 4}
-    free = [s for s in _REDUCED if s not in small]
-    table = {size: free[i] if i < len(free) else 13 + i for i, size in enumerate(real)}
-    table = {size: min(size, to) for size, to in table.items()}
+    used = {int(s) for a in (*avals, out) for s in a.shape if s <= 4}
+    table: dict[int, int] = {}
+    for size in sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4}) if reduce else []:
+        table[size] = next(s for s in range(3, size + 1) if s not in used)
+        used.add(table[size])
     rng = np.random.default_rng(0)
     args = []
     for a in (*avals, out):
@@ -164,58 +147,3 @@ def _float_names(region: Region) -> list[str]:
     for name, value in region.leaves.items():
         by_id.setdefault(value.id, []).append(name)
     return ["/".join(by_id[v.id]) for v in region.inputs if is_float(v.dtype)]
-
-
-# -- signatures -------------------------------------------------------------------------------------------------------
-
-
-def region_signature(region: Region) -> Any:
-    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
-    number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
-    for value in region.inputs:
-        number[value.id] = len(number)
-    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    leaves = tuple((name, number[v.id], v.shape, str(v.dtype)) for name, v in region.leaves.items())
-    body = tuple(node_signature(n, number) for n in nodes)
-    return leaves, body, number.get(region.root.id)
-
-
-def node_signature(node: Node, number: dict[int, Any]) -> Any:
-    """A hashable form of a node; `number` renames values in order of appearance and is extended."""
-    ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
-    params = tuple(
-        sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v))
-    )
-    for value in node.outputs:
-        number[value.id] = len(number)
-    outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
-    return node.primitive, ins, params, outs, tuple(_block_signature(b) for b in node.blocks)
-
-
-_IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
-
-
-def _block_signature(block: Block) -> Any:
-    number = {v.id: i for i, v in enumerate(block.inputs)}
-    for value, const in block.consts:
-        number[value.id] = -1 - (id(const) & 0xFFFFFFFFFFFF)  # a captured array is equal only to itself
-    body = tuple(node_signature(n, number) for n in block.nodes)
-    return body, tuple(number[a.id] if isinstance(a, Value) else _literal_key(a) for a in block.outputs)
-
-
-def _literal_key(literal: Literal) -> Any:
-    return "lit", repr(np.asarray(literal.val).tolist()), str(literal.dtype)
-
-
-def _holds_jaxpr(value: Any) -> bool:
-    items = value if isinstance(value, tuple | list) else (value,)
-    return any(hasattr(i, "eqns") or hasattr(i, "jaxpr") for i in items)
-
-
-def _param_key(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return tuple(_param_key(v) for v in value)
-    if isinstance(value, int | float | bool | np.integer | np.floating):
-        return float(value)
-    text = str(value)
-    return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text

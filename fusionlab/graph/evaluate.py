@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
@@ -70,8 +71,18 @@ def evaluate(
 
 def promote(x: Array) -> Array:
     """Floats to float64; integers and booleans as they are."""
-    kind = x.dtype.kind
-    return x.astype(np.float64) if kind in "fV" else x
+    return x.astype(np.float64) if is_float(x.dtype) else x
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is a floating one (numpy's `kind` does not tell ml_dtypes' floats from its narrow integers)."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def narrows(dtype: Any, other: Any) -> bool:
+    """Whether the float `dtype` cannot hold every value of the float `other` (fewer mantissa or exponent bits)."""
+    a, b = jnp.finfo(dtype), jnp.finfo(other)
+    return a.nmant < b.nmant or a.maxexp < b.maxexp or a.minexp > b.minexp
 
 
 class _Run:
@@ -200,7 +211,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 def _convert(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     dst = np.dtype(eqn.params["new_dtype"])
-    return ins[0].astype(np.float64) if dst.kind in "fV" else ins[0].astype(dst)
+    return ins[0].astype(np.float64) if is_float(dst) else ins[0].astype(dst)
 
 
 def _broadcast_in_dim(run: _Run, eqn: Any, ins: list[Array]) -> Array:
@@ -219,18 +230,19 @@ def _reshape(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     real_in = [int(s) for s in eqn.invars[0].aval.shape]
     real_out = [int(s) for s in eqn.params["new_sizes"]]
     reduced = list(ins[0].shape)
-    out, i, j = [], 0, 0
+    if 0 in real_in:
+        return ins[0].reshape(run.sizes.shape(real_out))
+    out: list[int] = []
+    i = j = 0
     while i < len(real_in) or j < len(real_out):
         lo_i, lo_j = i, j
         a = b = 1
-        while True:  # the smallest group of input axes that holds the same elements as a group of output axes
-            if a <= b and i < len(real_in):
+        while i == lo_i or j == lo_j or a != b:  # the smallest groups of input and output axes with the same elements
+            if i < len(real_in) and (a <= b or j == len(real_out)):
                 a, i = a * real_in[i], i + 1
             elif j < len(real_out):
                 b, j = b * real_out[j], j + 1
-            elif i < len(real_in):
-                a, i = a * real_in[i], i + 1
-            if a == b and (i > lo_i or not real_in[lo_i:]) and (j > lo_j or not real_out[lo_j:]):
+            else:
                 break
         out += _reshape_group(run, real_in[lo_i:i], reduced[lo_i:i], real_out[lo_j:j])
     return ins[0].reshape(out)
@@ -276,7 +288,7 @@ def _iota(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     shape, axis = run.sizes.shape(eqn.params["shape"]), int(eqn.params["dimension"])
     line = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(len(shape))])
     kind = np.dtype(eqn.params["dtype"])
-    return np.broadcast_to(line, shape).astype(np.float64 if kind.kind in "fV" else kind)
+    return np.broadcast_to(line, shape).astype(np.float64 if is_float(kind) else kind)
 
 
 def _squeeze(run: _Run, eqn: Any, ins: list[Array]) -> Array:

@@ -1,7 +1,9 @@
 """Activations recognised by value: a raw elementwise cone evaluated, with its derivative, on points that tell functions apart.
 
-A spelling does not matter, a name does not count. The points include both zeros, large magnitudes, infinities, NaN, and every
-literal the cone compares with (and its neighbours), so that relu6 does not pass for relu nor maximum for relu.
+A spelling does not matter, a name does not count. The points are a dense signed grid over all magnitudes, both zeros,
+infinities, NaN, and every place where a comparison in the cone switches, with its neighbours and the midpoints between them: relu6
+does not pass for relu, nor maximum (half a gradient at 0) for relu. A cone that compares a nonlinear function of its input is
+declined, since where it switches is not known.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from .breakpoints import breakpoints
 from .canonical import ONE, View
-from .certify import Certifier, node_signature, with_vjp
-from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from .certify import Certifier, with_vjp
+from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float, narrows
 from .ir import Literal, Node, Value
-from .region import literal_values
 from .rewrite import slice_jaxpr
 from .rules import is_jax_rule
+from .signature import node_signature
 
 ELEMENTWISE = frozenset(
     "add sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf erfc sqrt rsqrt square integer_pow pow cbrt "
@@ -51,6 +55,7 @@ SMOOTH_POINTS = (
     9.0,
 )
 HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
+_GRID = np.geomspace(1e-6, 3e38, 1500)  # 34 points a decade
 # The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
 # rounding of a constant that was folded in another order. tanh- and erf-GELU are 4.7e-4 apart: half of that is the most
 # that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
@@ -86,7 +91,7 @@ def cone(view: View, start: Value) -> list[Node]:
     while queue:
         nid = heapq.heappop(queue)
         node = by_id[nid]
-        if nid in taken or not _joins(view, node, inside):
+        if nid in taken or not _joins(view, node, inside, start):
             continue
         taken[nid] = node
         for value in node.outputs:
@@ -98,9 +103,12 @@ def cone(view: View, start: Value) -> list[Node]:
     return [taken[i] for i in sorted(taken)]
 
 
-def _joins(view: View, node: Node, inside: set[int]) -> bool:
+def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
         return False
+    made = node.outputs[0].dtype
+    if node.primitive == "convert_element_type" and made != bool and (not is_float(made) or narrows(made, start.dtype)):
+        return False  # rounding is part of what the program means
     return all(isinstance(a, Literal) or a.id in inside or view.ref[a.id].nid == ONE for a in node.inputs)
 
 
@@ -139,25 +147,39 @@ def recognise(
         number[end.id],
         tuple(known),
     )
-    return certifier.once(key, lambda: _recognise(view, nodes, start, end, known, certifier.inline))
+    return certifier.once(key, lambda: _recognise(view, nodes, start, end, known, certifier))
 
 
 def _recognise(
-    view: View, nodes: Sequence[Node], start: Value, end: Value, known: Mapping[str, Callable[..., Any]], inline: Inline
+    view: View,
+    nodes: Sequence[Node],
+    start: Value,
+    end: Value,
+    known: Mapping[str, Callable[..., Any]],
+    certifier: Certifier,
 ) -> Recognised:
     if end.dtype != start.dtype:
         return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
-    points = _points(literal_values(nodes), start.dtype)
+    switches = breakpoints(view, start, nodes)
+    if switches is None:
+        return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
+    points = _points(switches)
     fn = jex_core.jaxpr_as_fun(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs))
+    twice = any(n.blocks for n in nodes)  # a custom rule may have any second derivative
     try:
-        mine = profile(lambda h: fn(h)[0], start, points, inline)
+        mine = profile(lambda h: fn(h)[0], start, points, certifier.inline, twice)
     except CannotEvaluate as error:
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
-    tolerance = TOLERANCE.get(np.dtype(start.dtype).name, 1e-6)
     errors: dict[str, tuple[float, float]] = {}
+    like = Value(-1, jax.ShapeDtypeStruct((2,), start.dtype))
     for name, reference in known.items():
-        theirs = profile(reference, start, points, inline)
+        key = ("profile", name, str(start.dtype), points.tobytes(), twice)
+        theirs = certifier.once(key, lambda f=reference: profile(f, like, points, certifier.inline, twice))
         errors[name] = distance(mine.value, theirs.value), distance(mine.slope, theirs.slope)
+    return _verdict(errors, TOLERANCE.get(np.dtype(start.dtype).name, 1e-6))
+
+
+def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Recognised:
     good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
     if good:
         return Recognised(min(good, key=lambda n: errors[n]))
@@ -180,25 +202,48 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)), initial=0.0))
 
 
-def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inline) -> Profile:
-    """Values and derivative of an elementwise `fn` traced at `like`'s real shape and dtype, evaluated in float64 on points."""
+def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inline, twice: bool = False) -> Profile:
+    """Values and derivative of an elementwise `fn` traced at `like`'s real shape and dtype, evaluated in float64 on points.
+
+    With `twice` the second derivative at the smooth points is appended to the slopes.
+    """
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    closed = with_vjp(fn, [aval], aval)
-    axis = next((i for i in reversed(range(len(like.shape))) if like.shape[i] != 1), None)
+    value, slope = _on_points(with_vjp(fn, [aval], aval), like.shape, points, inline)
+    if twice:
+
+        def first(h: Any) -> Any:
+            y, pull = jax.vjp(fn, h)
+            return pull(jnp.ones_like(y))[0]
+
+        _, curve = _on_points(with_vjp(first, [aval], aval), like.shape, np.array(SMOOTH_POINTS), inline)
+        slope = np.concatenate([slope, curve])
+    return Profile(points, value, slope)
+
+
+def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> tuple[np.ndarray, np.ndarray]:
+    """Evaluates an elementwise program of one array and its cotangent with the points laid along one axis."""
+    axis = next((i for i in reversed(range(len(shape))) if shape[i] != 1), None)
     if axis is None:
-        rows = [evaluate(closed, [np.full(like.shape, p), np.ones(like.shape)], None, inline) for p in points]
-        return Profile(points, np.array([r[0].item() for r in rows]), np.array([r[1].item() for r in rows]))
-    sizes = {s: 2 for s in like.shape if s != 1} | {like.shape[axis]: len(points)}
-    shape = tuple(sizes.get(s, s) for s in like.shape)
-    line = points.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-    value, slope = evaluate(closed, [np.broadcast_to(line, shape), np.ones(shape)], Sizes(sizes), inline)
-    pick = tuple(slice(None) if i == axis else 0 for i in range(len(shape)))
-    return Profile(points, np.broadcast_to(value, shape)[pick], np.broadcast_to(slope, shape)[pick])
+        rows = [evaluate(closed, [np.full(shape, p), np.ones(shape)], None, inline) for p in points]
+        return np.array([r[0].item() for r in rows]), np.array([r[1].item() for r in rows])
+    # Axes of one real size reduce to one size: with a square shape every chunk of points becomes a square.
+    chunk = len(points) if shape.count(shape[axis]) == 1 else 48
+    values, slopes = [], []
+    for i in range(0, len(points), chunk):
+        part = points[i : i + chunk]
+        sizes = {s: 2 for s in shape if s != 1} | {shape[axis]: len(part)}
+        reduced = tuple(sizes.get(s, s) for s in shape)
+        line = part.reshape([-1 if i == axis else 1 for i in range(len(reduced))])
+        value, slope = evaluate(closed, [np.broadcast_to(line, reduced), np.ones(reduced)], Sizes(sizes), inline)
+        pick = tuple(slice(None) if i == axis else 0 for i in range(len(reduced)))
+        values.append(np.broadcast_to(value, reduced)[pick])
+        slopes.append(np.broadcast_to(slope, reduced)[pick])
+    return np.concatenate(values), np.concatenate(slopes)
 
 
-def _points(literals: Sequence[float], dtype: Any) -> np.ndarray:
-    extra = []
-    for c in literals:
-        step = 2.0**-23 * max(abs(c), 2.0**-20)
-        extra += [c, c - step, c + step, -c]
-    return np.array([*SMOOTH_POINTS, *HARD_POINTS, *extra])
+def _points(switches: Sequence[float]) -> np.ndarray:
+    steps = [2.0**-22 * max(abs(c), 2.0**-20) for c in switches]
+    near = [c + sign * step for c, step in zip(switches, steps, strict=True) for sign in (-1, 0, 1)]
+    ordered = sorted(switches)
+    between_them = [(a + b) / 2 for a, b in zip(ordered, ordered[1:], strict=False)]
+    return np.array([*SMOOTH_POINTS, *HARD_POINTS, *near, *between_them, *_GRID, *-_GRID])

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend import core as jex_core
 
 from .canonical import ONE, View
-from .evaluate import CannotEvaluate, evaluate, promote
 from .ir import Block, Literal, Node, Value
 from .rewrite import slice_jaxpr
+from .signature import Memo, node_signature
 
 VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims".split())
 SCALINGS = frozenset("mul div neg".split())
@@ -199,8 +201,12 @@ def escapes(region: Region) -> list[Escape]:
     return found
 
 
-def constant_array(view: View, value: Value) -> np.ndarray | None:
-    """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None."""
+def constant_array(view: View, value: Value, memo: Memo) -> np.ndarray | None:
+    """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
+
+    Computed by JAX in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
+    the one its formula suggests. `memo` remembers the result, since layers repeat their masks.
+    """
     if math.prod(value.shape) > _CONSTANT_LIMIT:
         return None
     block = view.block
@@ -209,9 +215,9 @@ def constant_array(view: View, value: Value) -> np.ndarray | None:
     stack = [value]
     while stack:
         v = stack.pop()
-        node = block.producer.get(v.id)
         if v.id in view.known_inputs:
             continue
+        node = block.producer.get(v.id)
         if node is None:
             if not isinstance(consts.get(v.id), np.ndarray | np.generic) and not _concrete(consts.get(v.id)):
                 return None
@@ -221,25 +227,20 @@ def constant_array(view: View, value: Value) -> np.ndarray | None:
             nodes[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     if not nodes:
-        return promote(np.asarray(consts[value.id])) if value.id in consts else None
-    try:
-        return evaluate(slice_jaxpr(block, [nodes[i] for i in sorted(nodes)], (), value, view.known_inputs), [])[0]
-    except CannotEvaluate:
-        return None
+        return np.asarray(consts[value.id]) if value.id in consts else None
+    ordered = [nodes[i] for i in sorted(nodes)]
+    number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
+    number.update((i, ("const", id(c))) for i, c in consts.items())
+    key = ("constant", tuple(node_signature(n, number) for n in ordered), number[value.id])
+    return memo.once(key, lambda: _compute(view, ordered, value))
+
+
+def _compute(view: View, nodes: list[Node], value: Value) -> np.ndarray:
+    fn = jex_core.jaxpr_as_fun(slice_jaxpr(view.block, nodes, (), value, view.known_inputs))
+    with jax.ensure_compile_time_eval():
+        return np.asarray(fn()[0])
 
 
 def _concrete(const: Any) -> bool:
     """A captured array whose values can be read now (not a tracer of an enclosing transformation)."""
     return const is not None and hasattr(const, "is_fully_addressable") and not hasattr(const, "_trace")
-
-
-def literal_values(nodes: Iterable[Node]) -> list[float]:
-    """Every finite float or int literal written in the nodes, custom-rule bodies included."""
-    out: list[float] = []
-    for node in nodes:
-        for atom in node.inputs:
-            if isinstance(atom, Literal) and not atom.shape and np.asarray(atom.val).dtype.kind in "fiuV":
-                out.append(float(atom.val))
-        for block in node.blocks:
-            out += literal_values(block.nodes)
-    return [c for c in out if math.isfinite(c)]

@@ -107,6 +107,9 @@ def product(view: View, factors: Sequence[tuple[Ref, tuple[int | None, ...], flo
         if power is None:  # cannot leave the edge (a root of a negative, a power of zero)
             flat.append((ref, al, exponent))
             continue
+        if not math.isfinite(coef * power):
+            flat.append((ref, al, exponent))
+            continue
         coef *= power
         inner = view.nodes[ref.nid]
         if ref.nid == ONE:
@@ -140,7 +143,11 @@ def _power(coef: Coef, exponent: float) -> float | None:
         return None
     if coef == 0 and exponent < 0:
         return None
-    return float(coef) ** exponent
+    try:
+        power = float(coef) ** exponent
+    except OverflowError:
+        return None
+    return power if math.isfinite(power) or not math.isfinite(coef) else None
 
 
 def _compose(axes: tuple[int, ...], al: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -426,6 +433,8 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 def is_jax_rule(node: Node) -> bool:
     """True for a custom_jvp_call whose function is defined inside JAX itself (jax.nn.relu and the like)."""
     if node.primitive != "custom_jvp_call" or not node.blocks:
+        return False
+    if not defined_in_jax(node.params.get("jvp_jaxpr_fun")):
         return False
     return defined_in_jax(node.blocks[0].jaxpr)
 

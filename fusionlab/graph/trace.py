@@ -77,14 +77,14 @@ def bind_static(
     """Splits off static arguments: (function of the dynamic ones, dynamic args, dynamic kwargs)."""
     nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
+    positional, variadic = _positional_names(fn)
     for n in nums:
-        if not -len(args) <= n < len(args):
-            raise ArgumentError(f"static_argnums: got {n}, needed an index into the {len(args)} positional arguments")
-    static = {n % len(args): args[n] for n in nums}
-    names |= _parameter_names(fn, static)
-    for i, name in enumerate(_positional_names(fn)):
-        if name in names and i < len(args):
-            static[i] = args[i]
+        if not variadic and not -len(positional) <= n < len(positional):
+            raise ArgumentError(f"static_argnums: got {n}, needed an index into the {len(positional)} positional parameters")
+    width = len(args) if variadic else len(positional)
+    places = {n % max(width, 1) for n in nums} | {i for i, name in enumerate(positional) if name in names}
+    names |= {positional[i] for i in places if i < len(positional)}
+    static = {i: args[i] for i in places if i < len(args)}
     static_kw = {k: v for k, v in kwargs.items() if k in names}
     if not static and not static_kw:
         return fn, args, kwargs
@@ -99,21 +99,18 @@ def bind_static(
     return call, dynamic, {k: v for k, v in kwargs.items() if k not in static_kw}
 
 
-def _positional_names(fn: Callable) -> list[str]:
+def _positional_names(fn: Callable) -> tuple[list[str], bool]:
+    """Names of the positional parameters, and whether there may be more of them than names."""
     try:
         params = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        return []
-    return [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _parameter_names(fn: Callable, static: dict[int, Any]) -> set[str]:
-    names = _positional_names(fn)
-    return {names[i] for i in static if i < len(names)}
+        return [], True
+    names = [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names, any(p.kind is p.VAR_POSITIONAL for p in params)
 
 
 def _input_names(fn: Callable, args: tuple, static_argnums: Any, dyn_args: tuple, dyn_kwargs: dict) -> tuple[str, ...]:
-    positional = _positional_names(fn)
+    positional, _ = _positional_names(fn)
     if len(dyn_args) != len(args):
         kept = {id(a) for a in dyn_args}
         positional = [n for n, a in zip(positional, args, strict=False) if id(a) in kept]

@@ -92,6 +92,13 @@ def explicit_sharding(value: Any) -> Any:
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
+def is_explicitly_sharded(value: Any) -> bool:
+    """Whether an axis of an array, or of a shape, is sharded over an explicit mesh axis."""
+    sharding = getattr(jax.typeof(value) if isinstance(value, jax.Array) else value, "sharding", None)
+    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", ())
+    return mesh is not None and AxisType.Explicit in mesh.axis_types and any(axis is not None for axis in spec)
+
+
 def zero_tangent(value: Any) -> Any:
     """The symbolic zero that is the tangent of a value nothing moves."""
     return ad.Zero(jax.typeof(value).to_tangent_aval())

@@ -243,7 +243,7 @@ class Op(abc.ABC):
 
     def check_implementation(self, name: object) -> None:
         """Raises UnknownNameError unless `name` is None or one of this op's implementations."""
-        if name is not None and name not in self.implementations:
+        if name is not None and (not isinstance(name, str) or name not in self.implementations):
             raise unknown_name(f"{self.name} implementation", name, self.implementations)
 
     def _operand_names(self, role: str, count: int, params: Mapping[str, Any]) -> tuple[str, ...]:

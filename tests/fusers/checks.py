@@ -57,7 +57,9 @@ def weighed(fn: Any) -> Any:
 def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Indices of the arguments all of whose leaves are floating."""
     return tuple(
-        i for i, a in enumerate(args) if all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(a))
+        i
+        for i, a in enumerate(args)
+        if all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(a))
     )
 
 
@@ -65,7 +67,9 @@ def agree(fn: Any, *args: Any, factor: float = 1.0, **options: Any) -> fl.Findin
     """Asserts that `fl.fuse(fn)` has `fn`'s values and gradients; returns what was found."""
     fused = fl.fuse(fn, **options)
     want, got = (jax.jit(lambda *a, f=f: (f(*a), jax.grad(weighed(f), floats(args))(*a)))(*args) for f in (fn, fused))
-    inner = max(ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args))  # f32 gradients of a bf16 layer are bf16 ones
+    inner = max(
+        ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args)
+    )  # f32 gradients of a bf16 layer are bf16 ones
     close(got, want, factor, inner)
     return fused.findings(*args)
 

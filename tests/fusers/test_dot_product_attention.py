@@ -100,6 +100,25 @@ def test_one_value_as_query_key_and_value_is_a_site():
     assert len({v.id for v in site.leaves.values()}) == 1
 
 
+FACTORS = {
+    "on the values": lambda q, k, v: einsum_form(q, k, 2 * v),
+    "on the result": lambda q, k, v: 3 * einsum_form(q, k, v),
+    "on both": lambda q, k, v: einsum_form(q, k, v / 2) * 5,
+    "inside an activation that makes the values": lambda q, k, v: einsum_form(q, k, 0.5 * v * (1 + jnp.tanh(v))),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_on_the_values_or_the_result_stays_outside_the_site(name):
+    assert fused(FACTORS[name], Q, K, V).attrs["scale"] == pytest.approx(0.5)
+
+
+def test_a_factor_on_the_weights_is_declined():
+    rejection = declined(lambda q, k, v: einsum_form(q, k, v, softmax=lambda s: 2 * jax.nn.softmax(s)), Q, K, V)
+    assert rejection.code == "structure"
+    assert "carries a factor that the values do not" in rejection.sentence
+
+
 def test_bf16_with_a_softmax_in_f32_is_a_site():
     def attend(q, k, v):
         s = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * 0.5
@@ -110,7 +129,9 @@ def test_bf16_with_a_softmax_in_f32_is_a_site():
 
 @pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
 def test_each_named_implementation_runs_and_has_the_same_values_and_gradients(implementation):
-    site = fused(lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool))), *N, implementation=implementation)
+    site = fused(
+        lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool))), *N, implementation=implementation
+    )
     verdicts = {b.name: b.verdict for b in site.backends}
     assert verdicts[implementation] in ("chosen", "same code")
 
@@ -158,7 +179,10 @@ SOFTMAXES = {
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_every_spelling_of_softmax_is_found_causal_too(name):
     assert fused(lambda q, k, v: einsum_form(q, k, v, softmax=SOFTMAXES[name]), Q, K, V).attrs["is_causal"] is False
-    found = fl.find(lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool)), softmax=SOFTMAXES[name], fill=-1e9), *N)
+    found = fl.find(
+        lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool)), softmax=SOFTMAXES[name], fill=-1e9),
+        *N,
+    )
     assert [c.attrs["is_causal"] for c in sites(found)] == [True]
 
 
@@ -176,7 +200,9 @@ def test_division_after_the_product_with_v_is_found():
 TRIL = np.tril(np.ones((16, 16), bool))
 CAUSAL = {
     "where tril": lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf),
-    "where iota": lambda s: jnp.where(lax.broadcasted_iota(int, s.shape, 2) >= lax.broadcasted_iota(int, s.shape, 3), s, -1e30),
+    "where iota": lambda s: jnp.where(
+        lax.broadcasted_iota(int, s.shape, 2) >= lax.broadcasted_iota(int, s.shape, 3), s, -1e30
+    ),
     "where later, the fill": lambda s: jnp.where(jnp.triu(jnp.ones(s.shape[-2:], bool), 1), jnp.finfo(s.dtype).min, s),
     "a captured numpy mask": lambda s: jnp.where(TRIL[:6, :6], s, -1e9),
     "a captured jax mask, cut to length": lambda s: jnp.where(jnp.asarray(TRIL)[: s.shape[-2], : s.shape[-1]], s, -1e9),
@@ -243,7 +269,9 @@ def test_an_added_bias_that_is_an_argument_is_declined():
 
 @pytest.mark.parametrize("fill", [0.5, 0.0, -10.0, -9999.0])
 def test_a_fill_that_still_gives_weight_is_declined(fill):
-    rejection = declined(lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 7), bool)), fill=fill), Q, K, V)
+    rejection = declined(
+        lambda q, k, v: einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 7), bool)), fill=fill), Q, K, V
+    )
     assert rejection.code == "scalar"
     assert f"masked scores become {fill:g}" in rejection.sentence
     assert rejection.edit == "fill with -jnp.inf"
@@ -275,7 +303,10 @@ NEAR_MISSES = {
     "soft cap": (near(softmax=lambda s: jax.nn.softmax(jnp.tanh(s / 30) * 30)), None),
     "sigmoid attention": (near(softmax=lambda s: jnp.exp(s) / (1 + jnp.exp(s))), None),
     "one plus": (near(softmax=lambda s: (e := jnp.exp(s)) / (1 + e.sum(-1, keepdims=True))), None),
-    "a gradient stopped at the weights": (near(softmax=lambda s: lax.stop_gradient(jax.nn.softmax(s))), "stop_gradient"),
+    "a gradient stopped at the weights": (
+        near(softmax=lambda s: lax.stop_gradient(jax.nn.softmax(s))),
+        "stop_gradient",
+    ),
     "a gradient stopped at the scores": (near(softmax=lambda s: jax.nn.softmax(lax.stop_gradient(s))), "stop_gradient"),
     "named weights": (near(softmax=lambda s: checkpoint_name(jax.nn.softmax(s), "weights")), "structure"),
     "a negative scale": (near(softmax=lambda s: jax.nn.softmax(-s)), "mask"),
@@ -291,6 +322,15 @@ def test_a_near_miss_is_declined_and_stays_right(name):
     assert code is None or rejection.code == code
     assert rejection.matched < rejection.total or rejection.code in ("axes", "mask")
     assert "(test_dot_product_attention.py:" in rejection.sentence or rejection.code == "mask"
+
+
+def test_the_guilty_node_is_the_one_that_differs():
+    for name, guilty in (
+        ("soft cap", "= tanh ("),
+        ("sigmoid attention", "= add ("),
+        ("a gradient stopped at the scores", "= stop_gradient ("),
+    ):
+        assert guilty in declined(NEAR_MISSES[name][0], *S).sentence
 
 
 def test_q_and_k_exchanged_is_attention_of_the_other():

@@ -296,7 +296,12 @@ DECLINED = {
     "subtracted bias": (lambda x, w, b: b - x @ w, (X, W, B), "bias", "subtracts"),
     "weight of rank 3": (lambda x, w, b: x @ w + b, (X2, W3, B), "rank", "a weight of rank 3: a batch of matrices"),
     "a vector": (lambda x, w, b: x @ w + b, (X[0], W, B), "rank", "multiplies a vector"),
-    "factor before the bias": (lambda x, w, b: 0.5 * (x @ w) + b, (X, W, B), "scalar", "multiplied by 0.5 before the bias"),
+    "factor before the bias": (
+        lambda x, w, b: 0.5 * (x @ w) + b,
+        (X, W, B),
+        "scalar",
+        "multiplied by 0.5 before the bias",
+    ),
     "f32 bias on a bf16 product": (
         lambda x, w, b: x @ w + b,
         (X.astype(jnp.bfloat16), W.astype(jnp.bfloat16), B),

@@ -228,9 +228,9 @@ def test_a_value_that_is_no_leaf_stops_the_cut():
 
 def test_an_operand_read_in_two_dtypes_is_no_operand():
     def fn(x, w, b):
-        return (x @ w).astype(jnp.bfloat16).astype(jnp.float32) + (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(
-            jnp.float32
-        ) * b
+        return (x @ w).astype(jnp.bfloat16).astype(jnp.float32) + (
+            x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        ).astype(jnp.float32) * b
 
     with pytest.raises(NotARegion, match="operand x is read in 2 different forms"):
         region_of(fn, X, W, B)

@@ -23,9 +23,7 @@ P = RNG.random((3, 4)) < 0.5
 R = RNG.random((3, 4)) < 0.5
 SPECIAL = np.array([0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, np.nan, 1e4, -1e4])
 
-UNARY = (
-    "exp exp2 expm1 sin cos tan tanh sinh cosh asinh atan floor ceil sign abs neg square cbrt logistic erf erfc is_finite round"
-)
+UNARY = "exp exp2 expm1 sin cos tan tanh sinh cosh asinh atan floor ceil sign abs neg square cbrt logistic erf erfc is_finite round"
 POSITIVE = "log log1p sqrt rsqrt asin acos atanh"
 BINARY = "add sub mul div max min atan2 rem eq ne gt ge lt le"
 
@@ -123,7 +121,9 @@ GRADIENTS = {
     "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
     "silu": jax.nn.silu,
     "softmax": jax.nn.softmax,
-    "softmax by hand": lambda x: jnp.exp(x - x.max(-1, keepdims=True)) / jnp.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True),
+    "softmax by hand": lambda x: (
+        jnp.exp(x - x.max(-1, keepdims=True)) / jnp.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
+    ),
     "product": lambda x: jnp.einsum("mk,nk->mn", x, x) @ x,
     "norm": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5),
 }

@@ -147,7 +147,10 @@ def test_the_right_values_with_another_gradient_are_declined_for_the_gradient(dt
     """At a tie the gradient of where(h < 0, 0, h) is 1: neither relu's 0 nor maximum's 1/2."""
     found = recognised(lambda h: jnp.where(h < 0, 0, h), DTYPES[dtype])
     assert (found.name, found.code) == (None, "gradient")
-    assert found.why in ("its values are relu's but its gradient is not", "its values are relu_tie's but its gradient is not")
+    assert found.why in (
+        "its values are relu's but its gradient is not",
+        "its values are relu_tie's but its gradient is not",
+    )
 
 
 def test_the_two_gelus_are_told_apart_in_both_dtypes():

@@ -14,7 +14,9 @@ from fusionlab.graph.pattern import Example, pattern_of
 from fusionlab.graph.trace import trace
 
 LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
-SCALED = Example("scaled", lambda q, k, s: jnp.exp(jnp.einsum("btc,bsc->bts", q, k) * s), {"q": "btc", "k": "bsc"}, ("s",))
+SCALED = Example(
+    "scaled", lambda q, k, s: jnp.exp(jnp.einsum("btc,bsc->bts", q, k) * s), {"q": "btc", "k": "bsc"}, ("s",)
+)
 ATTENTION = Example(
     "attention",
     lambda q, k, v, s: jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.einsum("btc,bsc->bts", q, k) * s), v),

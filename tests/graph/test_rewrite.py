@@ -66,7 +66,13 @@ def nested(x):
     return layer(lax.scan(body, x, None, length=2)[0])
 
 
-SITES = {"scan": (in_scan, 1), "while": (in_while, 1), "cond": (in_cond, 2), "remat": (in_remat, 1), "nested": (nested, 4)}
+SITES = {
+    "scan": (in_scan, 1),
+    "while": (in_while, 1),
+    "cond": (in_cond, 2),
+    "remat": (in_remat, 1),
+    "nested": (nested, 4),
+}
 
 
 @pytest.mark.parametrize("name", SITES)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
-from ..arrays import batch_to_front, canonical_precision, check_dtypes
+from ..arrays import batch_to_front, canonical_precision, check_dtypes, is_explicitly_sharded
 from ..op import Implementation, Op
 from . import blockwise, reference
 
@@ -16,6 +16,12 @@ Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _BLOCKWISE_SCORES = 512 * 512  # per head; below, the composite fits in the cache and is as fast or faster
+
+
+def _refuses_blockwise(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes cannot be looped over in blocks"
+    return None
 
 
 class DotProductAttention(Op):
@@ -37,6 +43,7 @@ class DotProductAttention(Op):
             blockwise.forward,
             reference.tangent,
             blockwise.cotangent,
+            _refuses_blockwise,
         ),
     }
 
@@ -76,6 +83,8 @@ class DotProductAttention(Op):
         t, s = shapes["query"].shape[-3], shapes["key"].shape[-3]
         if device.platform != "cpu":
             return "xla", "what XLA runs anyway: the blockwise form was measured on CPUs only"
+        if refusal := _refuses_blockwise(shapes, device):
+            return "xla", f"what XLA runs anyway: {refusal}"
         if t * s < _BLOCKWISE_SCORES:
             return "xla", f"what XLA runs anyway: {t} x {s} scores a head are too few for blocks to gain"
         return "xla_blockwise", f"{t} x {s} scores a head: measured faster on a CPU, and the score matrix never exists"

@@ -35,21 +35,19 @@ class GemmEpilogue(Op):
     }
 
     def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given: dict[str, Any] = dict(zip(self.slots, operands, strict=False))
-        x, w, bias = (given.get(slot) for slot in self.slots)
+        x, w, bias = _check_ranks(*operands)
         known = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None, "implementation": None}
         for key in attrs:
             if key not in known:
                 raise unknown_name("gemm_epilogue attribute", key, known)
         full = known | dict(attrs)
-        if full["activation"] not in ACTIVATIONS:
+        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
             raise unknown_name("activation", full["activation"], ACTIVATIONS)
         self.check_implementation(full["implementation"])
-        _check_ranks(x, w, bias)
         full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
-        present = tuple(a for a in (x, w, bias) if a is not None)
+        present: tuple[Any, ...] = tuple(a for a in (x, w, bias) if a is not None)
         check_dtypes(self.name, dict(zip(self.slots, present, strict=False)), DTYPES)
         full["precision"] = canonical_precision(full["precision"])
         return present, full
@@ -103,7 +101,7 @@ def _axis(name: str, value: Any, rank: int) -> int:
     return axis % rank
 
 
-def _check_ranks(x: Any, w: Any, bias: Any) -> None:
+def _check_ranks(x: Any = None, w: Any = None, bias: Any = None) -> tuple[Any, Any, Any]:
     for slot, value in (("x", x), ("w", w)):
         if value is None:
             raise ArgumentError(f"gemm_epilogue: {slot} is missing, needed an array")
@@ -121,6 +119,7 @@ def _check_ranks(x: Any, w: Any, bias: Any) -> None:
             f"gemm_epilogue: bias has shape {tuple(bias.shape)}, rank {len(bias.shape)}; needed rank 1, one entry for "
             f"each output feature"
         )
+    return x, w, bias
 
 
 def _check_sizes(x: Any, w: Any, bias: Any, x_contract: int, w_contract: int) -> None:

@@ -1,0 +1,84 @@
+"""Signatures: hashable forms of nodes and regions, equal where they compute the same thing the same way; and a memory keyed by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .ir import Block, Literal, Node, Value
+
+if TYPE_CHECKING:
+    from .region import Region
+
+
+@dataclass
+class Memo:
+    """Remembers answers by everything that matters; `hits` and `misses` are visible."""
+
+    hits: int = field(default=0, kw_only=True)
+    misses: int = field(default=0, kw_only=True)
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key in self._known:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self._known[key] = make()
+        return self._known[key]
+
+
+def region_signature(region: Region) -> Any:
+    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
+    number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
+    number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
+    for value in region.inputs:
+        number[value.id] = len(number)
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    leaves = tuple((name, number[v.id], v.shape, str(v.dtype)) for name, v in region.leaves.items())
+    body = tuple(node_signature(n, number) for n in nodes)
+    return leaves, body, number.get(region.root.id)
+
+
+def node_signature(node: Node, number: dict[int, Any]) -> Any:
+    """A hashable form of a node; `number` renames values in order of appearance and is extended."""
+    ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
+    params = tuple(
+        sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v))
+    )
+    for value in node.outputs:
+        number[value.id] = len(number)
+    outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
+    return node.primitive, ins, params, outs, tuple(_block_signature(b) for b in node.blocks)
+
+
+_IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
+
+
+def _block_signature(block: Block) -> Any:
+    number = {v.id: i for i, v in enumerate(block.inputs)}
+    for value, const in block.consts:
+        number[value.id] = -1 - (id(const) & 0xFFFFFFFFFFFF)  # a captured array is equal only to itself
+    body = tuple(node_signature(n, number) for n in block.nodes)
+    return body, tuple(number[a.id] if isinstance(a, Value) else _literal_key(a) for a in block.outputs)
+
+
+def _literal_key(literal: Literal) -> Any:
+    return "lit", repr(np.asarray(literal.val).tolist()), str(literal.dtype)
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return any(hasattr(i, "eqns") or hasattr(i, "jaxpr") for i in items)
+
+
+def _param_key(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_param_key(v) for v in value)
+    if isinstance(value, int | float | bool | np.integer | np.floating):
+        return float(value)
+    text = str(value)
+    return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text

@@ -1,0 +1,387 @@
+"""The search and its report: counts for every pass asked, stable ids, reasons, explanations, exports, strategies."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fusionlab as fl
+from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
+from fusionlab.fusers.base import reject
+from fusionlab.fusers.find import _number, _settle, find_in
+from fusionlab.fusers.registry import registry
+
+from .checks import normal, primitives
+
+X, W, B = normal((6, 8), (8, 8), (8,))
+PASSES = ("gemm_epilogue", "dot_product_attention")
+
+
+def model(x):
+    with jax.named_scope("encoder"):
+        for i in range(2):
+            with jax.named_scope(f"layer_{i}"):
+                x = jax.nn.relu(x @ W + B)
+                x = jnp.tanh(x @ W + B)
+        q = x.reshape(6, 2, 4)
+        p = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, q))
+    with jax.named_scope("head"):
+        return jnp.einsum("hts,shd->thd", p, q), jax.nn.leaky_relu(x @ W + B)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return fl.find(model, X)
+
+
+# -- counts, lines, ids -----------------------------------------------------------------------------------------------
+
+
+def test_counts_have_every_pass_asked_even_at_zero():
+    nothing = fl.find(lambda x: jnp.sin(x), X)
+    assert nothing.counts() == {"gemm_epilogue": 0, "dot_product_attention": 0}
+    assert fl.find(lambda x: jnp.sin(x), X, passes="gemm_epilogue").counts() == {"gemm_epilogue": 0}
+    assert str(nothing).splitlines() == [
+        "gemm_epilogue: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
+        "dot_product_attention: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
+    ]
+
+
+def test_the_report_has_one_line_a_pass_with_reasons_and_node_counts(found):
+    first, second = str(found).splitlines()
+    before, one, other = found.graph.node_count, found.apply(["gemm_epilogue"]), found.apply(["dot_product_attention"])
+    assert first == f"gemm_epilogue: 5 subgraphs fused, 1 declined (activation), nodes {before} -> {one.node_count}"
+    assert second == f"dot_product_attention: 1 subgraphs fused, 0 declined, nodes {before} -> {other.node_count}"
+    assert one.node_count < before
+    assert other.node_count < before
+
+
+def test_a_reason_met_twice_is_counted():
+    def two(x):
+        return jax.nn.leaky_relu(x @ W + B), jax.nn.softplus(x @ W - B), jnp.sin(x @ W + B)
+
+    assert "3 declined (activation x2, bias)" in str(fl.find(two, X, passes="gemm_epilogue"))
+
+
+def test_ids_are_pass_scope_and_ordinal_in_program_order(found):
+    assert [x.id for x in (*found.candidates, *found.rejections)] == [
+        "gemm_epilogue@encoder/layer_0#1",
+        "gemm_epilogue@encoder/layer_0#2",
+        "gemm_epilogue@encoder/layer_1#1",
+        "gemm_epilogue@encoder/layer_1#2",
+        "dot_product_attention@head#1",
+        "gemm_epilogue@head#1",
+        "gemm_epilogue@head#2",
+    ]
+    assert found.candidates[0].scope == "encoder/layer_0"
+
+
+def test_ids_are_unique_and_the_same_on_every_search(found):
+    ids = [x.id for x in (*found.candidates, *found.rejections)]
+    assert len(set(ids)) == len(ids) == 7
+    jax.clear_caches()
+    again = fl.find(model, X)
+    assert [x.id for x in (*again.candidates, *again.rejections)] == ids
+    only = fl.find(model, X, passes="gemm_epilogue")
+    assert [c.id for c in only.candidates] == [c.id for c in found.candidates if c.pass_name == "gemm_epilogue"]
+
+
+def test_a_rejection_and_a_candidate_of_one_scope_are_numbered_together():
+    def fn(x):
+        a = x @ W
+        return jax.nn.relu(a + B) + jnp.sum(a), jax.nn.relu(x @ (2 * W) + B)
+
+    found = fl.find(fn, X, passes="gemm_epilogue")
+    assert [r.id for r in found.rejections] == ["gemm_epilogue@#1"]
+    assert [c.id for c in found.candidates] == ["gemm_epilogue@#2"]
+
+
+def test_a_site_is_looked_up_by_id_and_a_wrong_id_lists_the_valid_ones(found):
+    site = found.candidates[0]
+    assert found[site.id] is site
+    assert found[found.rejections[0].id] is found.rejections[0]
+    with pytest.raises(UnknownNameError, match=r"unknown site 'gemm_epilogue@encoder/layer_0#9'.*Did you mean"):
+        found["gemm_epilogue@encoder/layer_0#9"]
+
+
+def test_every_rejection_code_has_a_sentence():
+    from fusionlab.errors import REJECTIONS
+
+    assert all(text and not text.endswith(".") for text in REJECTIONS.values())
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+
+def test_sites_are_selected_by_id_and_by_pass(found):
+    ids = [c.id for c in found.candidates]
+    assert [c.id for c in found.select()] == ids
+    assert [c.id for c in found.select([ids[1]])] == [ids[1]]
+    assert [c.id for c in found.select(skip=[ids[0], "dot_product_attention"])] == [
+        i for i in ids[1:] if i.startswith("gemm")
+    ]
+    assert found.select([]) == ()
+    assert [c.pass_name for c in found.select(["dot_product_attention"])] == ["dot_product_attention"]
+    with pytest.raises(UnknownNameError, match="unknown site or pass 'gemm_epilogues'"):
+        found.select(["gemm_epilogues"])
+
+
+def test_applying_everything_leaves_one_named_node_a_site(found):
+    graph = found.apply()
+    names = primitives(graph)
+    assert names.count("gemm_epilogue") == 5
+    assert names.count("dot_product_attention") == 1
+    assert isinstance(graph, fl.Graph)
+    assert graph.in_names == found.graph.in_names
+
+
+# -- overlap ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_sites_overlap_the_larger_wins_and_the_smaller_names_it(found):
+    a, b = found.candidates[0], found.candidates[1]
+    from dataclasses import replace
+
+    larger = replace(a, node_ids=a.node_ids | b.node_ids, nodes_before=99, formula="both layers", pass_name="other")
+    candidates, rejections = _number(*_settle([b, larger]))
+    (winner,), (loser,) = candidates, rejections
+    assert winner.formula == "both layers"
+    assert (loser.code, loser.winner) == ("overlap", winner.id)
+    assert "shares nodes with both layers of other, which is larger" in loser.sentence
+    assert set(loser.node_ids) == set(b.node_ids)
+
+
+# -- explanations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_of_a_site_is_explained_with_backends_and_residuals(found):
+    site = found.candidates[0]
+    node = found.graph.node_by_id[min(site.node_ids)]
+    for handle in (node, node.id, node.outputs[0].name, site.id):
+        text = found.explain(handle)
+        assert site.id in text
+        assert "relu(x @ w + b)" in text
+        assert "backend xla: same code, what XLA runs anyway" in text
+        assert "saves mask bool[6, 8], 48 bytes, read by dx, dw, dbias" in text
+
+
+def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
+    (rejection,) = found.rejections
+    text = found.explain(rejection.id)
+    assert "declined [activation]" in text
+    assert "no known activation" in text
+    assert f"({rejection.matched} of {rejection.total} matched)" in text
+    assert "Edit: use one of relu" in text
+    assert found.explain(rejection.node_ids[0]).count("declined [activation]") == 1
+
+
+def test_a_node_in_no_site_says_which_passes_were_asked():
+    found = fl.find(lambda x: jnp.sin(x), X)
+    assert found.explain("%1").splitlines()[1] == (
+        "  in no site: no pass asked (gemm_epilogue, dot_product_attention) has its anchor here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("%999", "no node makes %999"), (12345, "needed a value"), (None, "needed a value"), ("sin", "needed a value")],
+)
+def test_what_cannot_be_explained_says_what_can(found, what, message):
+    with pytest.raises(ArgumentError, match=message):
+        found.explain(what)
+
+
+# -- exports ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_plain_json_that_round_trips(found):
+    data = json.loads(found.to_json())
+    assert data == json.loads(json.dumps(found.to_dict()))
+    assert data["counts"] == {"gemm_epilogue": 5, "dot_product_attention": 1}
+    assert data["passes"] == list(PASSES)
+    assert data["lines"] == str(found).splitlines()
+    assert data["jax"] == jax.__version__
+    assert {c["id"] for c in data["candidates"]} == {c.id for c in found.candidates}
+    assert data["rejections"][0]["code"] == "activation"
+    assert data["rejections"][0]["source"].startswith("test_find.py:")
+    assert set(data["seconds"]) == {"canonicalise", *PASSES}
+    assert all(s >= 0 for s in data["seconds"].values())
+
+
+def test_the_table_has_one_row_a_candidate_and_a_rejection(found):
+    table = found.to_dataframe()
+    assert len(table) == 7
+    assert list(table.state) == ["candidate"] * 6 + ["declined"]
+    assert table[table.state == "declined"].code.tolist() == ["activation"]
+    assert table.formula.tolist()[0] == "relu(x @ w + b)"
+
+
+def test_the_repr_is_one_line(found):
+    assert repr(found) == "Findings('model', 6 candidates, 1 declined)"
+    assert str(found.candidates[0]).startswith("gemm_epilogue@encoder/layer_0#1: relu(x @ w + b) (test_find.py:")
+
+
+# -- passes and strategies --------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
+    with pytest.raises(UnknownNameError) as caught:
+        fl.find(model, X, passes=["gemm_epilog"])
+    assert str(caught.value) == (
+        "unknown pass 'gemm_epilog'; valid: dot_product_attention, gemm_epilogue. Did you mean 'gemm_epilogue'?"
+    )
+    with pytest.raises(UnknownNameError, match="unknown pass 'attention'"):
+        fl.fuse(model, passes="attention")
+
+
+def test_a_misspelt_option_lists_the_valid_ones():
+    with pytest.raises(UnknownNameError, match=r"unknown option of pass gemm_epilogue 'strict'; valid: strict_rank"):
+        fl.find(model, X, passes=fl.Strategy(gemm_epilogue=dict(strict=True)))
+
+
+def test_passes_are_asked_in_the_registrys_order_however_they_are_named():
+    assert fl.find(model, X, passes=["dot_product_attention", "gemm_epilogue"]).passes == PASSES
+    assert fl.find(model, X, passes="dot_product_attention").passes == ("dot_product_attention",)
+    assert fl.find(model, X, passes=fl.Strategy(dot_product_attention=True, gemm_epilogue=False)).passes == (
+        "dot_product_attention",
+    )
+    assert fl.find(model, X, passes=[]).passes == ()
+
+
+def test_an_option_reaches_its_pass():
+    def layer(x, w):
+        return jax.nn.relu(x @ w + B)
+
+    for strict, count in ((False, 1), (True, 0)):
+        strategy = fl.Strategy(gemm_epilogue=dict(strict_rank=strict))
+        assert fl.find(layer, X[None], W[None], passes=strategy).counts() == {"gemm_epilogue": count}
+
+
+def test_a_strategy_round_trips_through_json_and_is_frozen():
+    strategy = fl.Strategy(gemm_epilogue=dict(strict_rank=True), dot_product_attention=False)
+    again = fl.Strategy.from_json(strategy.to_json())
+    assert dict(again) == dict(strategy)
+    assert hash(again) == hash(strategy)
+    assert repr(strategy) == "Strategy(gemm_epilogue={'strict_rank': True}, dot_product_attention=False)"
+    with pytest.raises(AttributeError, match="frozen"):
+        strategy.gemm_epilogue = False
+
+
+@pytest.mark.parametrize("bad", ["[1, 2]", "not json", '{"gemm_epilogue": 3}'])
+def test_what_is_no_strategy_is_refused(bad):
+    with pytest.raises(ArgumentError, match="Strategy"):
+        fl.Strategy.from_json(bad)
+
+
+def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
+    passes = list(fl.passes())
+    assert [p.name for p in passes][:2] == list(PASSES)
+    for pass_ in passes:
+        fn, args = pass_.sample()
+        assert fl.find(fn, *args, passes=pass_.name).counts() == {pass_.name: 1}
+        assert pass_.formula
+        assert pass_.needs
+
+
+# -- what is searched -------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_traced_before_is_searched_as_it_is():
+    graph = fl.trace(model, X)
+    assert fl.find(graph).counts() == fl.find(model, X).counts()
+    with pytest.raises(ArgumentError, match="traced already"):
+        fl.find(graph, X)
+
+
+def test_shapes_alone_are_enough():
+    assert fl.find(model, jax.ShapeDtypeStruct((6, 8), jnp.float32)).counts() == {
+        "gemm_epilogue": 5,
+        "dot_product_attention": 1,
+    }
+
+
+def test_a_function_that_does_not_trace_is_one_clear_error():
+    with pytest.raises(TraceError, match="model does not trace"):
+        fl.find(model, X.T)
+
+
+def test_sites_inside_a_users_custom_rule_are_declined_by_name():
+    @jax.custom_vjp
+    def own(x):
+        return jax.nn.relu(x @ W + B)
+
+    own.defvjp(lambda x: (own(x), x), lambda x, ct: (ct,))
+    found = fl.find(lambda x: own(x) * 2.0, X)
+    assert not found.candidates
+    assert [r.code for r in found.rejections] == ["custom_rule"]
+    assert "custom_vjp_call" in found.rejections[0].sentence
+    assert "derivative is the user's own" in found.rejections[0].sentence
+
+
+def test_a_simulated_device_only_changes_what_backends_say():
+    here, there = fl.find(model, X), fl.find(model, X, device="sm_90")
+    assert here.counts() == there.counts()
+    assert "sm_90" in there.device
+    assert "simulated" in there.device
+    with pytest.raises(ArgumentError, match="needed None, 'cpu', 'sm_NN'"):
+        fl.find(model, X, device="h100")
+
+
+def test_a_named_implementation_asks_only_the_passes_that_have_it():
+    found = fl.find(model, X, implementation="xla_blockwise")
+    assert found.counts() == {"gemm_epilogue": 0, "dot_product_attention": 1}
+
+
+def test_two_threads_with_two_models_find_the_same_as_one():
+    def other(x):
+        return jax.nn.gelu(x @ W + B)
+
+    want = {model: fl.find(model, X).counts(), other: fl.find(other, X).counts()}
+    got: dict = {}
+
+    def search(fn):
+        got[fn] = [fl.find(fn, X).counts() for _ in range(3)]
+
+    threads = [threading.Thread(target=search, args=(fn,)) for fn in want]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == {fn: [counts] * 3 for fn, counts in want.items()}
+
+
+class _NoPass:
+    name = "gemm_epilogue"
+
+
+def test_a_registered_pass_must_be_whole_and_new():
+    with pytest.raises(ArgumentError, match=r"_NoPass lacks op, formula, needs, options, sample, search"):
+        fl.register(_NoPass())
+    with pytest.raises(ArgumentError, match="a pass named 'gemm_epilogue' exists already"):
+        fl.register(registry()["gemm_epilogue"])
+
+
+class _Sines:
+    """Declines every sine: the smallest pass there is."""
+
+    name, op, formula, needs = "sines", "gemm_epilogue", "sin(x)", "nothing"
+    options: dict = {}  # noqa: RUF012
+
+    def sample(self):
+        return jnp.sin, (X,)
+
+    def search(self, search):
+        for node in search.block.nodes:
+            if node.primitive == "sin":
+                yield reject(search, self.name, "structure", "a sine", node, [node], [node])
+
+
+def test_a_pass_of_ones_own_is_asked_like_the_built_in_ones():
+    graph = fl.trace(lambda x: jnp.sin(jnp.sin(x)) + 1.0, X)
+    found = find_in(graph, [(_Sines(), {})], fl.Device.current())
+    assert [r.id for r in found.rejections] == ["sines@#1", "sines@#2"]
+    assert str(found) == "sines: 0 subgraphs fused, 2 declined (structure x2), nodes 3 -> 3"

@@ -1,0 +1,247 @@
+"""dot_product_attention, composite and blockwise, against plain jnp code."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fusionlab.errors import ArgumentError, UnknownNameError
+from fusionlab.kernels import OPS
+from fusionlab.kernels.dot_product_attention import blockwise
+from fusionlab.ops import dot_product_attention
+from fusionlab.testing.tolerances import tolerance
+
+from .transformations import TRANSFORMATIONS, assert_same, loss, primitives
+
+OP = OPS["dot_product_attention"]
+IMPLEMENTATIONS = ("xla", "xla_blockwise")
+
+
+def plain(q, k, v, scale=None, is_causal=False):
+    """What a user writes, in the operands' own dtype."""
+    scores = jnp.einsum("...tnh,...snh->...nts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
+    return jnp.einsum("...nts,...snh->...tnh", jax.nn.softmax(scores, -1), v)
+
+
+def data(batch=(2,), t=5, s=6, n=2, h=4, hv=3, dtype="float64", seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((*batch, t, n, h), (*batch, s, n, h), (*batch, s, n, hv))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few rows, so that small operands take several, and a shorter last one."""
+    monkeypatch.setattr(blockwise, "_FORWARD_SCORES", 4 * 53)
+    monkeypatch.setattr(blockwise, "_BACKWARD_SCORES", 4 * 53)
+    monkeypatch.setattr(blockwise, "_LEAST_ROWS", 4)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_transformation_equals_plain_code(name, x64):
+    args, run = data(batch=(), t=3, s=4, n=2, h=2, hv=3), TRANSFORMATIONS[name]
+    fused = functools.partial(dot_product_attention, scale=0.7, is_causal=True)
+    assert_same(run(fused, args), run(functools.partial(plain, scale=0.7, is_causal=True), args), 1e-11, name)
+
+
+@pytest.mark.parametrize("name", ["jit", "grad", "jvp", "vmap_of_grad", "grad_of_vmap", "scan", "checkpoint"])
+def test_blockwise_takes_the_transformations_too(name, x64, small_blocks):
+    args, run = data(batch=(), t=9, s=7, n=2, h=2, hv=3), TRANSFORMATIONS[name]
+    fused = functools.partial(dot_product_attention, implementation="xla_blockwise")
+    assert_same(run(fused, args), run(plain, args), 1e-11, name)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "t", "s"), [((2,), 37, 53), ((), 53, 37), ((1, 2), 37, 37), ((3,), 1, 9), ((1,), 130, 5)]
+)
+def test_odd_sizes_agree_forward_and_backward(batch, t, s, is_causal, implementation, x64, small_blocks):
+    q, k, v = data(batch, t, s, n=3, h=8, hv=5)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal((*batch, t, 3, 5)))
+    fused = functools.partial(dot_product_attention, scale=0.3, is_causal=is_causal, implementation=implementation)
+    out, pull = jax.vjp(fused, q, k, v)
+    want, want_pull = jax.vjp(functools.partial(plain, scale=0.3, is_causal=is_causal), q, k, v)
+    assert_same(out, want, 1e-12)
+    assert_same(pull(ct), want_pull(ct), 1e-12)
+
+
+def test_small_blocks_really_are_several_blocks(small_blocks):
+    q, k, v = data((2,), 37, 53, n=3, dtype="float32")
+    heads, rows = blockwise.block_shape(6, 37, 53, False, blockwise._FORWARD_SCORES)
+    assert (heads, rows) == (1, 4)
+    assert list(blockwise._groups(37, 53, 4, True))[-1] == (32, 37, 37)
+    names = primitives(
+        lambda *a: blockwise.forward(*a, residuals=False, scale=1.0, is_causal=False, precision=None), q, k, v
+    )
+    assert names.count("scan") == 2
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (1, 2)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_subset_of_gradients_is_right_and_alone(wanted, implementation, x64, small_blocks):
+    args = data(t=9, s=11)
+    fused = functools.partial(dot_product_attention, implementation=implementation)
+    assert_same(jax.grad(loss(fused), wanted)(*args), jax.grad(loss(plain), wanted)(*args), 1e-12)
+    jaxpr = jax.make_jaxpr(jax.grad(loss(fused), wanted))(*args).jaxpr
+    (node,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_product_attention_cotangent"]
+    assert len(node.outvars) == len(wanted)
+    # dvalue alone reads query, key, logsumexp and the cotangent; the others value and out as well.
+    assert len(node.invars) == (4 if wanted == (2,) else 6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_narrow_dtypes_are_near_their_float64_reference(dtype, is_causal, implementation, x64):
+    q, k, v = data((2,), 40, 24, n=2, h=8, hv=8, dtype=dtype)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), dtype)
+    fused = functools.partial(dot_product_attention, is_causal=is_causal, implementation=implementation)
+    out, pull = jax.vjp(fused, q, k, v)
+    want, want_pull = jax.vjp(functools.partial(plain, is_causal=is_causal), *(a.astype("float64") for a in (q, k, v)))
+    row = tolerance(dtype, 4096)
+    for got, exact in zip((out, *pull(ct)), (want, *want_pull(ct.astype("float64"))), strict=True):
+        assert got.dtype == dtype
+        exact = np.asarray(exact)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), exact, rtol=row.rtol, atol=row.atol * np.abs(exact).max()
+        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_large_scores_do_not_overflow_and_nan_stays_in_its_rows(implementation, small_blocks):
+    q, k, v = data((1,), 9, 7, dtype="float32")
+    out = dot_product_attention(q * 1e3, k * 1e3, v, implementation=implementation)
+    np.testing.assert_allclose(out, plain(q * 1e3, k * 1e3, v), rtol=1e-5, atol=1e-5)
+    got = dot_product_attention(q.at[0, 4, 1].set(jnp.nan), k, v, implementation=implementation)
+    bad = np.isnan(np.asarray(got))
+    assert bad[0, 4, 1].all()
+    assert bad.sum() == v.shape[-1]
+    # Under a causal mask a NaN key is seen by later rows only.
+    late = dot_product_attention(q, k.at[0, 5].set(jnp.nan), v, is_causal=True, implementation=implementation)
+    assert np.isnan(np.asarray(late)[0, :, 0, 0]).tolist() == [t >= 5 for t in range(9)]
+
+
+def test_it_agrees_with_jax_nn():
+    q, k, v = data((2,), 10, 12, h=4, hv=4, dtype="float32")
+    for is_causal in (False, True):
+        got = dot_product_attention(q, k, v, is_causal=is_causal)
+        np.testing.assert_allclose(
+            got, jax.nn.dot_product_attention(q, k, v, is_causal=is_causal), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_differentiated_op_is_one_named_node_each_way_also_batched():
+    q, k, v = data(dtype="float32")
+    batched = jax.vmap(dot_product_attention)
+    key_batched = jax.vmap(dot_product_attention, (None, 0, None))
+    for f, operands in ((dot_product_attention, (q, k, v)), (batched, (q, k, v)), (key_batched, (q[0], k, v[0]))):
+        names = primitives(jax.grad(loss(f), (0, 1, 2)), *operands)
+        assert names.count("dot_product_attention") == 1
+        assert names.count("dot_product_attention_cotangent") == 1
+        assert not {"dot_general", "exp", "dot_product_attention_tangent"} & set(names)
+
+
+@pytest.mark.parametrize(("length", "smaller"), [(1024, 2), (4096, 10)])
+def test_blockwise_never_allocates_the_score_matrix(length, smaller):
+    shape = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32)
+    scores_bytes = 4 * length * length * 4
+
+    def scratch(implementation, program):
+        f = functools.partial(dot_product_attention, implementation=implementation)
+        compiled = jax.jit(program(f)).lower(shape, shape, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    for program in (lambda f: f, lambda f: jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))):
+        composite = scratch("xla", program)
+        assert composite >= scores_bytes
+        assert scratch("xla_blockwise", program) < composite / smaller
+
+
+def test_residuals_are_the_result_and_one_statistic_a_row():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 128, 4, 64), (2, 256, 4, 64), (2, 256, 4, 32))]
+    out, statistic = OP.residuals(*shapes)
+    assert (out.name, out.shape, out.dtype, out.nbytes) == ("out", (2, 128, 4, 32), "bf16", 65536)
+    assert out.readers == ("dquery", "dkey")
+    assert (statistic.name, statistic.shape, statistic.dtype) == ("logsumexp", (2, 4, 128), "f32")
+    assert (statistic.nbytes, statistic.readers) == (4096, ("dquery", "dkey", "dvalue"))
+
+
+def test_the_statistic_is_the_logsumexp_of_the_scores(x64, small_blocks):
+    q, k, v = data(t=9, s=7)
+    want = jax.nn.logsumexp(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, axis=-1)
+    for implementation in IMPLEMENTATIONS:
+        _, got = jax.jit(functools.partial(OP.call_with_residuals, implementation=implementation))(q, k, v)
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_the_choice_follows_size_and_device_and_says_why():
+    def verdicts(length, device, implementation=None):
+        shape = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32)
+        found = OP.backends(shape, shape, shape, device=device, implementation=implementation)
+        assert all(v.reason for v in found)
+        return {v.name: v.verdict for v in found}
+
+    assert verdicts(64, "cpu") == {"xla": "same code", "xla_blockwise": "possible"}
+    assert verdicts(4096, "cpu") == {"xla": "possible", "xla_blockwise": "chosen"}
+    assert verdicts(4096, "cpu", "xla") == {"xla": "same code", "xla_blockwise": "possible"}
+    assert verdicts(4096, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
+    assert verdicts(64, "cpu", "xla_blockwise") == {"xla": "possible", "xla_blockwise": "chosen"}
+
+
+def test_lowering_for_cuda_works_without_one_and_is_the_composite():
+    shape = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
+    step = jax.jit(jax.grad(lambda *a: dot_product_attention(*a).sum(), (0, 1, 2)))
+    traced = step.trace(shape, shape, shape)
+    assert "stablehlo.while" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+BAD = {
+    "query of rank 2": (((4, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, ["query has shape (4, 8)", "rank 3"]),
+    "another batch": (((2, 4, 2, 8), (1, 4, 2, 8), (2, 4, 2, 8)), {}, ["key (1, 4, 2, 8)", "batch axes"]),
+    "another head count": (((1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, ["key", "2 heads", "4"]),
+    "value with other heads": (((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 1, 8)), {}, ["value", "1 heads"]),
+    "other features": (((1, 4, 2, 8), (1, 4, 2, 6), (1, 4, 2, 8)), {}, ["6 features", "same H"]),
+    "other length": (((1, 4, 2, 8), (1, 5, 2, 8), (1, 4, 2, 8)), {}, ["value", "length 4", "same S"]),
+    "no keys": (((1, 4, 2, 8), (1, 0, 2, 8), (1, 0, 2, 8)), {}, ["at least one key"]),
+    "infinite scale": (((1, 4, 2, 8),) * 3, {"scale": np.inf}, ["scale is inf", "finite"]),
+    "scale no number": (((1, 4, 2, 8),) * 3, {"scale": [1]}, ["scale is [1]"]),
+    "is_causal no bool": (((1, 4, 2, 8),) * 3, {"is_causal": "yes"}, ["is_causal is 'yes'"]),
+    "unknown implementation": (((1, 4, 2, 8),) * 3, {"implementation": "blockwise"}, ["'blockwise'", "xla_blockwise"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_argument_is_refused_by_name(case):
+    shapes, attrs, parts = BAD[case]
+    with pytest.raises((ArgumentError, UnknownNameError)) as caught:
+        dot_product_attention(*(jnp.zeros(s, jnp.float32) for s in shapes), **attrs)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_traced_scale_and_mixed_dtypes_are_refused():
+    q = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ArgumentError, match="known when tracing"):
+        jax.jit(lambda s: dot_product_attention(q, q, q, scale=s))(0.5)
+    with pytest.raises(ArgumentError, match="key has dtype bfloat16 but query has float32"):
+        dot_product_attention(q, q.astype(jnp.bfloat16), q)
+    with pytest.raises(ArgumentError, match="query has dtype int32"):
+        dot_product_attention(q.astype(jnp.int32), q, q)
+
+
+def test_formula_names_scale_and_mask():
+    assert OP.formula(scale=0.125, is_causal=True) == "softmax(0.125 * q @ k.T, causal) @ v"

@@ -1,0 +1,62 @@
+"""The search is linear in the program: a 24-layer train step, and one four times as long."""
+
+from __future__ import annotations
+
+import collections
+from functools import partial
+
+import jax
+import pytest
+
+import fusionlab as fl
+from fusionlab.models import transformer
+
+# The bar is 1.5 s on two idle cores. A shared CI machine is slower by more than a test can know, so the absolute test
+# allows three times that; what must not change is the ratio.
+BAR_S = 1.5
+SLACK = 3.0
+
+
+def train_step(layers):
+    """The unrolled train step's Graph, traced from shapes."""
+    params, x = jax.eval_shape(
+        lambda: (
+            transformer.init(jax.random.key(0), layers, embed=32),
+            transformer.inputs(jax.random.key(1), 2, 16, 32),
+        )
+    )
+    adam = jax.eval_shape(transformer.init_adam, params)
+    return fl.trace(partial(transformer.train_step, heads=4), params, adam, x, x)
+
+
+def search(graph, runs):
+    """(findings, least seconds of canonicalising and matching)."""
+    found = [fl.find(graph) for _ in range(runs)]
+    return found[0], min(sum(f.seconds.values()) for f in found)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    layers = {n: search(train_step(n), runs) for n, runs in ((24, 3), (96, 2))}
+    for n, (found, seconds) in layers.items():
+        print(f"{n} layers: {found.graph.node_count} nodes, searched in {seconds:.2f} s: {found.seconds}")
+    return layers
+
+
+def test_the_24_layer_train_step_has_about_14000_equations_and_every_forward_site_is_found(measured):
+    found, _ = measured[24]
+    assert 13_000 < found.graph.node_count < 15_500
+    assert found.counts()["gemm_epilogue"] == 24 * 6  # four projections and two feed-forward layers each
+    # Differentiated already, the backward pass reads what gelu and softmax would keep inside: declined, and said so.
+    declined = collections.Counter((r.pass_name, r.code) for r in found.rejections)
+    assert declined == {("gemm_epilogue", "escapes"): 24, ("dot_product_attention", "escapes"): 24}
+
+
+def test_canonicalising_and_matching_24_layers_stays_within_the_bar(measured):
+    _, seconds = measured[24]
+    assert seconds < SLACK * BAR_S, f"{seconds:.2f} s"
+
+
+def test_four_times_the_layers_take_less_than_four_and_a_half_times_as_long(measured):
+    small, large = measured[24][1], measured[96][1]
+    assert large < 4.5 * small, f"{large:.2f} s for 96 layers, {small:.2f} s for 24: {large / small:.1f} times"
