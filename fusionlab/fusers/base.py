@@ -13,7 +13,7 @@ from ..errors import unknown_name
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
 from ..graph.evaluate import is_float, narrows
-from ..graph.compat import split_closed
+from ..graph.compat import split_closed, varies
 from ..graph.ir import Graph, Node, Value
 from ..graph.region import Escape, Region
 from ..graph.signature import region_signature
@@ -148,11 +148,19 @@ def _unfit(region: Region) -> tuple[str, str] | None:
     floats = [v.dtype for v in (*region.inputs, region.root) if is_float(v.dtype)]
     if any(0 in v.shape for v in (*region.inputs, region.root)):
         return "axes", f"{region.root!r} or one of its operands is empty"
+    if any(varies(v.aval) for v in (*region.inputs, region.root)):
+        return (
+            "region",
+            f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)",
+        )
     for node in all_nodes(region.nodes):
         if node.primitive == "convert_element_type" and all(is_float(a.dtype) for a in (*node.inputs, *node.outputs)):
             made = node.outputs[0].dtype
             if all(narrows(made, dtype) for dtype in floats):
-                return "dtype", f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there"
+                return (
+                    "dtype",
+                    f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there",
+                )
     return None
 
 

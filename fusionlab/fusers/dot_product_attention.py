@@ -235,20 +235,24 @@ class _Site:
         raise NotARegion("its result is made before the product")
 
     def after_views(self, value: Value) -> Value:
-        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site."""
-        block = self.search.block
+        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
+
+        Not when a product reads the last of them: it looks through them itself, and the two sites would overlap.
+        """
+        block, start = self.search.block, value
         while value.id not in block.returned:
             users = block.users.get(value.id, ())
             if len(users) != 1 or users[0].primitive not in VIEWS:
-                return value
+                break
             after = users[0].outputs[0]
             if (
                 self.view.ref[after.id].nid != self.view.ref[value.id].nid
                 or min(self.view.ref[after.id].dims, default=0) < 0
             ):
-                return value
+                break
             value = after
-        return value
+        read_by_product = any(u.primitive == "dot_general" for u in block.users.get(value.id, ()))
+        return start if read_by_product else value
 
     def conditions(self, found: Match, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}

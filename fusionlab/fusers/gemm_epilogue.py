@@ -295,7 +295,7 @@ class _Site:
 
     def candidate(self, linear: _Linear, root: Value, activation: str, notes: tuple[str, ...]) -> Candidate | Rejection:
         try:
-            region = cut(self.view, root, linear.leaves)
+            region = cut(self.view, root, linear.leaves, as_read=frozenset({"x"}))
             problem = self.conditions(linear, region)
             if problem is not None:
                 return problem

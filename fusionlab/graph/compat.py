@@ -59,6 +59,11 @@ def _leaves(tree: Any) -> list:
     return list(vals) if vals is not None else jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
+def varies(aval: Any) -> bool:
+    """Whether a value inside a shard_map with check_vma is typed as differing along a mesh axis."""
+    return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
 def enable_x64(on: bool = True) -> Any:
     """A context manager that switches 64-bit types on without touching the user's config."""
     return jax.enable_x64(on)

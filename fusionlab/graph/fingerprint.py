@@ -106,6 +106,8 @@ def cone(view: View, start: Value) -> list[Node]:
 def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
         return False
+    if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
+        return False  # a custom rule that names a mesh axis cannot be looked at outside its shard_map
     made = node.outputs[0].dtype
     if node.primitive == "convert_element_type" and made != bool and (not is_float(made) or narrows(made, start.dtype)):
         return False  # rounding is part of what the program means

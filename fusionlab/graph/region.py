@@ -69,7 +69,13 @@ class NotARegion(Exception):  # noqa: N818 - an answer to the search, not an err
     """The match cannot be cut out of the raw block; the message says why."""
 
 
-def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: frozenset[str] = frozenset()) -> Region:
+def cut(
+    view: View,
+    root: Value,
+    leaves: Mapping[str, int],
+    through_scale: frozenset[str] = frozenset(),
+    as_read: frozenset[str] = frozenset(),
+) -> Region:
     """Cuts the raw nodes between `root` and the leaves.
 
     A leaf binds to the raw value the boundary equation reads, looked at through pure views (and, for the leaves named in
@@ -80,6 +86,7 @@ def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: froze
       root: the raw value the match makes.
       leaves: leaf name -> canonical node id.
       through_scale: leaves whose literal factors belong to the region.
+      as_read: leaves bound to the very value read, views and all.
 
     Raises:
       NotARegion: the region reads something that is no leaf, or two leaves cannot be told apart.
@@ -101,7 +108,10 @@ def cut(view: View, root: Value, leaves: Mapping[str, int], through_scale: froze
         ref = view.ref[value.id]
         node = block.producer.get(value.id)
         if ref.nid in names_of and value.id != root.id:
-            base, crossed = _look_through(view, value, all(n in through_scale for n in names_of[ref.nid]))
+            names = names_of[ref.nid]
+            base, crossed = value, []
+            if not all(n in as_read for n in names):
+                base, crossed = _look_through(view, value, all(n in through_scale for n in names))
             bound[ref.nid][base.id] = base
             support.update((n.id, n) for n in crossed)
             stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)

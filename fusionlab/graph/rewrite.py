@@ -68,7 +68,12 @@ def slice_jaxpr(
     env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
     consts = [(v, c) for v, c in block.consts if v.id not in env]
     env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
-    eqns = [emitter.eqn(node, env) for node in nodes]
+    eqns = []
+    for node in nodes:
+        if node.primitive == "pvary":  # an identity that only has a meaning inside its shard_map
+            env.update((v.id, _atom(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
+        else:
+            eqns.append(emitter.eqn(node, env))
     base, _ = split_closed(block.jaxpr)
     debug = base.debug_info._replace(arg_names=None, result_paths=None)
     new = jex_core.Jaxpr(

@@ -80,7 +80,9 @@ def bind_static(
     positional, variadic = _positional_names(fn)
     for n in nums:
         if not variadic and not -len(positional) <= n < len(positional):
-            raise ArgumentError(f"static_argnums: got {n}, needed an index into the {len(positional)} positional parameters")
+            raise ArgumentError(
+                f"static_argnums: got {n}, needed an index into the {len(positional)} positional parameters"
+            )
     width = len(args) if variadic else len(positional)
     places = {n % max(width, 1) for n in nums} | {i for i, name in enumerate(positional) if name in names}
     names |= {positional[i] for i in places if i < len(positional)}

@@ -94,6 +94,14 @@ class FusedPrimitive(Primitive):
         self.op = op
         self.role = role
 
+    def stands_for(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The primitive and parameters this one takes the place of: what a remat policy is asked about instead."""
+        numbers = self.op.anchor_dimensions(params) if self.role == "call" else None
+        if numbers is None:
+            return self, dict(params)
+        asked = {"precision": params.get("precision"), "preferred_element_type": None, "out_sharding": None}
+        return jax.lax.dot_general_p, {"dimension_numbers": numbers, **asked}
+
 
 class Op(abc.ABC):
     """A fused op: its primitives, its meaning, its implementations.
@@ -151,6 +159,10 @@ class Op(abc.ABC):
     @abc.abstractmethod
     def formula(self, **attrs: Any) -> str:
         """What it computes, for a reader."""
+
+    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
+        """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
+        return None
 
     # What users of an op call.
 

@@ -29,7 +29,7 @@ TOLERANCE = {
     ("gelu_tanh", "training", "float16"): (1e-3, 1e-2),
 }
 ACTIVATIONS = ("relu", "gelu_tanh")
-STRICT = fl.Strategy(gemm_epilogue=dict(strict_rank=True))
+STRICT = fl.Strategy(gemm_epilogue={"strict_rank": True})
 
 
 def model(act, size, dtype):

@@ -14,6 +14,15 @@ import fusionlab as fl
 ERROR = {"float32": 2e-6, "float64": 1e-14, "bfloat16": 2e-2, "float16": 3e-3}
 
 
+# What is compiled here runs once: compiling quickly is worth more than running quickly.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def jit(fn: Any) -> Any:
+    """`jax.jit` that compiles quickly."""
+    return jax.jit(fn, compiler_options=QUICK)
+
+
 def normal(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> tuple[jax.Array, ...]:
     """Standard normal arrays, negative values included."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
@@ -66,7 +75,7 @@ def floats(args: tuple[Any, ...]) -> tuple[int, ...]:
 def agree(fn: Any, *args: Any, factor: float = 1.0, **options: Any) -> fl.Findings:
     """Asserts that `fl.fuse(fn)` has `fn`'s values and gradients; returns what was found."""
     fused = fl.fuse(fn, **options)
-    want, got = (jax.jit(lambda *a, f=f: (f(*a), jax.grad(weighed(f), floats(args))(*a)))(*args) for f in (fn, fused))
+    want, got = (jit(lambda *a, f=f: (f(*a), jax.grad(weighed(f), floats(args))(*a)))(*args) for f in (fn, fused))
     inner = max(
         ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args)
     )  # f32 gradients of a bf16 layer are bf16 ones

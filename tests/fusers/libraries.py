@@ -110,3 +110,38 @@ def haiku_attention(causal: bool, dtype: Any) -> Case:
 
 
 ATTENTIONS = {"linen": linen_attention, "nnx": nnx_attention, "equinox": equinox_attention, "haiku": haiku_attention}
+
+
+def linen_cross(dtype: Any) -> Case:
+    model = nn.MultiHeadDotProductAttention(num_heads=3, qkv_features=24, dtype=dtype, param_dtype=dtype)
+    x, memory = jnp.ones((2, 10, 12), dtype), jnp.ones((2, 7, 12), dtype)
+    return model.apply, (model.init(KEY, x, memory), x, memory)
+
+
+def nnx_cross(dtype: Any) -> Case:
+    model = nnx.MultiHeadAttention(
+        num_heads=3, in_features=12, qkv_features=24, dtype=dtype, param_dtype=dtype, decode=False, rngs=nnx.Rngs(0)
+    )
+    return _nnx_case(model, jnp.ones((2, 10, 12), dtype), jnp.ones((2, 7, 12), dtype))
+
+
+def equinox_cross(dtype: Any) -> Case:
+    model = eqx.nn.MultiheadAttention(3, 12, dtype=dtype, key=KEY)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def apply(p: Any, x: Any, memory: Any) -> Any:
+        return jax.vmap(lambda x, m: eqx.combine(p, static)(x, m, m))(x, memory)
+
+    return apply, (params, jnp.ones((2, 10, 12), dtype), jnp.ones((2, 7, 12), dtype))
+
+
+def haiku_cross(dtype: Any) -> Case:
+    def forward(x: Any, memory: Any) -> Any:
+        return hk.MultiHeadAttention(3, 8, w_init=hk.initializers.VarianceScaling())(x, memory, memory)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    x, memory = jnp.ones((2, 10, 12), dtype), jnp.ones((2, 7, 12), dtype)
+    return model.apply, (model.init(KEY, x, memory), x, memory)
+
+
+CROSS_ATTENTIONS = {"linen": linen_cross, "nnx": nnx_cross, "equinox": equinox_cross, "haiku": haiku_cross}

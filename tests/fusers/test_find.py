@@ -240,7 +240,7 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
 
 def test_a_misspelt_option_lists_the_valid_ones():
     with pytest.raises(UnknownNameError, match=r"unknown option of pass gemm_epilogue 'strict'; valid: strict_rank"):
-        fl.find(model, X, passes=fl.Strategy(gemm_epilogue=dict(strict=True)))
+        fl.find(model, X, passes=fl.Strategy(gemm_epilogue={"strict": True}))
 
 
 def test_passes_are_asked_in_the_registrys_order_however_they_are_named():
@@ -257,12 +257,12 @@ def test_an_option_reaches_its_pass():
         return jax.nn.relu(x @ w + B)
 
     for strict, count in ((False, 1), (True, 0)):
-        strategy = fl.Strategy(gemm_epilogue=dict(strict_rank=strict))
+        strategy = fl.Strategy(gemm_epilogue={"strict_rank": strict})
         assert fl.find(layer, X[None], W[None], passes=strategy).counts() == {"gemm_epilogue": count}
 
 
 def test_a_strategy_round_trips_through_json_and_is_frozen():
-    strategy = fl.Strategy(gemm_epilogue=dict(strict_rank=True), dot_product_attention=False)
+    strategy = fl.Strategy(gemm_epilogue={"strict_rank": True}, dot_product_attention=False)
     again = fl.Strategy.from_json(strategy.to_json())
     assert dict(again) == dict(strategy)
     assert hash(again) == hash(strategy)

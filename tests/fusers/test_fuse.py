@@ -16,7 +16,7 @@ import fusionlab as fl
 from fusionlab.errors import ArgumentError, RewriteError, UnknownNameError
 from fusionlab.kernels import OPS
 
-from .checks import agree, close, normal, primitives, same_bits, weighed
+from .checks import agree, close, jit, normal, primitives, same_bits, weighed
 
 X, W1, B1, W2, B2 = normal((6, 4), (4, 8), (8,), (8, 4), (4,))
 P = {"w1": W1 * 0.4, "b1": B1 * 0.3, "w2": W2 * 0.3, "b2": B2 * 0.3}
@@ -66,7 +66,7 @@ def counts(f, *args):
 
 def compare(transform, f, factor=2.0):
     """transform(fused) against transform(original), jitted."""
-    close(jax.jit(transform(fl.fuse(f)))(P, X), jax.jit(transform(f))(P, X), factor)
+    close(jit(transform(fl.fuse(f)))(P, X), jit(transform(f))(P, X), factor)
 
 
 # -- transformations --------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_the_functions_own_errors_come_through_unchanged():
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(ArgumentError, match="got Array.*needed a function|got ArrayImpl.*needed a function"):
+    with pytest.raises(ArgumentError, match=r"got Array(Impl)?, needed a function"):
         fl.fuse(X)
 
 
@@ -321,7 +321,7 @@ def test_sites_are_skipped_and_chosen_by_id_and_by_pass():
     assert fused_names(fl.fuse(both, only=[attend])) == [attend]
     assert fused_names(fl.fuse(both, passes=gemm)) == [gemm] * 3
     assert fused_names(fl.fuse(both, passes=fl.Strategy(dot_product_attention=True))) == [attend]
-    for kwargs in (dict(skip=ids[:1]), dict(only=ids[:1]), dict(only=ids[1:3], skip=ids[1:2])):
+    for kwargs in ({"skip": ids[:1]}, {"only": ids[:1]}, {"only": ids[1:3], "skip": ids[1:2]}):
         close(fl.fuse(both, **kwargs)(P, X), both(P, X), 4.0)
 
 

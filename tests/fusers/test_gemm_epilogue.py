@@ -363,10 +363,11 @@ def test_strict_rank_judges_the_weight_before_any_squeeze():
 
 
 def test_residuals_are_listed_with_type_bytes_and_readers():
-    saved = {
-        act: [(r.name, r.shape, r.dtype, r.nbytes, r.readers) for r in only(lambda x, w, b: ACTIVATIONS[act](x @ w + b), X, W, B).residuals]
-        for act in ("none", "relu", "gelu_tanh")
-    }  # fmt: skip
+    def saved_by(act):
+        site = only(lambda x, w, b: ACTIVATIONS[act](x @ w + b), X, W, B)
+        return [(r.name, r.shape, r.dtype, r.nbytes, r.readers) for r in site.residuals]
+
+    saved = {act: saved_by(act) for act in ("none", "relu", "gelu_tanh")}
     everyone = ("dx", "dw", "dbias")
     assert saved == {
         "none": [],

@@ -73,8 +73,25 @@ TRANSFORMATIONS: dict[str, Callable[[Callable, tuple], Any]] = {
     "checkpoint_policy": lambda f, a: jax.grad(
         jax.checkpoint(loss(f), policy=jax.checkpoint_policies.dots_saveable), every(a)
     )(*a),
-    "donated": lambda f, a: jax.jit(jax.grad(loss(f), every(a)), donate_argnums=0)(a[0] + 0, *a[1:]),
+    "donated": lambda f, a: jax.jit(jax.grad(loss(f), every(a)), donate_argnums=0)(jnp.array(a[0]), *a[1:]),
 }
+
+
+# These are about running without a surrounding jit, or about jit itself.
+OUTERMOST = ("eager", "grad", "no_jit", "donated")
+
+
+def assert_agree(f: Callable, plain: Callable, args: tuple, names: tuple[str, ...], rtol: float) -> None:
+    """The op and the plain code give the same under each of the named transformations."""
+
+    def results(g: Callable, which: list[str]) -> dict[str, Any]:
+        return {name: TRANSFORMATIONS[name](g, args) for name in which}
+
+    inside = [n for n in names if n not in OUTERMOST]
+    got = results(f, [n for n in names if n in OUTERMOST]) | jax.jit(lambda: results(f, inside))()
+    want = jax.jit(lambda: results(plain, list(names)))()
+    for name in names:
+        assert_same(got[name], want[name], rtol, name)
 
 
 def _without_jit(f: Callable, args: tuple) -> Any:

@@ -89,6 +89,9 @@ class DotProductAttention(Op):
             return "xla", f"what XLA runs anyway: {t} x {s} scores a head are too few for blocks to gain"
         return "xla_blockwise", f"{t} x {s} scores a head: measured faster on a CPU, and the score matrix never exists"
 
+    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
+        return ((3,), (1,)), ((0, 1), (0, 2))  # the weighted sum of values, over batch and heads
+
     def formula(self, *, scale: float | None = None, is_causal: bool = False, **_: Any) -> str:
         """ "softmax(0.125 * q @ k.T, causal) @ v"."""
         factor = "1/sqrt(H)" if scale is None else f"{scale:.6g}"

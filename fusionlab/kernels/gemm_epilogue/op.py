@@ -82,6 +82,9 @@ class GemmEpilogue(Op):
             )
         return "xla", "what XLA runs anyway: the only implementation there is"
 
+    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
+        return ((params["x_contract"],), (params["w_contract"],)), ((), ())
+
     def formula(
         self, *, activation: str = "none", bias: bool = True, w_contract: int = 0, x_contract: int = -1, **_: Any
     ) -> str:

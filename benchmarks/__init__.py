@@ -1,0 +1,1 @@
+"""Benchmarks: every number this project states comes from a record under `results/`, made by a command named in it."""

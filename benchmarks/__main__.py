@@ -1,0 +1,20 @@
+"""`python -m benchmarks NAME [options]`: runs one benchmark."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = ("attention_cpu",)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark named first; the rest are its own options. Returns the exit status."""
+    if not argv or argv[0] not in NAMES:
+        print(f"usage: python -m benchmarks {{{','.join(NAMES)}}} [options]", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
