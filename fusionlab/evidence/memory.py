@@ -21,8 +21,9 @@ class CompiledMemory:
     """The compiler's plan for one program, in bytes.
 
     `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
-    `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by XLA may take scratch memory
-    beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted: `resident_growth` sees both.
+    `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
+    XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
+    `resident_growth` sees both.
     """
 
     name: str

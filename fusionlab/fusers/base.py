@@ -12,12 +12,12 @@ from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
-from ..graph.evaluate import is_float, narrows
 from ..graph.compat import split_closed, varies
+from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Graph, Node, Value
 from ..graph.region import Escape, Region
-from ..graph.signature import region_signature
 from ..graph.rewrite import Replacement
+from ..graph.signature import region_signature
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
 
@@ -149,10 +149,7 @@ def _unfit(region: Region) -> tuple[str, str] | None:
     if any(0 in v.shape for v in (*region.inputs, region.root)):
         return "axes", f"{region.root!r} or one of its operands is empty"
     if any(varies(v.aval) for v in (*region.inputs, region.root)):
-        return (
-            "region",
-            f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)",
-        )
+        return "region", f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)"
     for node in all_nodes(region.nodes):
         if node.primitive == "convert_element_type" and all(is_float(a.dtype) for a in (*node.inputs, *node.outputs)):
             made = node.outputs[0].dtype

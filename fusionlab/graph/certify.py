@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class Certifier(Memo):
     `inline` gives the plain meaning of primitives that JAX does not know (fused ops).
     """
 
-    inline: Inline = lambda eqn: None  # noqa: E731
+    inline: Inline = lambda eqn: None
 
     def region(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
         """Values and gradients of `replacement(*region.inputs)` against the region.

@@ -9,6 +9,7 @@ declined, since where it switches is not known.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
         return False  # a custom rule that names a mesh axis cannot be looked at outside its shard_map
     made = node.outputs[0].dtype
-    if node.primitive == "convert_element_type" and made != bool and (not is_float(made) or narrows(made, start.dtype)):
+    if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and (not is_float(made) or narrows(made, start.dtype)):
         return False  # rounding is part of what the program means
     return all(isinstance(a, Literal) or a.id in inside or view.ref[a.id].nid == ONE for a in node.inputs)
 
@@ -247,5 +248,5 @@ def _points(switches: Sequence[float]) -> np.ndarray:
     steps = [2.0**-22 * max(abs(c), 2.0**-20) for c in switches]
     near = [c + sign * step for c, step in zip(switches, steps, strict=True) for sign in (-1, 0, 1)]
     ordered = sorted(switches)
-    between_them = [(a + b) / 2 for a, b in zip(ordered, ordered[1:], strict=False)]
+    between_them = [(a + b) / 2 for a, b in itertools.pairwise(ordered)]
     return np.array([*SMOOTH_POINTS, *HARD_POINTS, *near, *between_them, *_GRID, *-_GRID])

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .canonical import ONE, View
-from .ir import Block, Literal, Node, Value
+from .ir import Block, Node, Value
 from .rewrite import slice_jaxpr
 from .signature import Memo, node_signature
 
