@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from functools import partial
 
 import jax
@@ -29,22 +30,31 @@ def train_step(layers):
     return fl.trace(partial(transformer.train_step, heads=4), params, adam, x, x)
 
 
-def search(graph, runs):
-    """(findings, least seconds of canonicalising and matching)."""
-    found = [fl.find(graph) for _ in range(runs)]
-    return found[0], min(sum(f.seconds.values()) for f in found)
+def search(graph):
+    """(findings, processor seconds of the whole search): unlike wall time, hardly moved by what else the machine runs."""
+    started = time.process_time()
+    found = fl.find(graph)
+    return found, time.process_time() - started
 
 
 @pytest.fixture(scope="module")
 def measured():
-    layers = {n: search(train_step(n), runs) for n, runs in ((24, 3), (96, 2))}
-    for n, (found, seconds) in layers.items():
-        print(f"{n} layers: {found.graph.node_count} nodes, searched in {seconds:.2f} s: {found.seconds}")
-    return layers
+    """Layers -> (findings, least processor seconds, least wall seconds of canonicalising and matching), taken in turns."""
+    graphs = {n: train_step(n) for n in (24, 96)}
+    runs = {n: [] for n in graphs}
+    for _ in range(3):
+        for n, graph in graphs.items():
+            runs[n].append(search(graph))
+    result = {}
+    for n, found in runs.items():
+        wall = min(sum(f.seconds.values()) for f, _ in found)
+        result[n] = found[0][0], min(seconds for _, seconds in found), wall
+        print(f"{n} layers: {graphs[n].node_count} nodes, {result[n][1]:.2f} s of processor time, {wall:.2f} s")
+    return result
 
 
 def test_the_24_layer_train_step_has_about_14000_equations_and_every_forward_site_is_found(measured):
-    found, _ = measured[24]
+    found, *_ = measured[24]
     assert 13_000 < found.graph.node_count < 15_500
     assert found.counts()["gemm_epilogue"] == 24 * 6  # four projections and two feed-forward layers each
     # Differentiated already, the backward pass reads what gelu and softmax would keep inside: declined, and said so.
@@ -53,7 +63,7 @@ def test_the_24_layer_train_step_has_about_14000_equations_and_every_forward_sit
 
 
 def test_canonicalising_and_matching_24_layers_stays_within_the_bar(measured):
-    _, seconds = measured[24]
+    _, _, seconds = measured[24]
     assert seconds < SLACK * BAR_S, f"{seconds:.2f} s"
 
 

@@ -86,7 +86,7 @@ def compile_example(example_key: _ById) -> Pattern:
     if len(first.nodes) != len(second.nodes):
         raise ValueError(f"example {example.name}: its structure depends on sizes or scalar values")
     leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=True)}
-    root = first.ref[first.block.outputs[0].id].nid
+    root = first.read(first.block.outputs[0]).nid
     edges = {}
     for a, b in zip(first.nodes, second.nodes, strict=True):
         for i, (x, y) in enumerate(zip(a.operands, b.operands, strict=True)):

@@ -151,7 +151,8 @@ class _Flattener:
         eqns: list[tuple] = []
         self._flatten(jaxpr, env, calls, eqns, const_values)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
-        nodes = tuple(self._node(*e, path) for e in _live(eqns, outputs))
+        live = _live(eqns, outputs)
+        nodes = tuple(self._node(eqn, ins, outs, around, path) for eqn, ins, outs, around in live)
         return Block(path, label, inputs, tuple(const_values.values()), nodes, outputs, closed)
 
     def _bind_consts(self, constvars: Sequence, consts: Sequence, env: dict, const_values: dict) -> None:

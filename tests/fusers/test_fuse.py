@@ -303,9 +303,9 @@ def test_with_nothing_fused_the_results_are_the_same_bits(name):
     same_bits(fl.fuse(f, skip=["gemm_epilogue", "dot_product_attention"])(P, X), jax.jit(f)(P, X))
 
 
-def test_with_nothing_fused_the_gradients_are_the_same_bits():
-    graded = [jax.jit(jax.grad(weighed(f)))(P, X) for f in (fl.fuse(both, only=[]), both)]
-    same_bits(*graded)
+def test_with_nothing_fused_the_gradients_are_the_same_to_rounding():
+    """Differentiation sees a program whose inner jits are flattened, so XLA may group its operations differently."""
+    close(*(jax.jit(jax.grad(weighed(f)))(P, X) for f in (fl.fuse(both, only=[]), both)))
 
 
 def fused_names(f):
