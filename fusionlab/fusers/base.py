@@ -149,7 +149,10 @@ def _unfit(region: Region) -> tuple[str, str] | None:
     if any(0 in v.shape for v in (*region.inputs, region.root)):
         return "axes", f"{region.root!r} or one of its operands is empty"
     if any(varies(v.aval) for v in (*region.inputs, region.root)):
-        return "region", f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)"
+        return (
+            "region",
+            f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)",
+        )
     for node in all_nodes(region.nodes):
         if node.primitive == "convert_element_type" and all(is_float(a.dtype) for a in (*node.inputs, *node.outputs)):
             made = node.outputs[0].dtype

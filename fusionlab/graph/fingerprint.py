@@ -110,7 +110,11 @@ def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
         return False  # a custom rule that names a mesh axis cannot be looked at outside its shard_map
     made = node.outputs[0].dtype
-    if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and (not is_float(made) or narrows(made, start.dtype)):
+    if (
+        node.primitive == "convert_element_type"
+        and np.dtype(made).kind != "b"
+        and (not is_float(made) or narrows(made, start.dtype))
+    ):
         return False  # rounding is part of what the program means
     return all(isinstance(a, Literal) or a.id in inside or view.ref[a.id].nid == ONE for a in node.inputs)
 
