@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -39,8 +41,29 @@ def find_in(
       implementation: as in `fuse`.
       certifier: remembers proofs; a new one by default.
     """
-    passes = list(passes)
-    certifier = certifier or Certifier(meaning_of)
+    with _collector_paused():
+        return _find_in(graph, list(passes), device, implementation, certifier or Certifier(meaning_of))
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A search makes many small tuples and no cycles; each full collection would walk all of them, which is quadratic."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _find_in(
+    graph: Graph,
+    passes: list[tuple[Pass, Mapping[str, Any]]],
+    device: Device,
+    implementation: str | None,
+    certifier: Certifier,
+) -> Findings:
     started = time.perf_counter()
     views = list(_views(graph))
     seconds = {"canonicalise": time.perf_counter() - started}
