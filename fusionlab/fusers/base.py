@@ -14,7 +14,7 @@ from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
 from ..graph.compat import split_closed, varies
 from ..graph.evaluate import is_float, narrows
-from ..graph.ir import Graph, Node, Value
+from ..graph.ir import Graph, Node
 from ..graph.region import Escape, Region
 from ..graph.rewrite import Replacement
 from ..graph.signature import region_signature
@@ -184,8 +184,8 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     return _Facts(
         verdict,
         nodes_after,
-        tuple(Residual(r.name, r.shape, r.dtype, r.nbytes, r.readers) for r in residuals),
-        tuple(Backend(b.name, b.verdict, b.reason) for b in backends),
+        residuals,
+        backends,
     )
 
 
@@ -231,7 +231,3 @@ def check_options(pass_: Pass, options: Mapping[str, Any]) -> None:
     for key in options:
         if key not in pass_.options:
             raise unknown_name(f"option of pass {pass_.name}", key, pass_.options)
-
-
-def value_dtypes(values: Iterable[Value]) -> set[str]:
-    return {str(v.dtype) for v in values}

@@ -14,32 +14,8 @@ from ..graph.rewrite import to_jaxpr
 from ..graph.scopes import Source
 from ..graph.text import node_text
 from ..graph.trace import graph_of_jaxpr
-
-
-@dataclass(frozen=True)
-class Residual:
-    """A value the fused forward saves for the fused backward.
-
-    Attributes: `name`, `shape`, `dtype` (text, "f32"), `nbytes`, and `readers`: the gradients that read it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    readers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation of a fused op at one site: what it is, whether it can run, and why (not).
-
-    `verdict` is one of "chosen", "possible", "same code" (what XLA runs anyway), "unavailable".
-    """
-
-    name: str
-    verdict: str
-    reason: str
+from ..kernels.op import BackendVerdict as Backend
+from ..kernels.op import Residual
 
 
 @dataclass(frozen=True, eq=False)

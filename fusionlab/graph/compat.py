@@ -25,13 +25,12 @@ def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
 
 def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: list, consts: list) -> Any:
     """A jaxpr of the same kind (open or closed) as `template`, with its debug info and effects."""
-    base, old_consts = split_closed(template)
+    base, _ = split_closed(template)
     new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, base.debug_info)
     if not hasattr(template, "consts"):  # an open jaxpr of jax 0.10
         if constvars:
             raise AssertionError("an open jaxpr cannot carry constants")
         return new
-    del old_consts
     return jex_core.ClosedJaxpr(new, consts)
 
 

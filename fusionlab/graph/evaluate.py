@@ -7,7 +7,6 @@ primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -325,9 +324,3 @@ _SHAPED: dict[str, Callable[[_Run, Any, list[Array]], Array]] = {
     "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),
     "argmax": lambda run, eqn, ins: np.argmax(ins[0], axis=int(eqn.params["axes"][0])),
 }
-
-
-@functools.lru_cache(maxsize=1)
-def known_primitives() -> frozenset[str]:
-    """The primitives the interpreter can evaluate."""
-    return frozenset(_PLAIN) | frozenset(_SHAPED)

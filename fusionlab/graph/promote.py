@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from fusionlab.errors import ArgumentError, TraceError
+from fusionlab.errors import ArgumentError
 
 from .compat import enable_x64, split_closed
-from .trace import bind_static
+from .trace import bind_static, does_not_trace
 from .widen import Interpreter, is_inexact, plain, wide_dtype
 
 
@@ -142,11 +142,7 @@ def promote(
     try:
         jaxpr, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
     except Exception as error:  # the user's own code runs here, so anything may come
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise TraceError(
-            f"{name} does not trace: {type(error).__name__}: {first_line} "
-            f"Needed: a function jax.jit accepts with these arguments; try jax.jit({name}) on them first."
-        ) from error
+        raise does_not_trace(name, error) from error
     in_tree = jax.tree_util.tree_structure((dyn_args, dyn_kwargs))
     return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), split, inline)
 

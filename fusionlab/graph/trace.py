@@ -48,11 +48,16 @@ def trace(
     except ArgumentError:
         raise
     except Exception as error:  # the user's own code runs here, so anything may come
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise TraceError(
-            f"{name} does not trace: {type(error).__name__}: {first_line} "
-            f"Needed: a function jax.jit accepts with these arguments; try jax.jit({name}) on them first."
-        ) from error
+        raise does_not_trace(name, error) from error
+
+
+def does_not_trace(name: str, error: Exception) -> TraceError:
+    """The one error for a function of the user's that raised while JAX traced it."""
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return TraceError(
+        f"{name} does not trace: {type(error).__name__}: {first_line} "
+        f"Needed: a function jax.jit accepts with these arguments; try jax.jit({name}) on them first."
+    )
 
 
 def trace_raw(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Graph:
