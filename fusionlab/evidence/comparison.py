@@ -24,12 +24,12 @@ from .numerics import (
     leaf_numerics,
     output_numerics,
     random_cotangents,
-    reduction_size,
     value_and_gradients,
 )
 from .program import Call, Program, bind_call, compile_program, donated_by
 from .progress import Progress, Reporter
 from .record import Environment, environment, to_json
+from .sums import Sums, sums_of
 from .timing import Runs, Timing, Verdict, as_tuple, check_effort, seconds, time_programs
 
 
@@ -202,7 +202,9 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
         return LeafNumerics(shape=tuple(d["shape"]), **parts)
 
     leaves = tuple(map(leaf, data["leaves"]))
-    return Numerics(leaves, tuple(data["left_out"]), data["reduction_size"], tuple(data["notes"]))
+    return Numerics(
+        leaves, tuple(data["left_out"]), data["reduction_size"], tuple(data["notes"]), data.get("tf32", False)
+    )
 
 
 def measure(
@@ -337,23 +339,24 @@ class _Measuring:
             _ = self.backward  # a function that cannot be differentiated is an error, not a note
         # The programs' own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = before.args, before.kwargs
-        size = reduction_size(before.jaxpr)
+        sums = sums_of(before.jaxpr, jax.default_backend())
         with Reporter(progress, "comparing with float64", 2 if self.grad else 1) as reporter:
             try:
                 reference = promote(self.calls["before"].fn, *args, inline=meaning_of, **kwargs)
-                leaves = output_numerics(before, after, reference, args, kwargs, size)
+                leaves = output_numerics(before, after, reference, args, kwargs, sums)
                 reporter.step()
-                leaves += self._gradients(reference, size) if self.grad else []
+                leaves += self._gradients(reference, sums) if self.grad else []
                 reporter.step()
             except TraceError as error:
                 notes.append(f"no errors were measured: {error}")
                 return None
-        return Numerics(tuple(leaves), self.left_out if self.grad else (), size, reference.notes)
+        left_out = self.left_out if self.grad else ()
+        return Numerics(tuple(leaves), left_out, sums.reduction_size, reference.notes, sums.tf32)
 
-    def _gradients(self, reference: Promoted, size: int) -> list[LeafNumerics]:
+    def _gradients(self, reference: Promoted, sums: Sums) -> list[LeafNumerics]:
         (_, first), (_, second) = (p.run() for p in self.backward)
         cotangents, args, kwargs = self.backward[0].args
         want = reference.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
         flat = jax.tree_util.tree_leaves(want, is_leaf=lambda x: x is None)
         names = [self.calls["before"].leaf_names[i] for i in self.chosen]
-        return leaf_numerics("gradient", names, first, second, [flat[i] for i in self.chosen], size)
+        return leaf_numerics("gradient", names, first, second, [flat[i] for i in self.chosen], sums)

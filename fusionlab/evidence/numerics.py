@@ -11,11 +11,11 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
-from fusionlab.graph.compat import child_jaxprs, split_closed
 from fusionlab.graph.promote import Promoted
 from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .program import Program
+from .sums import Sums
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
@@ -99,6 +99,7 @@ class Numerics:
       leaves: outputs, then gradients.
       left_out: arguments without a gradient (integers, keys, or not asked for).
       reduction_size: terms of the largest sum in the program; with the dtype it picks the tolerance.
+      tf32: whether float32 products may have run in TF32, which widens the tolerance.
       notes: what the reference could not promote.
     """
 
@@ -106,6 +107,7 @@ class Numerics:
     left_out: tuple[str, ...]
     reduction_size: int
     notes: tuple[str, ...] = ()
+    tf32: bool = False
 
     @property
     def ok(self) -> bool:
@@ -211,15 +213,15 @@ def _worst_index(x: np.ndarray) -> tuple[int, ...]:
 
 
 def leaf_numerics(
-    kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, reduction_size: int
+    kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, sums: Sums
 ) -> list[LeafNumerics]:
-    """Compares lists of arrays, name by name."""
+    """Compares lists of arrays, name by name; `sums` of the program picks the tolerance with each dtype."""
     wants = [np.asarray(r) for r in reference]
     largest = max((_scale(w) for w in wants), default=0.0)
     leaves = []
     for name, b, a, want in zip(names, before, after, wants, strict=True):
         b, a = _readable(b), _readable(a)
-        row = _tolerance_of(b.dtype, reduction_size)
+        row = _tolerance_of(b.dtype, sums)
         scale = _scale(want)
         if kind == "gradient" and scale < _ZERO_IN_THEORY * largest:
             scale = largest
@@ -245,9 +247,9 @@ def _readable(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def _tolerance_of(dtype: Any, reduction_size: int) -> Tolerance:
+def _tolerance_of(dtype: Any, sums: Sums) -> Tolerance:
     if jnp.issubdtype(dtype, np.inexact):
-        return tolerance(dtype, reduction_size)
+        return tolerance(dtype, sums.reduction_size, tf32=sums.tf32)
     return Tolerance(str(dtype), float("inf"), 0.0, 0.0, "exact")
 
 
@@ -303,34 +305,15 @@ def _weighted(out: Any, cotangent: Any) -> Any:
     return jnp.sum(out.astype(wide) * cotangent.astype(wide)).real
 
 
-def reduction_size(jaxpr: Any) -> int:
-    """The terms of the largest sum in a program: contracted axes of a product, reduced axes of a sum."""
-    largest = 1
-    for eqn in split_closed(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        shape = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
-        if name == "dot_general":
-            axes = eqn.params["dimension_numbers"][0][0]
-            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
-        elif name in ("reduce_sum", "cumsum", "reduce_prod"):
-            axes = eqn.params.get("axes", (eqn.params.get("axis"),))
-            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
-        elif name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval
-            largest = max(largest, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
-        largest = max([largest, *(reduction_size(child) for _, _, child in child_jaxprs(eqn))])
-    return largest
-
-
 def output_numerics(
-    before: Program, after: Program, reference: Promoted, args: tuple, kwargs: dict, size: int
+    before: Program, after: Program, reference: Promoted, args: tuple, kwargs: dict, sums: Sums
 ) -> list[LeafNumerics]:
     """Every output of both programs against the reference."""
     first, second = before.run(), after.run()
     names = ["out" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(first)[0]]
     want = reference.values(*args, **kwargs)
     leaves = jax.tree_util.tree_leaves
-    return leaf_numerics("output", names, leaves(first), leaves(second), leaves(want), size)
+    return leaf_numerics("output", names, leaves(first), leaves(second), leaves(want), sums)
 
 
 def check_same_outputs(before: Any, after: Any) -> None:

@@ -179,14 +179,9 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     nodes_after = len(split_closed(jax.make_jaxpr(plan.call)(*avals))[0].eqns)
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
-    residuals = plan.op.residuals(*operands, **attrs)
+    residuals = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
     backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
-    return _Facts(
-        verdict,
-        nodes_after,
-        residuals,
-        backends,
-    )
+    return _Facts(verdict, nodes_after, residuals, backends)
 
 
 def reject(

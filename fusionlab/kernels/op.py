@@ -156,6 +156,10 @@ class Op(abc.ABC):
     def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         """The implementation to run when none is named, and the reason."""
 
+    def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
+        """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
+        return name == "xla"
+
     @abc.abstractmethod
     def formula(self, **attrs: Any) -> str:
         """What it computes, for a reader."""
@@ -226,7 +230,7 @@ class Op(abc.ABC):
                 verdicts.append(BackendVerdict(one.name, "unavailable", refusal))
             elif one.name != chosen:
                 verdicts.append(BackendVerdict(one.name, "possible", one.summary))
-            elif chosen == "xla":
+            elif self.is_what_xla_runs(one.name, **full):
                 reason = "what XLA runs anyway" if implementation else why
                 verdicts.append(BackendVerdict(one.name, "same code", reason))
             else:

@@ -37,6 +37,13 @@ TOLERANCES: tuple[Tolerance, ...] = (
     Tolerance("float32", 128, 4e-6, 4e-6, "unit roundoff 6.0e-8, short sums, a few ulp of exp, tanh, erf"),
     Tolerance("float32", 4096, 2e-5, 2e-5, "sqrt(n) growth: a matrix product of an ordinary layer"),
     Tolerance("float32", math.inf, 1e-4, 1e-4, "sums over a whole batch, as in weight gradients"),
+    Tolerance(
+        "tf32",
+        math.inf,
+        3e-3,
+        2e-3,
+        "float32 whose products round operands to 10 bits, unit roundoff 4.9e-4, as float16",
+    ),
     Tolerance("bfloat16", 4096, 2e-2, 1e-2, "unit roundoff 3.9e-3; float32 accumulation hides the sum's length"),
     Tolerance("bfloat16", math.inf, 4e-2, 2e-2, "several bfloat16 roundings between long sums"),
     Tolerance("float16", 4096, 3e-3, 2e-3, "unit roundoff 4.9e-4; float32 accumulation hides the sum's length"),
@@ -45,8 +52,10 @@ TOLERANCES: tuple[Tolerance, ...] = (
 )
 
 
-def tolerance(dtype: Any, reduction_size: int = 1) -> Tolerance:
+def tolerance(dtype: Any, reduction_size: int = 1, *, tf32: bool = False) -> Tolerance:
     """The row for a result of this dtype whose largest sum has `reduction_size` terms; complex as its parts.
+
+    With `tf32`, float32 products may have run in TF32.
 
     Raises:
       ArgumentError: a dtype that is not floating (compare integers exactly), or a size below 1.
@@ -58,6 +67,7 @@ def tolerance(dtype: Any, reduction_size: int = 1) -> Tolerance:
         raise ArgumentError(f"reduction_size: got {reduction_size}, needed at least 1")
     name = {"complex64": "float32", "complex128": "float64"}.get(str(dtype), str(dtype))
     name = "float8" if name.startswith("float8") else name
+    name = "tf32" if tf32 and name == "float32" else name
     rows = [t for t in TOLERANCES if t.dtype == name and reduction_size <= t.reduction_size]
     if not rows:
         raise ArgumentError(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.numerics import compare_arrays, random_cotangents, reduction_size, ulp_size
+from fusionlab.evidence.numerics import compare_arrays, random_cotangents, ulp_size
+from fusionlab.evidence.sums import Sums, reduction_size, sums_of
 from fusionlab.testing.tolerances import TOLERANCES, tolerance
 
 
@@ -97,6 +98,21 @@ def test_the_largest_sum_of_a_program_is_found_inside_its_regions():
         jnp.ones((1, 3, 8, 8)), jnp.ones((4, 3, 5, 5))
     )
     assert reduction_size(kernel) == 75
+
+
+def test_only_a_float32_product_that_asks_for_no_precision_may_run_in_tf32_and_only_on_a_gpu():
+    def product(precision, dtype=jnp.float32):
+        x = jnp.ones((4, 4), dtype)
+        return jax.make_jaxpr(lambda x: jax.checkpoint(lambda x: jnp.dot(x, x, precision=precision))(x))(x)
+
+    assert sums_of(product(None), "gpu") == Sums(4, tf32=True)
+    assert sums_of(product(None), "cpu") == Sums(4)
+    assert not sums_of(product("highest"), "gpu").tf32
+    assert not sums_of(product(None, jnp.bfloat16), "gpu").tf32
+    with jax.default_matmul_precision("float32"):
+        assert not sums_of(product(None), "gpu").tf32
+    assert tolerance("float32", 64, tf32=True).atol > tolerance("float32", 64).atol
+    assert tolerance("float64", 64, tf32=True) == tolerance("float64", 64)
 
 
 def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():

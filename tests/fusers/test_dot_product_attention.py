@@ -392,8 +392,10 @@ def test_a_projection_around_attention_is_left_to_gemm_epilogue():
     assert not found.rejections
 
 
-def test_residuals_are_the_result_and_one_statistic_a_row():
-    site = fused(einsum_form, Q, K, V)
+def test_residuals_of_a_small_site_are_the_probabilities_and_of_blocks_one_statistic_a_row():
+    (saved,) = fused(einsum_form, Q, K, V).residuals
+    assert (saved.name, saved.readers) == ("probabilities", ("dquery", "dkey", "dvalue"))
+    site = fused(einsum_form, Q, K, V, implementation="xla_blockwise")
     saved = {r.name: (r.shape, r.dtype) for r in site.residuals}
     assert saved["logsumexp"] in (((2, 3, 6), "f32"), ((2, 6, 3), "f32"))
     assert saved["out"] == ((2, 6, 3, 5), "f32")

@@ -103,8 +103,11 @@ def test_any_subset_of_gradients_is_right_and_alone(wanted, implementation, x64,
     jaxpr = jax.make_jaxpr(jax.grad(loss(fused), wanted))(*args).jaxpr
     (node,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_product_attention_cotangent"]
     assert len(node.outvars) == len(wanted)
-    # dvalue alone reads query, key, logsumexp and the cotangent; the others value and out as well.
-    assert len(node.invars) == (4 if wanted == (2,) else 6)
+    if implementation == "xla":  # all read the probabilities; dquery also key and value, dkey query and value
+        reads = {(0,): 3, (1,): 3, (2,): 1, (0, 1): 4}[wanted]
+    else:  # dvalue alone reads query, key and logsumexp; the others value and out as well
+        reads = 3 if wanted == (2,) else 5
+    assert len(node.invars) == reads + 1  # and the cotangent
 
 
 @pytest.mark.parametrize(
@@ -174,21 +177,35 @@ def test_blockwise_never_allocates_the_score_matrix(length, smaller):
         assert scratch("xla_blockwise", program) < composite / smaller
 
 
-def test_residuals_are_the_result_and_one_statistic_a_row():
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 128, 4, 64), (2, 256, 4, 64), (2, 256, 4, 32))]
+def test_residuals_of_many_scores_are_the_result_and_one_statistic_a_row():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 512, 4, 64), (2, 1024, 4, 64), (2, 1024, 4, 32))]
     out, statistic = OP.residuals(*shapes)
-    assert (out.name, out.shape, out.dtype, out.nbytes) == ("out", (2, 128, 4, 32), "bf16", 65536)
+    assert (out.name, out.shape, out.dtype, out.nbytes) == ("out", (2, 512, 4, 32), "bf16", 262144)
     assert out.readers == ("dquery", "dkey")
-    assert (statistic.name, statistic.shape, statistic.dtype) == ("logsumexp", (2, 4, 128), "f32")
-    assert (statistic.nbytes, statistic.readers) == (4096, ("dquery", "dkey", "dvalue"))
+    assert (statistic.name, statistic.shape, statistic.dtype) == ("logsumexp", (2, 4, 512), "f32")
+    assert (statistic.nbytes, statistic.readers) == (16384, ("dquery", "dkey", "dvalue"))
 
 
-def test_the_statistic_is_the_logsumexp_of_the_scores(x64, small_blocks):
+def test_what_is_saved_is_the_probabilities_or_the_logsumexp_of_the_scores(x64, small_blocks):
     q, k, v = data(t=9, s=7)
-    want = jax.nn.logsumexp(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, axis=-1)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5
+    want = {"xla": jax.nn.softmax(scores), "xla_blockwise": jax.nn.logsumexp(scores, axis=-1)}
     for implementation in IMPLEMENTATIONS:
         _, got = jax.jit(functools.partial(OP.call_with_residuals, implementation=implementation))(q, k, v)
-        np.testing.assert_allclose(got, want, rtol=1e-12)
+        np.testing.assert_allclose(got, want[implementation], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("length", "kept"), [(64, "probabilities"), (512, "logsumexp")])
+def test_few_scores_are_kept_and_many_computed_again(length, kept):
+    shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    assert [r.name for r in OP.residuals(shape, shape, shape) if r.name != "out"] == [kept]
+    assert [r.name for r in OP.residuals(shape, shape, shape, implementation="xla")] == ["probabilities"]
+
+
+def test_keeping_probabilities_costs_no_second_product_of_query_and_key():
+    shape = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
+    step = jax.jit(jax.grad(lambda *a: dot_product_attention(*a).sum(), (0, 1, 2)))
+    assert step.lower(shape, shape, shape).as_text().count("dot_general") == 6  # 2 forward, 4 backward; sum keeps 6
 
 
 def test_the_choice_follows_size_and_device_and_says_why():
@@ -201,7 +218,8 @@ def test_the_choice_follows_size_and_device_and_says_why():
     assert verdicts(64, "cpu") == {"xla": "same code", "xla_blockwise": "possible"}
     assert verdicts(4096, "cpu") == {"xla": "possible", "xla_blockwise": "chosen"}
     assert verdicts(4096, "cpu", "xla") == {"xla": "same code", "xla_blockwise": "possible"}
-    assert verdicts(4096, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
+    assert verdicts(64, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
+    assert verdicts(4096, "sm_90") == {"xla": "chosen", "xla_blockwise": "possible"}
     assert verdicts(64, "cpu", "xla_blockwise") == {"xla": "possible", "xla_blockwise": "chosen"}
 
 

@@ -11,6 +11,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.numerics import Numerics, leaf_numerics
 from fusionlab.evidence.record import environment
+from fusionlab.evidence.sums import Sums
 from fusionlab.evidence.timing import Runs, timing_of
 from fusionlab.viz.html import evidence_html, report_html
 from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing
@@ -33,8 +34,8 @@ def numerics():
     want = [np.linspace(1, 2, 8), np.linspace(0, 1, 8), np.linspace(3, 4, 8)]
     before = [np.float32(w) for w in want]
     after = [before[0], np.float32(want[1] + 0.25), before[2]]
-    leaves = leaf_numerics("output", ["out['y']"], before[:1], after[:1], want[:1], 64)
-    leaves += leaf_numerics("gradient", ["w", "b"], before[1:], after[1:], want[1:], 64)
+    leaves = leaf_numerics("output", ["out['y']"], before[:1], after[:1], want[:1], Sums(64))
+    leaves += leaf_numerics("gradient", ["w", "b"], before[1:], after[1:], want[1:], Sums(64))
     return Numerics(tuple(leaves), (), 64)
 
 

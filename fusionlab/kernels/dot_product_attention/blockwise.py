@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .reference import row_products, statistics_dtype
+from .reference import statistics_dtype
 
 Array = Any
 
@@ -111,7 +111,7 @@ def cotangent(
     by_row = {"q": _heads(query, wide) * scale, "ct": _heads(ct, wide), "lse": saved["logsumexp"].reshape(-1, t)}
     by_key = {"k": _heads(key, wide)}
     if "query" in wanted or "key" in wanted:
-        by_row["delta"] = row_products(saved["out"], ct).reshape(-1, t)
+        by_row["delta"] = jnp.sum(_heads(saved["out"], wide) * by_row["ct"], axis=-1)
         by_key["v"] = _heads(saved["value"], wide)
     heads, rows = block_shape(by_row["q"].shape[0], t, s, is_causal, _BACKWARD_SCORES)
 

@@ -4,8 +4,10 @@ Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S N H, 
 and probabilities are *B N T S. The residual `logsumexp` is *B N T: log of the sum, over the keys a row sees, of exp(score).
 Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64.
 
-The backward keeps no probabilities: p = exp(score - logsumexp), and with dp = ct @ value^T the softmax gives
-ds = p * (dp - rowsum(ct * out)). Source: Dao et al. 2022, arXiv:2205.14135, appendix B.2.
+With `saves="probabilities"` the forward keeps them (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does;
+with `saves="logsumexp"` it keeps that and the backward recomputes p = exp(score - logsumexp). Either way, with
+dp = ct @ value^T, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source: Dao et al.
+2022, arXiv:2205.14135, appendix B.2.
 """
 
 from __future__ import annotations
@@ -53,13 +55,16 @@ def forward(
     scale: float,
     is_causal: bool,
     precision: Any,
+    saves: str,
     **_: Any,
 ) -> list[Array]:
-    """[out], and logsumexp if asked for."""
+    """[out], and what is saved for the backward if asked for."""
     scores = scores_of(query, key, scale, is_causal, precision)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = _weigh(probabilities, value, precision)
-    return [out, jax.nn.logsumexp(scores, axis=-1)] if residuals else [out]
+    if not residuals:
+        return [out]
+    return [out, probabilities if saves == "probabilities" else jax.nn.logsumexp(scores, axis=-1)]
 
 
 def _weigh(probabilities: Array, value: Array, precision: Any) -> Array:
@@ -68,6 +73,9 @@ def _weigh(probabilities: Array, value: Array, precision: Any) -> Array:
 
 
 def _probabilities(saved: Mapping[str, Array], scale: float, is_causal: bool, precision: Any) -> Array:
+    """*B N T S in the statistics dtype."""
+    if "probabilities" in saved:
+        return saved["probabilities"].astype(statistics_dtype(saved["probabilities"].dtype))
     scores = scores_of(saved["query"], saved["key"], scale, is_causal, precision)
     return jnp.exp(scores - saved["logsumexp"][..., None])
 
@@ -95,11 +103,14 @@ def tangent(
         pairs.append((saved["query"], tangents["key"]))
     if pairs:
         moved = [_dot(q, k, "...tnh,...snh->...nts", precision, dtype) * scale for q, k in pairs]
-        weighted = p * sum(moved[1:], moved[0])
-        along = jnp.swapaxes(jnp.sum(weighted, axis=-1), -1, -2)[..., None]  # *B T N 1
-        through = _dot(weighted, saved["value"].astype(dtype), "...nts,...snh->...tnh", precision, dtype)
-        parts.append(through - along * saved["out"].astype(dtype))
+        weighted = _through_softmax(p, sum(moved[1:], moved[0]))
+        parts.append(_dot(weighted, saved["value"].astype(dtype), "...nts,...snh->...tnh", precision, dtype))
     return sum(parts[1:], parts[0]).astype(next(iter(tangents.values())).dtype)
+
+
+def _through_softmax(p: Array, moved: Array) -> Array:
+    """The softmax's Jacobian, which is symmetric, applied to `moved`."""
+    return p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
 
 
 def cotangent(
@@ -122,15 +133,9 @@ def cotangent(
         grads["value"] = _dot(p, ct_wide, "...nts,...tnh->...snh", precision, dtype)
     if "query" in wanted or "key" in wanted:
         dp = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", precision, dtype)
-        ds = p * (dp - row_products(saved["out"], ct)[..., None]) * scale
+        ds = _through_softmax(p, dp) * scale
         if "query" in wanted:
             grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", precision, dtype)
         if "key" in wanted:
             grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", precision, dtype)
     return [grads[slot].astype(ct.dtype) for slot in wanted]
-
-
-def row_products(out: Array, ct: Array) -> Array:
-    """rowsum(out * ct) as *B N T, in the statistics dtype."""
-    dtype = statistics_dtype(out.dtype)
-    return jnp.swapaxes(jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1), -1, -2)
