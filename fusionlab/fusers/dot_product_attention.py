@@ -6,7 +6,7 @@ Spellings of softmax are examples; a mask is told by its values, which must be t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from ..graph.canonical import CNode, View
 from ..graph.ir import Node, Value
-from ..graph.match import Match, Miss, close, match
-from ..graph.pattern import Example, pattern_of
-from ..graph.region import VIEWS, NotARegion, Region, constant_array, cut, escapes
+from ..graph.match import Match, Miss, close
+from ..graph.pattern import Example
+from ..graph.region import NotARegion, Region, constant_array, cut, escapes
 from ..kernels import OPS
-from .base import Plan, Search, anchor_text, escape_text, propose, reject
+from .base import Plan, Search, anchor_text, escape_text, propose
 from .findings import Candidate, Rejection
 from .layout import BROADCAST, Axes, arrange, axes_of, in_order, restore
+from .site import Site
 
 _LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
 _MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
@@ -146,15 +147,11 @@ def _reach(view: View, start: int, op: str, depth: int, through: frozenset[str] 
     return None
 
 
-class _Site:
+class _Site(Site):
     """One softmax between two products, from anchor to candidate or rejection."""
 
-    def __init__(self, pass_: DotProductAttentionPass, search: Search, anchor: Node) -> None:
-        self.pass_, self.search, self.anchor = pass_, search, anchor
-        self.view: View = search.view
-
     def examine(self) -> Candidate | Rejection:
-        found = self.match()
+        found = self.best_match(EXAMPLES, self.roots())
         if isinstance(found, Miss):
             return self.near_miss(found)
         try:
@@ -167,39 +164,6 @@ class _Site:
         nid = self.view.ref[self.anchor.outputs[0].id].nid
         after = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "prod"]
         return [*after, nid]
-
-    def match(self) -> Match | Miss:
-        best: Miss | None = None
-        for root in self.roots():
-            for example in EXAMPLES:
-                pattern = pattern_of(example)
-                if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
-                    continue
-                found = match(pattern, self.view, root)
-                if isinstance(found, Match):
-                    return found
-                if best is None or found.matched > best.matched:
-                    best = found
-        assert best is not None  # the examples include a root for every anchor
-        return best
-
-    def near_miss(self, miss: Miss) -> Rejection:
-        node = self.raw_of(miss.target)
-        site = [n for t in miss.bound.values() if (n := self.raw_of(t)) is not None]
-        code = miss.kind if miss.kind in ("axes", "scalar") else "structure"
-        target = self.view.nodes[miss.target]
-        if code == "structure" and target.op == "select":
-            code = "mask"
-        if code == "structure" and target.op == "stop_gradient":
-            code = "stop_gradient"
-        where = anchor_text(node) if node is not None else f"an operand of {anchor_text(self.anchor)}"
-        sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
-        progress = (miss.matched, miss.total)
-        return self.rejection(code, sentence, [node] if node else [], site, progress)
-
-    def raw_of(self, nid: int) -> Node | None:
-        values = self.view.values_of.get(nid, ())
-        return next((n for v in values if (n := self.search.block.producer.get(v.id)) is not None), None)
 
     def candidate(self, found: Match) -> Candidate | Rejection:
         root = self.root_value(found)
@@ -218,53 +182,22 @@ class _Site:
         if leaks:
             leak = leaks[0]
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            return self.rejection("escapes", escape_text(leak), [leak.node], region.nodes, None, edit)
+            return self.rejection("escapes", escape_text(leak), [leak.node], edit=edit, site=region.nodes)
         region = _without_mask(region)
         plan = _plan(self.search, found, region, self.scale(found, region), mask == "causal", self.precision(region))
         fill = found.scalars.get("fill", -float("inf"))
         notes = (f"masked scores become {fill:g}: right while no score is as low",) if fill > _SAFE_FILL else ()
         return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
 
-    def root_value(self, found: Match) -> Value:
-        """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""
-        nid = found.nodes[found.pattern.root]
-        for value in self.view.values_of.get(nid, ()):
-            maker = self.search.block.producer.get(value.id)
-            if maker is not None and maker.id >= self.anchor.id:
-                return self.after_views(value)
-        raise NotARegion("its result is made before the product")
-
-    def after_views(self, value: Value) -> Value:
-        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
-
-        Not when a product reads the last of them: it looks through them itself, and the two sites would overlap.
-        """
-        block, start = self.search.block, value
-        while value.id not in block.returned:
-            users = block.users.get(value.id, ())
-            if len(users) != 1 or users[0].primitive not in VIEWS:
-                break
-            after = users[0].outputs[0]
-            if (
-                self.view.ref[after.id].nid != self.view.ref[value.id].nid
-                or min(self.view.ref[after.id].dims, default=0) < 0
-            ):
-                break
-            value = after
-        read_by_product = any(u.primitive == "dot_general" for u in block.users.get(value.id, ()))
-        return start if read_by_product else value
-
     def conditions(self, found: Match, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
         if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
             sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
-            return self.rejection(
-                "dtype", sentence, [self.anchor], region.nodes, None, "cast q, k and v to bfloat16 or float32"
-            )
+            return self.rejection("dtype", sentence, edit="cast q, k and v to bfloat16 or float32", site=region.nodes)
         fill = found.scalars.get("fill")
         if fill is not None and not fill <= _MASK_FILL:
             sentence = f"masked scores become {fill:g}, which still gives them weight; a mask's fill is -inf or <= {_MASK_FILL:g}"
-            return self.rejection("scalar", sentence, [self.anchor], region.nodes, None, "fill with -jnp.inf")
+            return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
         return None
 
     def mask(self, found: Match, region: Region) -> str | Rejection:
@@ -275,13 +208,13 @@ class _Site:
         kept = self.kept(found, value)
         if kept is None:
             sentence = f"the mask {value!r} is data, known only when the function runs; this version takes no mask or a causal one"
-            return self.rejection("mask", sentence, [self.anchor], region.nodes)
+            return self.rejection("mask", sentence, site=region.nodes)
         if kept.all():
             return "none"
         if np.array_equal(kept, np.tril(np.ones_like(kept))):
             return "causal"
         sentence = f"the mask {value!r} is constant but not causal; this version takes no mask or a causal one"
-        return self.rejection("mask", sentence, [self.anchor], region.nodes)
+        return self.rejection("mask", sentence, site=region.nodes)
 
     def kept(self, found: Match, value: Value) -> np.ndarray | None:
         """[T, S] booleans: which keys a query sees; None when the mask is no constant, or has batch axes."""
@@ -312,12 +245,7 @@ class _Site:
 
     def scale(self, found: Match, region: Region) -> float:
         """The factor on q k^T that the bound operands do not carry themselves."""
-        carried = 1.0
-        for name in ("q", "k"):
-            carried *= float(self.view.ref[region.leaves[name].id].coef)
-        if carried == 0:
-            raise NotARegion("an operand carries a factor of 0")
-        return found.scalars.get("scale", 1.0) / carried
+        return found.scalars.get("scale", 1.0) / self.carried(region, ("q", "k"))
 
     def precision(self, region: Region) -> Any:
         """What the user asked of the products; None for the default."""
@@ -327,19 +255,6 @@ class _Site:
         if len(asked) > 1:
             raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)
-
-    def rejection(
-        self,
-        code: str,
-        sentence: str,
-        guilty: Sequence[Node] = (),
-        site: Sequence[Node] = (),
-        progress: tuple[int, int] | None = None,
-        edit: str | None = None,
-    ) -> Rejection:
-        return reject(
-            self.search, self.pass_.name, code, sentence, self.anchor, guilty or [self.anchor], site, progress, edit
-        )
 
 
 def _without_mask(region: Region) -> Region:

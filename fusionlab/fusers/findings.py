@@ -14,8 +14,8 @@ from ..graph.rewrite import to_jaxpr
 from ..graph.scopes import Source
 from ..graph.text import node_text
 from ..graph.trace import graph_of_jaxpr
-from ..kernels.op import BackendVerdict as Backend
-from ..kernels.op import Residual
+from ..kernels.implementation import BackendVerdict as Backend
+from ..kernels.implementation import Residual
 
 
 @dataclass(frozen=True, eq=False)

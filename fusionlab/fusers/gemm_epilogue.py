@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..graph.canonical import View
 from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -20,9 +19,10 @@ from ..graph.pattern import Example, pattern_of
 from ..graph.region import VIEWS, NotARegion, Region, cut, escapes
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
-from .base import Plan, Search, anchor_text, escape_text, option, propose, reject
+from .base import Plan, Search, anchor_text, escape_text, option, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
+from .site import Site
 
 LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
 PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
@@ -82,16 +82,15 @@ class GemmEpiloguePass:
                 yield from _Site(self, search, node).examine()
 
 
-class _Site:
+class _Site(Site):
     """One product, from anchor to candidate or rejection."""
 
     def __init__(self, pass_: GemmEpiloguePass, search: Search, anchor: Node) -> None:
-        self.pass_, self.search, self.anchor = pass_, search, anchor
-        self.view: View = search.view
+        super().__init__(pass_, search, anchor)
         self.product = anchor.outputs[0]
 
     def examine(self) -> Iterator[Candidate | Rejection]:
-        if self.view.nodes[self.view.ref[self.product.id].nid].op != "dot":
+        if self.view.nodes[self.nid(self.product)].op != "dot":
             return
         linear = self.linear()
         if isinstance(linear, Rejection):
@@ -105,7 +104,7 @@ class _Site:
         """The product with its bias, or bare; a Rejection when something is added that is no bias; None when it is no site."""
         added = self.addition()
         if added is None:
-            found = match(pattern_of(PRODUCT), self.view, self.view.ref[self.product.id].nid)
+            found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
             return self.oriented(found) if isinstance(found, Match) else None
         node, total, other = added
         if self.depends(self.view.read(other).nid):
@@ -128,20 +127,20 @@ class _Site:
 
     def addition(self) -> tuple[Node, Value, Any] | None:
         """The add that reads the product (through views and scalings): (node, its result, the other operand)."""
-        nid = self.view.ref[self.product.id].nid
+        nid = self.nid(self.product)
         value = self.product
         while True:
             users = self.search.block.users.get(value.id, ())
             adds = [
                 u
                 for u in users
-                if u.primitive in ("add", "sub") and self.view.nodes[self.ref_id(u.outputs[0])].op == "sum"
+                if u.primitive in ("add", "sub") and self.view.nodes[self.nid(u.outputs[0])].op == "sum"
             ]
             if adds:
                 total = adds[0].outputs[0]
-                others = [a for a in adds[0].inputs if not (isinstance(a, Value) and self.ref_id(a) == nid)]
+                others = [a for a in adds[0].inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
                 return (adds[0], total, others[0]) if len(others) == 1 else None
-            same = [u for u in users if u.outputs and self.ref_id(u.outputs[0]) == nid]
+            same = [u for u in users if u.outputs and self.nid(u.outputs[0]) == nid]
             if len(users) != 1 or not same:
                 return None
             value = same[0].outputs[0]
@@ -159,16 +158,13 @@ class _Site:
 
     def depends(self, nid: int, depth: int = 6) -> bool:
         """Whether a canonical node is computed from the product, within a few steps."""
-        product = self.view.ref[self.product.id].nid
+        product = self.nid(self.product)
         level = {nid}
         for _ in range(depth):
             if product in level:
                 return True
             level = {o.nid for n in level for o in self.view.nodes[n].operands}
         return product in level
-
-    def ref_id(self, value: Value) -> int:
-        return self.view.ref[value.id].nid
 
     def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
         """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
@@ -184,7 +180,7 @@ class _Site:
 
     def not_a_bias(self, node: Node, other: Any, miss: Miss) -> Rejection | None:
         """Why what is added is no bias; None when the product is no linear layer at all."""
-        dot = self.view.nodes[self.view.ref[self.product.id].nid]
+        dot = self.view.nodes[self.nid(self.product)]
         batch = [x for x in dot.params if all(x in o.axes for o in dot.operands)]
         other_ref = self.view.read(other)
         if self.view.nodes[other_ref.nid].op == "dot":
@@ -341,38 +337,13 @@ class _Site:
     def scale(self, linear: _Linear, region: Region) -> float:
         """The factor on the product that its operands do not carry themselves."""
         m = linear.match
-        carried = 1.0
-        for name in ("x", "w"):
-            carried *= float(self.view.ref[region.leaves[name].id].coef)
-        if carried == 0:
-            raise NotARegion("an operand carries a factor of 0")
+        carried = self.carried(region, ("x", "w"))
         if not linear.bias:
             return float(self.view.ref[linear.value.id].coef) / carried
         root = self.view.nodes[m.nodes[m.pattern.root]]
-        product = self.view.ref[self.product.id].nid
+        product = self.nid(self.product)
         on_edge = next(float(o.coef) for o in root.operands if o.nid == product)
         return on_edge / carried
-
-    def rejection(
-        self,
-        code: str,
-        sentence: str,
-        guilty: list[Node],
-        progress: tuple[int, int] | None,
-        edit: str | None,
-        site: list[Node] | None = None,
-    ) -> Rejection:
-        return reject(
-            self.search,
-            self.pass_.name,
-            code,
-            sentence,
-            self.anchor,
-            guilty,
-            site or [self.anchor, *guilty],
-            progress,
-            edit,
-        )
 
 
 def _plan(search: Search, linear: _Linear, region: Region, activation: str, anchor: Node) -> Plan:

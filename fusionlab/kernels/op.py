@@ -15,7 +15,6 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -28,61 +27,10 @@ from ..device import Device
 from ..errors import BackendError, unknown_name
 from ..graph.ir import dtype_text
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
+from .implementation import BackendVerdict, Implementation, Residual
 
 Array = Any
 Meaning = Callable[..., list[Array]]
-
-
-@dataclass(frozen=True)
-class Residual:
-    """A value the fused forward saves for the fused backward.
-
-    Attributes: `name`, `shape`, `dtype` (text, "f32"), `nbytes`, and `readers`: the gradients that read it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    readers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class BackendVerdict:
-    """One implementation of an op for one call.
-
-    `verdict` is "chosen", "possible", "same code" (chosen, and what XLA runs anyway) or "unavailable"; `reason` says why.
-    """
-
-    name: str
-    verdict: str
-    reason: str
-
-
-def _runs_everywhere(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class Implementation:
-    """One way to run an op.
-
-    Attributes:
-      name: what `implementation=` takes.
-      summary: what it does, in a few words.
-      forward: `(*operands, residuals: bool, **attrs) -> [out, *residuals]`.
-      tangent: `(saved, tangents, shape, **attrs) -> tangent of out`; dicts by name, and the shape of the result.
-      cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
-        slots of an explicitly sharded call, the sharding the gradient must have.
-      refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
-    """
-
-    name: str
-    summary: str
-    forward: Callable[..., list[Array]]
-    tangent: Callable[..., Array]
-    cotangent: Callable[..., list[Array]]
-    refuses: Callable[..., str | None] = _runs_everywhere
 
 
 class FusedPrimitive(Primitive):

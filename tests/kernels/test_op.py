@@ -16,7 +16,7 @@ import fusionlab.kernels.dot_product_attention.op as attention_op
 import fusionlab.kernels.gemm_epilogue.op as gemm_op
 from fusionlab import ops
 from fusionlab.kernels import OPS, meaning_of
-from fusionlab.kernels.op import Residual
+from fusionlab.kernels.implementation import Residual
 
 X, W, B = jnp.arange(12.0).reshape(3, 4) / 10 - 0.5, jnp.linspace(-1, 1, 20).reshape(4, 5), jnp.linspace(1, -1, 5)
 Q = jnp.sin(jnp.arange(48.0)).reshape(1, 6, 2, 4)

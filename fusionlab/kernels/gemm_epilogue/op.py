@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
 from ..arrays import batch_to_front, canonical_precision, check_dtypes
-from ..op import Implementation, Op
+from ..implementation import Implementation
+from ..op import Op
 from . import reference
 from .activations import ACTIVATIONS
 

@@ -1,0 +1,118 @@
+"""One place in a block that a pass looks at, from its anchor to a candidate or a rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..graph.canonical import View
+from ..graph.ir import Node, Value
+from ..graph.match import Match, Miss, match
+from ..graph.pattern import Example, pattern_of
+from ..graph.region import VIEWS, NotARegion, Region
+from .base import Pass, Search, anchor_text, reject
+from .findings import Rejection
+
+
+class Site:
+    """What every pass needs at its anchor. A pass derives its own and says what makes a candidate."""
+
+    def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
+        self.pass_, self.search, self.anchor = pass_, search, anchor
+        self.view: View = search.view
+
+    def nid(self, value: Value) -> int:
+        """The canonical node that a raw value shows."""
+        return self.view.ref[value.id].nid
+
+    def best_match(self, examples: Iterable[Example], roots: Sequence[int]) -> Match | Miss:
+        """The first match of any example at any root (canonical nodes), else the miss that came furthest."""
+        best: Miss | None = None
+        for root in roots:
+            for example in examples:
+                pattern = pattern_of(example)
+                if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
+                    continue
+                found = match(pattern, self.view, root)
+                if isinstance(found, Match):
+                    return found
+                if best is None or found.matched > best.matched:
+                    best = found
+        if best is None:
+            raise AssertionError("a site needs examples and roots")
+        return best
+
+    def near_miss(self, miss: Miss) -> Rejection:
+        """The rejection for the nearest miss."""
+        node = self.raw_of(miss.target)
+        site = [n for t in miss.bound.values() if (n := self.raw_of(t)) is not None]
+        code = miss.kind if miss.kind in ("axes", "scalar") else "structure"
+        target = self.view.nodes[miss.target]
+        if code == "structure" and target.op == "select":
+            code = "mask"
+        if code == "structure" and target.op == "stop_gradient":
+            code = "stop_gradient"
+        where = anchor_text(node) if node is not None else f"an operand of {anchor_text(self.anchor)}"
+        sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
+        return self.rejection(code, sentence, [node] if node else [], (miss.matched, miss.total), site=site)
+
+    def raw_of(self, nid: int) -> Node | None:
+        """A raw node that makes a canonical node's value."""
+        values = self.view.values_of.get(nid, ())
+        return next((n for v in values if (n := self.search.block.producer.get(v.id)) is not None), None)
+
+    def root_value(self, found: Match) -> Value:
+        """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""
+        nid = found.nodes[found.pattern.root]
+        for value in self.view.values_of.get(nid, ()):
+            maker = self.search.block.producer.get(value.id)
+            if maker is not None and maker.id >= self.anchor.id:
+                return self.after_views(value)
+        raise NotARegion("its result is made before the product")
+
+    def after_views(self, value: Value) -> Value:
+        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
+
+        Not when a product reads the last of them: it looks through them itself, and the two sites would overlap.
+        """
+        block, start = self.search.block, value
+        while value.id not in block.returned:
+            users = block.users.get(value.id, ())
+            if len(users) != 1 or users[0].primitive not in VIEWS:
+                break
+            after = users[0].outputs[0]
+            if (
+                self.view.ref[after.id].nid != self.view.ref[value.id].nid
+                or min(self.view.ref[after.id].dims, default=0) < 0
+            ):
+                break
+            value = after
+        read_by_product = any(u.primitive == "dot_general" for u in block.users.get(value.id, ()))
+        return start if read_by_product else value
+
+    def carried(self, region: Region, names: Iterable[str]) -> float:
+        """The product of the scalar factors that the region's leaves of these names carry themselves.
+
+        Raises:
+          NotARegion: one of them is 0.
+        """
+        product = 1.0
+        for name in names:
+            product *= float(self.view.ref[region.leaves[name].id].coef)
+        if product == 0:
+            raise NotARegion("an operand carries a factor of 0")
+        return product
+
+    def rejection(
+        self,
+        code: str,
+        sentence: str,
+        guilty: Sequence[Node] = (),
+        progress: tuple[int, int] | None = None,
+        edit: str | None = None,
+        site: Sequence[Node] = (),
+    ) -> Rejection:
+        """A rejection here; the guilty default to the anchor, the site to the anchor and the guilty."""
+        guilty = guilty or [self.anchor]
+        where: Any = site or [self.anchor, *guilty]
+        return reject(self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit)
