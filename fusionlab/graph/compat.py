@@ -6,6 +6,8 @@ exists in all three and constructs the right thing; never test with isinstance, 
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -66,3 +68,35 @@ def varies(aval: Any) -> bool:
 def enable_x64(on: bool = True) -> Any:
     """A context manager that switches 64-bit types on without touching the user's config."""
     return jax.enable_x64(on)
+
+
+def rule_functions(rule: Any) -> tuple[types.FunctionType, ...]:
+    """The functions that make up a custom_jvp_call's rule (its `jvp_jaxpr_fun`), found through the closures of JAX's wrappers."""
+    seen: set[int] = set()
+    found: list[types.FunctionType] = []
+    stack = [rule]
+    while stack:
+        x = stack.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, types.FunctionType):
+            found.append(x)
+            stack.extend(c.cell_contents for c in x.__closure__ or () if _is_filled(c))
+        elif isinstance(x, functools.partial):
+            stack.extend((x.func, *x.args, *x.keywords.values()))
+        elif isinstance(x, types.MethodType):
+            stack.append(x.__func__)
+        elif isinstance(x, tuple | list):
+            stack.extend(x)
+        elif hasattr(x, "call_wrapped"):  # JAX's WrappedFun
+            stack.extend((x.f, getattr(x, "f_transformed", None)))
+    return tuple(found)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .compat import split_closed
+from .literals import fold
 from .scopes import defined_in_jax
 from .trace import FLATTENED
 
@@ -87,15 +88,35 @@ def narrows(dtype: Any, other: Any) -> bool:
 class _Run:
     def __init__(self, sizes: Sizes, inline: Inline) -> None:
         self.sizes, self.inline = sizes, inline
+        self.scalars: dict[Any, Array] = {}  # variables made of literals alone, in their own dtypes
 
     def block(self, jaxpr: Any, env: dict[Any, Array]) -> list[Array]:
         def read(a: Any) -> Array:
             return promote(np.asarray(a.val)) if isinstance(a, jex_core.Literal) else env[a]
 
         for eqn in jaxpr.eqns:
-            outs = self.eqn(eqn, [read(a) for a in eqn.invars])
+            number = self.of_literals(eqn)
+            outs = [promote(number)] if number is not None else self.eqn(eqn, [read(a) for a in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
+
+    def of_literals(self, eqn: Any) -> Array | None:
+        """The scalar an equation makes of literals alone, rounded as the program rounds it."""
+        if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape or not eqn.invars:
+            return None
+        numbers = [self.number(a) for a in eqn.invars]
+        if any(n is None for n in numbers):
+            return None
+        operands = [(n, a.aval.dtype) for n, a in zip(numbers, eqn.invars, strict=True)]
+        number = fold(eqn.primitive.name, eqn.params, operands, eqn.outvars[0].aval.dtype)
+        if number is not None:
+            self.scalars[eqn.outvars[0]] = number
+        return number
+
+    def number(self, atom: Any) -> Any:
+        """The scalar an atom is known to be, in its own dtype; None for anything else."""
+        number = atom.val if isinstance(atom, jex_core.Literal) else self.scalars.get(atom)
+        return number if number is not None and np.ndim(number) == 0 else None
 
     def const(self, value: Any) -> Array:
         """A captured array, its leading corner when sizes are reduced."""
@@ -115,7 +136,7 @@ class _Run:
                 return [known(*ins)]
         if name in FLATTENED or name in ("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"):
             child = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            return self.call(child, ins)
+            return self.call(child, ins, eqn.invars)
         rule = _SHAPED.get(name)
         if rule is not None:
             return [rule(self, eqn, ins)]
@@ -127,11 +148,18 @@ class _Run:
         except ValueError as error:  # shapes that no longer broadcast: the sizes did not reduce consistently
             raise CannotEvaluate(f"primitive {name} at reduced sizes ({error})") from error
 
-    def call(self, child: Any, ins: list[Array]) -> list[Array]:
+    def call(self, child: Any, ins: list[Array], operands: Sequence[Any] = ()) -> list[Array]:
+        """Runs a child jaxpr, which may be shared by calls with other operands."""
         jaxpr, consts = split_closed(child)
         env = dict(zip(jaxpr.constvars if consts else (), [self.const(c) for c in consts], strict=True))
         env.update(zip(jaxpr.invars, ins, strict=True))
-        return self.block(jaxpr, env)
+        outer = self.scalars
+        known = [(v, self.number(a)) for v, a in zip(jaxpr.invars, operands, strict=False)]
+        self.scalars = {v: n for v, n in known if n is not None}
+        try:
+            return self.block(jaxpr, env)
+        finally:
+            self.scalars = outer
 
 
 # From jax 0.12 the derivative of erf calls this; its float32 body splits bit patterns, which has no meaning in float64.

@@ -56,20 +56,24 @@ SMOOTH_POINTS = (
     9.0,
 )
 HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
+_CHUNK_ELEMENTS = 2304
 _GRID = np.geomspace(1e-6, 3e38, 1500)  # 34 points a decade
 # The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
-# rounding of a constant that was folded in another order. tanh- and erf-GELU are 4.7e-4 apart: half of that is the most
-# that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
-TOLERANCE = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-4, "bfloat16": 2e-4}
+# rounding of a constant that was folded in another order: 2 units in the last place. tanh- and erf-GELU are 4.7e-4 apart: half of that is
+# the most that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
+TOLERANCE = {"float64": 1e-8, "float32": 2.5e-7, "float16": 1e-4, "bfloat16": 2e-4}
+_NEAR, _FAR = 9.0, 100.0
+_NOISE, _FAR_NOISE = 1e-13, 1e-30  # of 1 + tanh(h) near 0 in float64, for |h| up to _FAR; beyond that there is none
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Values and derivatives of a function on `points`."""
+    """Values of a function on `points`, and derivatives on `slope_points` (the second ones, if asked for, at the end)."""
 
     points: np.ndarray
     value: np.ndarray
     slope: np.ndarray
+    slope_points: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def _recognise(
     for name, reference in known.items():
         key = ("profile", name, str(start.dtype), points.tobytes(), twice)
         theirs = certifier.once(key, lambda f=reference: profile(f, like, points, certifier.inline, twice))
-        errors[name] = distance(mine.value, theirs.value), distance(mine.slope, theirs.slope)
+        errors[name] = distance(mine.value, theirs.value, points), distance(mine.slope, theirs.slope, mine.slope_points)
     return _verdict(errors, TOLERANCE.get(np.dtype(start.dtype).name, 1e-6))
 
 
@@ -197,16 +201,28 @@ def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Rec
     return Recognised(None, f"the nearest known function is {nearest}, {errors[nearest][0]:.2g} away")
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference relative to the magnitude there (at least 1); inf where NaN or infinities do not coincide."""
-    if not np.array_equal(np.isnan(a), np.isnan(b)):
+def distance(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> float:
+    """The largest difference relative to `want`, however small that is; inf where NaN or infinities do not coincide.
+
+    Not relative to the largest value: relu(h) + 1e-7 is no relu to the logarithm that follows. Two allowances: near the origin, where a
+    function or its slope crosses 0, `min(1, |h|)` counts as its size; and in a tail exp(-u), where u's own error comes multiplied by u, the
+    size is |want| * (1 + |log |want||).
+    """
+    if not np.array_equal(np.isnan(got), np.isnan(want)):
         return math.inf
-    a, b = a[~np.isnan(a)], b[~np.isnan(b)]
-    special = ~np.isfinite(a) | ~np.isfinite(b)
-    if not np.array_equal(a[special], b[special]):
+    real = ~np.isnan(want)
+    got, want, points = got[real], want[real], np.abs(points[real])
+    special = ~np.isfinite(got) | ~np.isfinite(want)
+    if not np.array_equal(got[special], want[special]):
         return math.inf
-    a, b = a[~special], b[~special]
-    return float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)), initial=0.0))
+    got, want, points = got[~special], want[~special], points[~special]
+    with np.errstate(all="ignore"):
+        size = np.abs(want)
+        size = np.where(size > 0, size * (1 + np.abs(np.log(size))), 0.0)
+        size = np.maximum(size, np.where(points <= _NEAR, np.minimum(1.0, points), 0.0))
+        excess = np.abs(got - want) - np.where(points <= _FAR, _NOISE, _FAR_NOISE)
+        ratio = np.where(excess <= 0, 0.0, excess / size)
+    return float(np.max(ratio, initial=0.0))
 
 
 def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inline, twice: bool = False) -> Profile:
@@ -224,7 +240,7 @@ def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inl
 
         _, curve = _on_points(with_vjp(first, [aval], aval), like.shape, np.array(SMOOTH_POINTS), inline)
         slope = np.concatenate([slope, curve])
-    return Profile(points, value, slope)
+    return Profile(points, value, slope, np.concatenate([points, SMOOTH_POINTS])[: len(slope)])
 
 
 def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> tuple[np.ndarray, np.ndarray]:
@@ -234,7 +250,8 @@ def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: In
         rows = [evaluate(closed, [np.full(shape, p), np.ones(shape)], None, inline) for p in points]
         return np.array([r[0].item() for r in rows]), np.array([r[1].item() for r in rows])
     # Axes of one real size reduce to one size: with a square shape every chunk of points becomes a square.
-    chunk = len(points) if shape.count(shape[axis]) == 1 else 48
+    alike = shape.count(shape[axis])
+    chunk = len(points) if alike == 1 else max(2, int(_CHUNK_ELEMENTS ** (1 / alike)))
     values, slopes = [], []
     for i in range(0, len(points), chunk):
         part = points[i : i + chunk]

@@ -7,7 +7,6 @@ real arithmetic; rounding and gradients are not this layer's business (certifica
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .canonical import ONE, Coef, Operand, Ref, View, nonunit, tidy
-from .compat import scan_counts
+from .compat import rule_functions, scan_counts
 from .ir import Node
-from .scopes import defined_in_jax
+from .literals import fold
+from .scopes import defined_in_jax, is_jax_file
 
 Rule = Callable[[View, Node, list[Ref]], list[Ref]]
 Aligned = tuple[Ref, tuple[int | None, ...]]  # a Ref, and for each non-unit output axis its node axis or None
@@ -29,14 +29,7 @@ UNARY = frozenset(
 BINARY = frozenset("max min eq ne gt ge and or xor rem atan2 pow nextafter shift_left shift_right_logical".split())
 COMMUTATIVE = frozenset("max min eq ne and or xor iadd imul".split())
 TRANSPARENT = frozenset("copy copy_p pvary device_put".split())
-
-_FOLD: dict[str, Callable] = {
-    "add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "neg": operator.neg, "max": max, "min": min, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
-    "rsqrt": lambda a: 1 / math.sqrt(a), "pow": operator.pow, "square": lambda a: a * a,
-    "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
-    "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": lambda a: not a,
-}  # fmt: skip
+_PLACES = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose".split())  # their own rules keep the shape
 
 
 def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
@@ -53,8 +46,12 @@ def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
+def is_floating(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
 def is_float(node: Node) -> bool:
-    return bool(jnp.issubdtype(node.outputs[0].dtype, jnp.floating))
+    return is_floating(node.outputs[0].dtype)
 
 
 def aligned(node: Node, i: int, ref: Ref) -> Aligned:
@@ -172,24 +169,21 @@ def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], 
 
 
 def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
-    """Arithmetic on literals."""
-    fold = _FOLD.get(node.primitive)
-    if fold is None or not ins or not all(view.is_literal(r) for r in ins):
+    """Arithmetic on literals, in the program's own dtypes."""
+    if not ins or not all(view.is_literal(r) for r in ins) or node.primitive in _PLACES:
         return None
-    try:
-        value = fold(*(r.coef for r in ins))
-    except (ValueError, OverflowError, ZeroDivisionError, TypeError):
+    out = node.outputs[0]
+    operands = [(r.coef, a.dtype) for r, a in zip(ins, node.inputs, strict=True)]
+    if not all(
+        np.issubdtype(d, np.number) or np.issubdtype(d, np.bool_) or is_floating(d)
+        for _, d in (*operands, (0, out.dtype))
+    ):
+        return None  # PRNG keys
+    value = fold(node.primitive, node.params, operands, out.dtype)
+    if value is None:
         return None
-    kind = np.dtype(node.outputs[0].dtype).kind
-    if kind == "b":
-        value = bool(value)
-    elif kind in "iu":
-        if value != int(value):
-            return None
-        value = int(value)
-    elif isinstance(value, complex):
-        return None
-    return view.literal(value, node.outputs[0].shape)
+    kind = bool if value.dtype.kind == "b" else int if value.dtype.kind in "iu" else float
+    return view.literal(kind(value), out.shape)
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------
@@ -208,15 +202,9 @@ def _stop_gradient(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 def _convert(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     src, dst = node.inputs[0].dtype, node.outputs[0].dtype
-    floats = jnp.issubdtype(src, jnp.floating) and jnp.issubdtype(dst, jnp.floating)
-    if floats or src == dst:
+    if (is_floating(src) and is_floating(dst)) or src == dst:
         return [ins[0]]
-    if view.is_literal(ins[0]):
-        kind = np.dtype(dst).kind
-        cast = bool if kind == "b" else int if kind in "iu" else float
-        if kind in "biufV" and not (cast is int and ins[0].coef != int(ins[0].coef)):
-            return [Ref(cast(ins[0].coef), ONE, ins[0].dims)]
-    name = "float" if jnp.issubdtype(dst, jnp.floating) else np.dtype(dst).name
+    name = "float" if is_floating(dst) else np.dtype(dst).name
     sizes = nonunit(node.outputs[0].shape)
     return [elementwise(view, "cast", name, [aligned(node, 0, ins[0])], sizes)]
 
@@ -431,12 +419,14 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def is_jax_rule(node: Node) -> bool:
-    """True for a custom_jvp_call whose function is defined inside JAX itself (jax.nn.relu and the like)."""
-    if node.primitive != "custom_jvp_call" or not node.blocks:
+    """True for a custom_jvp_call whose function and rule are JAX's own (jax.nn.relu and the like).
+
+    A user may give a function of JAX's a rule of their own, and `defjvps` wraps it in a function of JAX's.
+    """
+    if node.primitive != "custom_jvp_call" or not node.blocks or not defined_in_jax(node.blocks[0].jaxpr):
         return False
-    if not defined_in_jax(node.params.get("jvp_jaxpr_fun")):
-        return False
-    return defined_in_jax(node.blocks[0].jaxpr)
+    functions = rule_functions(node.params.get("jvp_jaxpr_fun"))
+    return bool(functions) and all(is_jax_file(f.__code__.co_filename) for f in functions)
 
 
 def literal_inputs(view: View, node: Node) -> dict[int, Coef]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .compat import rule_functions
 from .ir import Block, Literal, Node, Value
+from .scopes import is_jax_file
 
 if TYPE_CHECKING:
     from .region import Region
@@ -49,6 +51,8 @@ def node_signature(node: Node, number: dict[int, Any]) -> Any:
     params = tuple(
         sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v))
     )
+    if "jvp_jaxpr_fun" in node.params:
+        params += (_rule_key(node.params["jvp_jaxpr_fun"]),)
     for value in node.outputs:
         number[value.id] = len(number)
     outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
@@ -56,6 +60,12 @@ def node_signature(node: Node, number: dict[int, Any]) -> Any:
 
 
 _IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
+
+
+def _rule_key(rule: Any) -> Any:
+    """Of a custom_jvp rule: the code of JAX's functions, which are made anew for each trace, and the user's functions."""
+    functions = rule_functions(rule)
+    return tuple(f.__code__ if is_jax_file(f.__code__.co_filename) else f for f in functions)
 
 
 def _block_signature(block: Block) -> Any:

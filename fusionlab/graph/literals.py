@@ -1,0 +1,62 @@
+"""Arithmetic on literals, in the dtype the program does it in.
+
+`sqrt(bfloat16(8))` is 2.828125 when the program runs, and 0.7 * 10 >= 7 holds in float32: folded in real numbers, a program
+would be taken for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def _where(which: Any, *cases: Any) -> Any:
+    return cases[int(which)]
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative,
+    "max": np.maximum, "min": np.minimum, "sqrt": np.sqrt, "exp": np.exp, "log": np.log, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "pow": np.power, "square": np.square, "abs": np.abs, "gt": np.greater, "ge": np.greater_equal, "lt": np.less,
+    "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
+    "not": np.invert, "select_n": _where,
+}  # fmt: skip
+
+
+def fold(primitive: str, params: Any, operands: Sequence[tuple[Any, Any]], dtype: Any) -> np.ndarray | None:
+    """The scalar result of a primitive on scalars, rounded as in the program; None where it is not known here.
+
+    Args:
+      primitive, params: of the equation.
+      operands: (number, dtype) of each operand.
+      dtype: of the result.
+    """
+    values = [np.asarray(number).astype(d) for number, d in operands]
+    integers = any(v.dtype.kind in "iu" for v in values)
+    with np.errstate(all="ignore"):
+        if primitive == "convert_element_type":
+            result = _convert(values[0], np.dtype(dtype))
+        elif primitive == "integer_pow":
+            result = None if integers else np.power(values[0], values[0].dtype.type(params["y"]))
+        elif primitive in ("broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "stop_gradient"):
+            result = values[0]
+        elif primitive not in _OPERATIONS or (integers and primitive in ("div", "pow", "rsqrt")):
+            return None
+        else:
+            result = _OPERATIONS[primitive](*values)
+    if result is None:
+        return None
+    result = np.asarray(result).astype(dtype)
+    floats = jnp.issubdtype(result.dtype, jnp.floating)
+    if floats and not np.isfinite(result) and all(np.isfinite(v.astype(np.float64)) for v in values):
+        return None  # an overflow or a division by zero is left where it happens
+    return result
+
+
+def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    if dtype.kind in "iu" and value.dtype.kind not in "iub" and float(value) != int(value):
+        return None
+    return value.astype(dtype)
