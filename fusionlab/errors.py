@@ -62,6 +62,7 @@ REJECTIONS: dict[str, str] = {
     "scalar": "a captured constant is outside the range the fused op gives meaning to",
     "dtype": "a dtype the fused op does not take",
     "mask": "scores are masked in a way this op does not express",
+    "dropout": "weights are dropped at random inside the site, which the fused op does not do",
     "structure": "the site has the pass's anchor but a later part differs from every example",
     "axes": "the axes are reduced, contracted or batched differently from every example",
     "gradient": "values agree but gradients differ from the fused op's",

@@ -122,7 +122,7 @@ def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node,
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
     plan_call = plan.call
-    replacement = Replacement(region.block.path, region.node_ids, region.root, region.inputs, plan_call)
+    replacement = Replacement(region.block.path, region.nodes, region.root, region.inputs, plan_call)
     return Candidate(
         id=f"{name}@{anchor.scope}",
         pass_name=name,
@@ -154,13 +154,17 @@ def _unfit(region: Region) -> tuple[str, str] | None:
             f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)",
         )
     for node in all_nodes(region.nodes):
-        if node.primitive == "convert_element_type" and all(is_float(a.dtype) for a in (*node.inputs, *node.outputs)):
-            made = node.outputs[0].dtype
-            if all(narrows(made, dtype) for dtype in floats):
-                return (
-                    "dtype",
-                    f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there",
-                )
+        made = node.outputs[0].dtype
+        read = [a.dtype for a in node.inputs if is_float(a.dtype)]
+        if not is_float(made) or not read:
+            continue
+        # A cast may round to what the site's operands have anyway; a product that rounds its own sum is another matter.
+        against = floats if node.primitive == "convert_element_type" else read
+        if all(narrows(made, dtype) for dtype in against):
+            return (
+                "dtype",
+                f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there",
+            )
     return None
 
 

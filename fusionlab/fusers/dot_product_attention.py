@@ -6,27 +6,28 @@ Spellings of softmax are examples; a mask is told by its values, which must be t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..graph.canonical import CNode, View
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close
 from ..graph.pattern import Example
-from ..graph.region import NotARegion, Region, constant_array, cut, escapes
+from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.scopes import is_backward
 from ..kernels import OPS
-from .base import Plan, Search, anchor_text, escape_text, propose
+from .base import Plan, Search, anchor_text, propose
 from .findings import Candidate, Rejection
-from .layout import BROADCAST, Axes, arrange, axes_of, in_order, restore
+from .layout import Axes, arrange, axes_of, in_order, restore
+from .masks import MASK_FILL, Mask, read_mask
 from .site import Site
 
 _LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
-_MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 
 
@@ -115,7 +116,7 @@ class DotProductAttentionPass:
         view = search.view
         done: set[int] = set()
         for node in search.block.nodes:
-            if node.primitive != "dot_general":
+            if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
             exponentials = _exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
             if exponentials is None or exponentials in done:
@@ -180,13 +181,11 @@ class _Site(Site):
             return mask
         leaks = escapes(region)
         if leaks:
-            leak = leaks[0]
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            return self.rejection("escapes", escape_text(leak), [leak.node], edit=edit, site=region.nodes)
+            return self.escaping(leaks[0], edit, region.nodes)
         region = _without_mask(region)
-        plan = _plan(self.search, found, region, self.scale(found, region), mask == "causal", self.precision(region))
-        fill = found.scalars.get("fill", -float("inf"))
-        notes = (f"masked scores become {fill:g}: right while no score is as low",) if fill > _SAFE_FILL else ()
+        plan = _plan(self.search, found, region, self.scale(found, region), mask, self.precision(region))
+        notes = tuple(_notes(found, mask))
         return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
 
     def conditions(self, found: Match, region: Region) -> Rejection | None:
@@ -195,53 +194,33 @@ class _Site(Site):
             sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
             return self.rejection("dtype", sentence, edit="cast q, k and v to bfloat16 or float32", site=region.nodes)
         fill = found.scalars.get("fill")
-        if fill is not None and not fill <= _MASK_FILL:
-            sentence = f"masked scores become {fill:g}, which still gives them weight; a mask's fill is -inf or <= {_MASK_FILL:g}"
+        if fill is not None and not fill <= MASK_FILL:
+            sentence = f"masked scores become {fill:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
             return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
         return None
 
-    def mask(self, found: Match, region: Region) -> str | Rejection:
-        """ "none" or "causal", told by the mask's values."""
+    def mask(self, found: Match, region: Region) -> Mask | Rejection:
+        """The mask, told by its values."""
         if "mask" not in region.leaves:
-            return "none"
-        value = region.leaves["mask"]
-        kept = self.kept(found, value)
-        if kept is None:
-            sentence = f"the mask {value!r} is data, known only when the function runs; this version takes no mask or a causal one"
-            return self.rejection("mask", sentence, site=region.nodes)
-        if kept.all():
-            return "none"
-        if np.array_equal(kept, np.tril(np.ones_like(kept))):
-            return "causal"
-        sentence = f"the mask {value!r} is constant but not causal; this version takes no mask or a causal one"
-        return self.rejection("mask", sentence, site=region.nodes)
-
-    def kept(self, found: Match, value: Value) -> np.ndarray | None:
-        """[T, S] booleans: which keys a query sees; None when the mask is no constant, or has batch axes."""
-        array = constant_array(self.view, value, self.search.certifier)
-        t, s = found.letters["t"], found.letters["s"]
-        axes = axes_of(found, self.view, found.leaf_id("mask"), value, broadcast=True)
-        if array is not None and BROADCAST in axes:
-            array = array[tuple(0 if c == BROADCAST else slice(None) for c in axes)]
-            axes = tuple(c for c in axes if c != BROADCAST)
-        if array is None or len(t) > 1 or len(s) > 1 or any(c is not None and c not in (*t, *s) for c in axes):
-            return None
-        order = [c for c in (*t, *s) if c in axes]
-        squeezed = array.reshape([n for n, c in zip(array.shape, axes, strict=True) if c is not None])
-        present = [c for c in axes if c is not None]
-        squeezed = squeezed.transpose([present.index(c) for c in order])
-        shape = [found.sizes[c] if c in axes else 1 for c in (*t, *s)]
-        full = [found.sizes[c] for c in (*t, *s)]
-        grid = np.broadcast_to(squeezed.reshape(shape), full)
+            return Mask()
+        if self.made_of_scores(found):
+            sentence = (
+                f"{anchor_text(self.anchor)}: the scores are negated, or have more taken from them than their maximum"
+            )
+            return self.rejection("scalar", sentence, site=region.nodes, edit="negate q or k instead of the scores")
         name = found.pattern.example.name
-        if name.endswith("additive mask"):
-            if not np.all((grid == 0) | (grid <= _MASK_FILL)):
-                return None
-            grid = grid == 0
-        elif name.endswith("where true"):
-            grid = ~grid.astype(bool)
-        grid = grid.astype(bool)
-        return grid.reshape([found.sizes[t[0]] if t else 1, found.sizes[s[0]] if s else 1])
+        form = "added" if name.endswith("additive mask") else "masked" if name.endswith("where true") else "kept"
+        read = read_mask(self.view, found, region.leaves["mask"], form, self.search.certifier)
+        if isinstance(read, str):
+            return self.rejection("mask", f"{read}; this version takes no mask or a causal one", site=region.nodes)
+        return read
+
+    def made_of_scores(self, found: Match) -> bool:
+        """Whether what the match calls a mask is computed from the scores: their maximum, with an unexpected factor."""
+        scores = next(
+            (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
+        )
+        return scores is not None and _reach_node(self.view, found.leaves["mask"], scores, 4)
 
     def scale(self, found: Match, region: Region) -> float:
         """The factor on q k^T that the bound operands do not carry themselves."""
@@ -255,6 +234,26 @@ class _Site(Site):
         if len(asked) > 1:
             raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)
+
+
+def _notes(found: Match, mask: Mask) -> Iterator[str]:
+    """What the fused op does otherwise than the site on numbers a model is not meant to see."""
+    name = found.pattern.example.name
+    fill = max(found.scalars.get("fill", -math.inf), mask.fill)
+    if mask.causal and fill > _SAFE_FILL:
+        yield f"masked scores become {fill:g}: right while no score is as low"
+    if name.startswith("softmax without max"):
+        yield "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
+
+
+def _reach_node(view: View, start: int, target: int, depth: int) -> bool:
+    """Whether a canonical node is computed from another within `depth` steps."""
+    level = {start}
+    for _ in range(depth):
+        if target in level:
+            return True
+        level = {o.nid for n in level for o in view.nodes[n].operands}
+    return target in level
 
 
 def _without_mask(region: Region) -> Region:
@@ -276,14 +275,21 @@ def _without_mask(region: Region) -> Region:
     return Region(block, region.root, leaves, region.nodes, support, region.known)
 
 
-def _plan(search: Search, found: Match, region: Region, scale: float, causal: bool, precision: Any) -> Plan:
-    """Operands into [*B, T, N, H], the last batch axis being the heads; the result back to the root's axes."""
+def _plan(search: Search, found: Match, region: Region, scale: float, mask: Mask, precision: Any) -> Plan:
+    """Operands into [*B, T, N, H], the last batch axis being the heads; the result back to the root's axes.
+
+    Query heads that share keys are more rows to the keys. Under a causal mask a row's number counts, so there they are heads, and the
+    keys repeat.
+    """
     sizes = found.sizes
     axes: dict[str, Axes] = {n: axes_of(found, search.view, found.leaf_id(n), v) for n, v in region.leaves.items()}
     order = {
         x: in_order(axes[n], found.letters[x]) for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
     }
     batch, heads = [[c] for c in order["b"][:-1]], list(order["b"][-1:])
+    if mask.causal:
+        heads += [c for c in order["t"] if c != mask.row]
+        order["t"] = tuple(c for c in order["t"] if c == mask.row)
     position = {v.id: i for i, v in enumerate(region.inputs)}
     where = {n: position[v.id] for n, v in region.leaves.items()}
     groups = {
@@ -301,5 +307,5 @@ def _plan(search: Search, found: Match, region: Region, scale: float, causal: bo
         return restore(out, out_groups, root_axes, region.root.shape, sizes)
 
     op = OPS["dot_product_attention"]
-    attrs = {"scale": scale, "is_causal": causal, "precision": precision, "implementation": search.implementation}
-    return Plan(op, attrs, operands, finish, op.formula(scale=scale, is_causal=causal))
+    attrs = {"scale": scale, "is_causal": mask.causal, "precision": precision, "implementation": search.implementation}
+    return Plan(op, attrs, operands, finish, op.formula(scale=scale, is_causal=mask.causal))

@@ -122,18 +122,34 @@ def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
 
 
 def _settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
-    """Where candidates share nodes the one with more nodes wins; the loser becomes a rejection naming the winner."""
-    rejections = [r for r in found if isinstance(r, Rejection)]
-    candidates = [c for c in found if isinstance(c, Candidate)]
-    owner: dict[int, Candidate] = {}
+    """Where candidates overlap the one with more nodes wins; the loser becomes a rejection naming the winner.
+
+    They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
+    is part of it, and no site of its own.
+    """
+    owner: dict[int, Candidate] = {}  # node -> the winner it belongs to
+    inner: dict[int, Candidate] = {}  # value made inside a winner and not by its root -> the winner
+    read: dict[int, Candidate] = {}  # value a winner reads -> the winner
     lost: dict[int, Candidate] = {}
+    candidates = [c for c in found if isinstance(c, Candidate)]
     for c in sorted(candidates, key=lambda c: -c.nodes_before):
+        made = _inner_values(c)
         taken = next((owner[n] for n in c.node_ids if n in owner), None)
+        taken = taken or next((inner[v.id] for v in c.site.leaves if v.id in inner), None)
+        taken = taken or next((read[i] for i in made if i in read), None)
         if taken is not None:
             lost[id(c)] = taken
-        else:
-            owner.update(dict.fromkeys(c.node_ids, c))
+            continue
+        owner.update(dict.fromkeys(c.node_ids, c))
+        inner.update(dict.fromkeys(made, c))
+        read.update((v.id, c) for v in c.site.leaves)
+    rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= owner.keys()]
     return _with_losers(candidates, lost, rejections)
+
+
+def _inner_values(c: Candidate) -> list[int]:
+    """The values that a candidate's nodes make, without the one it gives."""
+    return [v.id for n in c.site.nodes for v in n.outputs if v.id != c.root.id]
 
 
 def _with_losers(

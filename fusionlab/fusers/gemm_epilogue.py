@@ -12,17 +12,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..graph.evaluate import is_float
 from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import VIEWS, NotARegion, Region, cut, escapes
+from ..graph.region import VIEWS, Escape, NotARegion, Region, cut, escapes
+from ..graph.scopes import is_backward, is_differentiated
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
-from .base import Plan, Search, anchor_text, escape_text, option, propose
+from ..kernels.gemm_epilogue.op import DTYPES
+from .base import Plan, Search, anchor_text, option, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
-from .site import Site
+from .site import FUSE_FIRST, Site
 
 LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
 PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
@@ -78,7 +81,7 @@ class GemmEpiloguePass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         for node in search.block.nodes:
-            if node.primitive == "dot_general":
+            if node.primitive == "dot_general" and not is_backward(node.eqn):
                 yield from _Site(self, search, node).examine()
 
 
@@ -90,6 +93,9 @@ class _Site(Site):
         self.product = anchor.outputs[0]
 
     def examine(self) -> Iterator[Candidate | Rejection]:
+        problem = self.wrong_dtype()
+        if problem is not None:
+            yield problem
         if self.view.nodes[self.nid(self.product)].op != "dot":
             return
         linear = self.linear()
@@ -98,6 +104,16 @@ class _Site(Site):
         elif linear is not None:
             yield from self.with_activation(linear)
 
+    def wrong_dtype(self) -> Rejection | None:
+        """For a product of integers with something to fuse behind it."""
+        users = self.search.block.users.get(self.product.id, ())
+        if is_float(self.product.dtype) or not any(u.primitive in ("add", "max", "custom_jvp_call") for u in users):
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)} computes in {self.product.dtype}; the fused op takes {', '.join(DTYPES)}"
+        )
+        return self.rejection("dtype", sentence)
+
     # -- the linear part ------------------------------------------------------------------------------------------
 
     def linear(self) -> _Linear | Rejection | None:
@@ -105,7 +121,7 @@ class _Site(Site):
         added = self.addition()
         if added is None:
             found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
-            return self.oriented(found) if isinstance(found, Match) else None
+            return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
         node, total, other = added
         if self.depends(self.view.read(other).nid):
             return None  # softmax subtracting its maximum, and the like
@@ -117,6 +133,28 @@ class _Site(Site):
             rows = self.row_bias(found, total, node)
             return rows or _Linear(total, found, True)
         return self.not_a_bias(node, other, found)
+
+    def batch_of_weights(self) -> Rejection | None:
+        """For a product over a batch of matrices that a known activation follows."""
+        nodes = cone(self.view, self.product)
+        ends = (n.outputs[0] for n in reversed(nodes) if n.primitive in NONLINEAR or n.primitive == "custom_jvp_call")
+        if any(recognise(self.view, self.product, v, KNOWN, self.search.certifier).name for v in ends):
+            return self.rank()
+        return None
+
+    def rank(self) -> Rejection:
+        rank = len(self.anchor.inputs[1].shape)
+        sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
+        return self.rejection("rank", sentence)
+
+    def feeds_softmax(self, value: Value) -> bool:
+        """Whether exponentials are made of a value: it is the scores of an attention."""
+        level = {self.nid(value)}
+        for _ in range(5):
+            if any(self.view.nodes[n].op == "exp" for n in level):
+                return True
+            level = {u for n in level for u in self.view.users.get(n, ()) if self.view.nodes[u].op != "dot"}
+        return False
 
     def oriented(self, found: Match) -> _Linear:
         """Without a bias the weight is told by rank (it has one free axis), else by order (it stands on the right)."""
@@ -187,12 +225,8 @@ class _Site(Site):
             return None  # a sum of two products
         span = sum(d >= 0 for d in other_ref.dims)
         if batch:
-            if span >= len(dot.shape):
-                return None  # attention scores plus a mask, and the like
-            sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {len(self.anchor.inputs[1].shape)}: a batch of matrices"
-            return self.rejection(
-                "rank", sentence, [self.anchor], (1, 2), "map the layer over its batch of weights with jax.vmap"
-            )
+            # Attention scores plus a mask or a bias, and the like, are no linear layer.
+            return None if span >= len(dot.shape) or self.feeds_softmax(node.outputs[0]) else self.rank()
         if span >= len(dot.shape) and not self.given(other):
             return None  # a residual connection: what is added was computed elsewhere
         if span >= len(dot.shape):
@@ -204,9 +238,7 @@ class _Site(Site):
             )
         if not span:
             sentence = f"{anchor_text(node)} adds a scalar, not a bias along the output features"
-            return self.rejection(
-                "bias", sentence, [node], (1, 2), "broadcast the scalar to a vector of the output features"
-            )
+            return self.rejection("bias", sentence, [node], (1, 2))
         sentence = (
             f"{anchor_text(node)} adds {list(other.shape)}, which is no bias along the output features: {miss.reason}"
         )
@@ -243,19 +275,23 @@ class _Site(Site):
             leak = self.leak(linear.value, value)
             if leak is None:
                 return value, known.name, None
+            larger = leak.user is not None and leak.user in nodes and not is_differentiated(leak.node.eqn)
+            if larger and first_unknown is not None:
+                continue  # a part of a larger function, which is the one to speak of
             edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
-            problem = problem or self.rejection(
-                "escapes", f"{known.name} is not fused: {leak}", [node], None, edit, nodes
-            )
+            problem = problem or self.escaping(leak, edit, nodes, known.name)
         if problem is None and first_unknown is not None:
             problem = self.unknown(linear, nodes, *first_unknown)
         return None, None, problem
 
     def unknown(self, linear: _Linear, nodes: list[Node], node: Node, known: Recognised) -> Rejection | None:
         sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {known.why}"
-        edit = f"use one of {', '.join(KNOWN)} if that is what is meant"
+        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
         if known.code == "gradient":
-            edit = "use jax.nn.relu, whose gradient at 0 is 0, if that is what is meant"
+            name = "relu" if known.nearest.startswith("relu") else known.nearest.partition("_")[0]
+            edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
+        if is_differentiated(self.anchor.eqn):
+            edit = FUSE_FIRST  # the function is the activation's derivative, or holds it
         return self.rejection(known.code, sentence, [node], None, edit, nodes)
 
     def custom_rule(self, linear: _Linear) -> Rejection | None:
@@ -269,9 +305,17 @@ class _Site(Site):
             if user.primitive == "stop_gradient":
                 sentence = f"{anchor_text(user)} stops the gradient of the linear result"
                 return self.rejection("stop_gradient", sentence, [user], None, None, [user])
+            if user.primitive == "convert_element_type" and any(
+                n.primitive in NONLINEAR or n.primitive == "custom_jvp_call" for n in cone(self.view, user.outputs[0])
+            ):
+                sentence = (
+                    f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
+                    f"the activation in {linear.value.dtype}"
+                )
+                return self.rejection("dtype", sentence, [user], None, "apply the activation before the cast", [user])
         return None
 
-    def leak(self, start: Value, end: Value) -> str | None:
+    def leak(self, start: Value, end: Value) -> Escape | None:
         """Who else reads the linear result or an inner value of the activation; None when nobody does."""
         block = self.search.block
         nodes = between(self.view, start, end)
@@ -281,10 +325,10 @@ class _Site(Site):
                 continue
             maker = block.producer[value.id]
             if value.id in block.returned:
-                return f"{anchor_text(maker)} is also returned"
+                return Escape(value, maker, None)
             for user in block.users.get(value.id, ()):
                 if user.id not in inside:
-                    return f"{anchor_text(maker)} is also read by {anchor_text(user)}"
+                    return Escape(value, maker, user)
         return None
 
     # -- the candidate --------------------------------------------------------------------------------------------
@@ -308,9 +352,10 @@ class _Site(Site):
             sentence = (
                 f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
             )
-            return self.rejection(
-                "dtype", sentence, [self.anchor], None, "cast x, w and b to one dtype before the product"
-            )
+            return self.rejection("dtype", sentence, edit="cast x, w and b to one dtype before the product")
+        if not dtypes <= set(DTYPES):
+            sentence = f"{anchor_text(self.anchor)} computes in {dtypes.pop()}; the fused op takes {', '.join(DTYPES)}"
+            return self.rejection("dtype", sentence)
         x, w = region.leaves["x"], region.leaves["w"]
         if len(x.shape) < 2:
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
@@ -328,10 +373,7 @@ class _Site(Site):
             return self.rejection("scalar", sentence, [self.anchor], None, "fold the factor into x or w")
         leaks = escapes(region)
         if leaks:
-            sentence = escape_text(leaks[0])
-            return self.rejection(
-                "escapes", sentence, [leaks[0].node], None, "compute the outside use from x, w and b again"
-            )
+            return self.escaping(leaks[0], "compute the outside use from x, w and b again", region.nodes)
         return None
 
     def scale(self, linear: _Linear, region: Region) -> float:

@@ -9,9 +9,12 @@ from ..graph.canonical import View
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import VIEWS, NotARegion, Region
-from .base import Pass, Search, anchor_text, reject
+from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region
+from ..graph.scopes import is_backward, is_differentiated
+from .base import Pass, Search, anchor_text, escape_text, reject
 from .findings import Rejection
+
+FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
 
 
 class Site:
@@ -52,9 +55,20 @@ class Site:
             code = "mask"
         if code == "structure" and target.op == "stop_gradient":
             code = "stop_gradient"
+        if code in ("structure", "mask") and self.is_random(miss.target):
+            code = "dropout"
         where = anchor_text(node) if node is not None else f"an operand of {anchor_text(self.anchor)}"
         sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
         return self.rejection(code, sentence, [node] if node else [], (miss.matched, miss.total), site=site)
+
+    def is_random(self, nid: int) -> bool:
+        """Whether a canonical node is made of random bits within a few steps, as a dropout mask is."""
+        level = {nid}
+        for _ in range(12):
+            if any(self.view.nodes[n].op.startswith(("random_", "threefry")) for n in level):
+                return True
+            level = {o.nid for n in level for o in self.view.nodes[n].operands if self.view.nodes[n].op != "dot"}
+        return False
 
     def raw_of(self, nid: int) -> Node | None:
         """A raw node that makes a canonical node's value."""
@@ -73,7 +87,7 @@ class Site:
     def after_views(self, value: Value) -> Value:
         """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
 
-        Not when a product reads the last of them: it looks through them itself, and the two sites would overlap.
+        Not where another site looks through them itself: the two would overlap.
         """
         block, start = self.search.block, value
         while value.id not in block.returned:
@@ -87,8 +101,20 @@ class Site:
             ):
                 break
             value = after
-        read_by_product = any(u.primitive == "dot_general" for u in block.users.get(value.id, ()))
-        return start if read_by_product else value
+        return start if self.looked_through(value) else value
+
+    def looked_through(self, value: Value) -> bool:
+        """Whether a site further on may bind a value that `value` is only a view, a cast or a multiple of."""
+        stack, seen = [value], {value.id}
+        while stack:
+            for user in self.search.block.users.get(stack.pop().id, ()):
+                if user.primitive in ("dot_general", "add", "add_any"):
+                    return True
+                if user.primitive in VIEWS | SCALINGS | {"convert_element_type"}:
+                    fresh = [v for v in user.outputs if v.id not in seen]
+                    seen.update(v.id for v in fresh)
+                    stack += fresh
+        return False
 
     def carried(self, region: Region, names: Iterable[str]) -> float:
         """The product of the scalar factors that the region's leaves of these names carry themselves.
@@ -102,6 +128,15 @@ class Site:
         if product == 0:
             raise NotARegion("an operand carries a factor of 0")
         return product
+
+    def escaping(self, escape: Escape, edit: str, site: Sequence[Node], what: str = "") -> Rejection:
+        """The rejection for an inner value that is read outside; `edit` where the reader is the user's own code."""
+        sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
+        reader = escape.user
+        if reader is not None and (is_backward(reader.eqn) or is_differentiated(escape.node.eqn)):
+            sentence += ", as the backward pass of a program that is differentiated already does"
+            edit = FUSE_FIRST
+        return self.rejection("escapes", sentence, [escape.node], edit=edit, site=site)
 
     def rejection(
         self,

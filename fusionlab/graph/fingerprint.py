@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 from .breakpoints import breakpoints
 from .canonical import ONE, View
 from .certify import Certifier, with_vjp
-from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float, narrows
+from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .ir import Literal, Node, Value
 from .rewrite import slice_jaxpr
 from .rules import is_jax_rule
@@ -78,11 +78,12 @@ class Profile:
 
 @dataclass(frozen=True)
 class Recognised:
-    """A cone value known by name. `name` is None for an unknown function; `why` then says what came nearest."""
+    """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest."""
 
     name: str | None
     why: str = ""
     code: str = "activation"
+    nearest: str = ""
 
 
 def cone(view: View, start: Value) -> list[Node]:
@@ -114,12 +115,8 @@ def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
         return False  # a custom rule that names a mesh axis cannot be looked at outside its shard_map
     made = node.outputs[0].dtype
-    if (
-        node.primitive == "convert_element_type"
-        and np.dtype(made).kind != "b"
-        and (not is_float(made) or narrows(made, start.dtype))
-    ):
-        return False  # rounding is part of what the program means
+    if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and made != start.dtype:
+        return False  # rounding, and what overflows where, is part of what the program means
     return all(isinstance(a, Literal) or a.id in inside or view.ref[a.id].nid == ONE for a in node.inputs)
 
 
@@ -182,23 +179,32 @@ def _recognise(
     except CannotEvaluate as error:
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
     errors: dict[str, tuple[float, float]] = {}
+    gaps: dict[str, float] = {}
     like = Value(-1, jax.ShapeDtypeStruct((2,), start.dtype))
     for name, reference in known.items():
         key = ("profile", name, str(start.dtype), points.tobytes(), twice)
         theirs = certifier.once(key, lambda f=reference: profile(f, like, points, certifier.inline, twice))
+        gaps[name] = _gap(mine.value, theirs.value)
         errors[name] = distance(mine.value, theirs.value, points), distance(mine.slope, theirs.slope, mine.slope_points)
-    return _verdict(errors, TOLERANCE.get(np.dtype(start.dtype).name, 1e-6))
+    return _verdict(errors, gaps, TOLERANCE.get(np.dtype(start.dtype).name, 1e-6))
 
 
-def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Recognised:
+def _verdict(errors: Mapping[str, tuple[float, float]], gaps: Mapping[str, float], tolerance: float) -> Recognised:
     good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
     if good:
         return Recognised(min(good, key=lambda n: errors[n]))
     by_value = [n for n, (v, _) in errors.items() if v <= tolerance]
     if by_value:
-        return Recognised(None, f"its values are {by_value[0]}'s but its gradient is not", "gradient")
-    nearest = min(errors, key=lambda n: errors[n][0])
-    return Recognised(None, f"the nearest known function is {nearest}, {errors[nearest][0]:.2g} away")
+        return Recognised(None, f"its values are {by_value[0]}'s but its gradient is not", "gradient", by_value[0])
+    nearest = min(gaps, key=gaps.__getitem__)
+    return Recognised(None, f"the nearest known function is {nearest}, {gaps[nearest]:.2g} away", nearest=nearest)
+
+
+def _gap(got: np.ndarray, want: np.ndarray) -> float:
+    """How far apart two functions look: the largest difference where both are finite, relative to magnitudes above 1."""
+    both = np.isfinite(got) & np.isfinite(want)
+    got, want = got[both], want[both]
+    return float(np.max(np.abs(got - want) / np.maximum(1.0, np.abs(want)), initial=0.0))
 
 
 def distance(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> float:

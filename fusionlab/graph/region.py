@@ -12,12 +12,14 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .canonical import ONE, View
+from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
 from .rewrite import slice_jaxpr
 from .signature import Memo, node_signature
 
 VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims".split())
 SCALINGS = frozenset("mul div neg".split())
+CASTS = frozenset({"convert_element_type"})
 _CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
 
 
@@ -75,11 +77,13 @@ def cut(
     leaves: Mapping[str, int],
     through_scale: frozenset[str] = frozenset(),
     as_read: frozenset[str] = frozenset(),
+    through_casts: frozenset[str] = frozenset(),
 ) -> Region:
     """Cuts the raw nodes between `root` and the leaves.
 
     A leaf binds to the raw value the boundary equation reads, looked at through pure views (and, for the leaves named in
-    `through_scale`, through multiplications by literals); never through a cast.
+    `through_scale`, through multiplications by literals); through a cast only for those in `through_casts`, and only
+    through one that widens.
 
     Args:
       view: the canonical view of the block.
@@ -87,6 +91,7 @@ def cut(
       leaves: leaf name -> canonical node id.
       through_scale: leaves whose literal factors belong to the region.
       as_read: leaves bound to the very value read, views and all.
+      through_casts: leaves bound in the dtype they have before they are widened.
 
     Raises:
       NotARegion: the region reads something that is no leaf, or two leaves cannot be told apart.
@@ -111,7 +116,8 @@ def cut(
             names = names_of[ref.nid]
             base, crossed = value, []
             if not all(n in as_read for n in names):
-                base, crossed = _look_through(view, value, all(n in through_scale for n in names))
+                scale, casts = (all(n in allowed for n in names) for allowed in (through_scale, through_casts))
+                base, crossed = _look_through(view, value, scale, casts)
             bound[ref.nid][base.id] = base
             support.update((n.id, n) for n in crossed)
             stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
@@ -130,21 +136,29 @@ def cut(
     return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)), view.known_inputs)
 
 
-def _look_through(view: View, value: Value, through_scale: bool) -> tuple[Value, list[Node]]:
-    """Through pure views of the same canonical node (and literal factors) to the value underneath."""
+def _look_through(view: View, value: Value, through_scale: bool, through_casts: bool) -> tuple[Value, list[Node]]:
+    """Through pure views of the same canonical node (and literal factors, and widening casts) to the value underneath."""
     crossed = []
+    allowed = VIEWS | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
     while (node := view.block.producer.get(value.id)) is not None:
-        allowed = VIEWS | SCALINGS if through_scale else VIEWS
-        if node.primitive not in allowed:
+        if node.primitive not in allowed or any(isinstance(a, Value) and a.id not in view.ref for a in node.inputs):
             break
         sources = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == view.ref[value.id].nid]
-        if len(sources) != 1 or sources[0].dtype != value.dtype:
+        if len(sources) != 1 or not (sources[0].dtype == value.dtype or (through_casts and widens(node))):
             break
         if any(isinstance(a, Value) and a is not sources[0] and view.ref[a.id].nid != ONE for a in node.inputs):
             break
         crossed.append(node)
         value = sources[0]
     return value, crossed
+
+
+def widens(node: Node) -> bool:
+    """Whether a node is a cast of a float to a float that holds all its values."""
+    if node.primitive not in CASTS:
+        return False
+    source, made = node.inputs[0].dtype, node.outputs[0].dtype
+    return is_float(source) and is_float(made) and not narrows(made, source)
 
 
 def _one(values: dict[int, Value], name: str) -> Value:
@@ -253,4 +267,4 @@ def _compute(view: View, nodes: list[Node], value: Value) -> np.ndarray:
 
 def _concrete(const: Any) -> bool:
     """A captured array whose values can be read now (not a tracer of an enclosing transformation)."""
-    return const is not None and hasattr(const, "is_fully_addressable") and not hasattr(const, "_trace")
+    return const is not None and not isinstance(const, jax.core.Tracer) and hasattr(const, "is_fully_addressable")

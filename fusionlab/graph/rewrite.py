@@ -28,14 +28,14 @@ class Replacement:
 
     Attributes:
       block_path: the block the site stands in.
-      node_ids: nodes that disappear.
+      nodes: those that disappear.
       root: the value they made; it is made by `fn` now.
       leaves: the values `fn` takes, in order.
       fn: arrays -> array of the root's shape and dtype.
     """
 
     block_path: str
-    node_ids: frozenset[int]
+    nodes: tuple[Node, ...]
     root: Value
     leaves: tuple[Value, ...]
     fn: Callable[..., Any]
@@ -99,7 +99,7 @@ class _Emitter:
     def _equations(self, block: Block, env: dict[int, Any]) -> tuple[list, list]:
         sites = self.by_path.get(block.path, ())
         at_root = {r.root.id: r for r in sites}
-        gone = {nid for r in sites for nid in r.node_ids}
+        gone = {n.id for r in sites for n in r.nodes}
         eqns: list[Any] = []
         extra: list[tuple[Any, Any]] = []
         for node in block.nodes:

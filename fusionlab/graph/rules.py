@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -174,10 +175,7 @@ def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
         return None
     out = node.outputs[0]
     operands = [(r.coef, a.dtype) for r, a in zip(ins, node.inputs, strict=True)]
-    if not all(
-        np.issubdtype(d, np.number) or np.issubdtype(d, np.bool_) or is_floating(d)
-        for _, d in (*operands, (0, out.dtype))
-    ):
+    if any(jnp.issubdtype(d, jax.dtypes.extended) for _, d in (*operands, (0, out.dtype))):
         return None  # PRNG keys
     value = fold(node.primitive, node.params, operands, out.dtype)
     if value is None:
@@ -271,6 +269,13 @@ def _mul(exponents: tuple[float, ...]) -> Rule:
 
 def _integer_pow(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return _mul((float(node.params["y"]),))(view, node, ins)
+
+
+def _pow(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A power with a literal exponent is a monomial, as the square and the square root are."""
+    if is_float(node) and view.is_literal(ins[1]):
+        return _mul((float(ins[1].coef),))(view, node, ins[:1])
+    return _binary(view, node, ins)
 
 
 def _neg(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
@@ -460,6 +465,7 @@ RULES: dict[str, Rule] = {
     "sqrt": _mul((0.5,)),
     "rsqrt": _mul((-0.5,)),
     "integer_pow": _integer_pow,
+    "pow": _pow,
     "neg": _neg,
     "select_n": _select,
     "iota": _iota,

@@ -9,6 +9,7 @@ import functools
 import linecache
 import os
 import re
+import sys
 import sysconfig
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOMS = ("graph", "kernels", "fusers", "evidence", "viz")
 _OWN_CODE = (*(os.path.join(_OWN_DIR, room) + os.sep for room in _ROOMS), os.path.join(_OWN_DIR, "lab.py"))
 # jvp(...), transpose(...), vmap(...) and the like wrap a scope's name when a transformation traced it.
+# Code typed at a prompt has no file; the other names in angle brackets are of generated code.
+_TYPED = ("<ipython-input-", "<python-input-", "<stdin>")
 _NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body", "cond", "closed_call", "core_call"})
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
 
@@ -42,23 +45,50 @@ class Source:
 
     @property
     def short(self) -> str:
-        """ "model.py:41"."""
-        return f"{os.path.basename(self.file)}:{self.line}"
+        """ "model.py:41"; for a cell of a notebook "In[3]:41", or "<cell>:41" where its number is not known."""
+        return f"{_cell(self.file) or os.path.basename(self.file)}:{self.line}"
 
     def __str__(self) -> str:
         return self.short
 
 
+def _cell(file: str) -> str:
+    """What a reader calls a notebook cell whose code was compiled under this name; "" for any other file."""
+    typed = file.startswith("<ipython-input-")
+    if not typed and not os.path.basename(os.path.dirname(file)).startswith("ipykernel_"):
+        return ""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    if named is not None:
+        return named[1]  # ("Cell", "In[3]")
+    number = re.match(r"<ipython-input-(\d+)-", file)
+    return f"In[{number.group(1)}]" if number else "<cell>"
+
+
 def source_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Source | None:
-    """The innermost frame outside JAX, FusionLab and installed libraries; else the innermost outside JAX; else None.
+    """The innermost frame outside JAX, FusionLab and installed libraries, of the equation or else of the call or region
+    around it that has one; else the equation's innermost frame outside JAX; else None.
 
     Args:
       eqn: the equation.
       calls: the call equations around it, outermost first. The body of a function jitted by JAX itself (jnp.where, jnp.tril)
         is traced once and shared, so its frames name the first caller; the call's own frames are the right ones.
     """
-    traceback = traceback_of(eqn, calls)
-    return _source_of_traceback(traceback) if traceback is not None else None
+    user, library = _sources_of_traceback(traceback_of(eqn, calls))
+    for call in reversed(calls):
+        user = user or _sources_of_traceback(getattr(call.source_info, "traceback", None))[0]
+    return user or library
+
+
+def source_of_error(error: BaseException) -> Source | None:
+    """The innermost line of the user's that an error passed through; None where it passed through none."""
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append(Source(code.co_filename, traceback.tb_lineno, code.co_name))
+        traceback = traceback.tb_next
+    return next((f for f in reversed(frames) if _kind(f.file) == "user"), None)
 
 
 def traceback_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Any:
@@ -78,27 +108,48 @@ def defined_in_jax(jaxpr: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def _source_of_traceback(traceback: Any) -> Source | None:
-    fallback = None
-    for frame in traceback.frames:
+def _sources_of_traceback(traceback: Any) -> tuple[Source | None, Source | None]:
+    """The innermost frame of the user's, and the innermost one of an installed library above it."""
+    library = None
+    for frame in traceback.frames if traceback is not None else ():
         file = frame.file_name
-        if file.startswith(_OWN_CODE):
-            if fallback is not None or file.endswith(os.path.join("graph", "trace.py")):
+        kind = _kind(file)
+        if kind == "own":
+            if library is not None or file.endswith(os.path.join("graph", "trace.py")):
                 break  # below this frame stands the call to FusionLab itself, not the model
             continue
-        if file.startswith(_JAX_PARTS) or file.startswith("<"):
+        if kind == "jax":
             continue
         found = Source(file, frame.line_num, frame.function_name)
-        if not file.startswith(_LIB_DIRS):
-            return found
-        fallback = fallback or found
-    return fallback
+        if kind == "user":
+            return found, library
+        library = library or found
+    return None, library
+
+
+def _kind(file: str) -> str:
+    """Whose code a file is: "own" (FusionLab's), "jax" (or generated code), "library" or "user"."""
+    if file.startswith(_OWN_CODE):
+        return "own"
+    if file.startswith(_JAX_PARTS) or (file.startswith("<") and not file.startswith(_TYPED)):
+        return "jax"
+    return "library" if file.startswith(_LIB_DIRS) else "user"
 
 
 def scope_of(eqn: Any, calls: tuple[Any, ...] = ()) -> str:
     """The module path of an equation: name scopes of the calls around it, then its own, without transformation names."""
     parts = [str(e.source_info.name_stack) for e in (*calls, eqn)]
     return clean_scope("/".join(p for p in parts if p))
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an equation belongs to a backward pass that JAX derived: its name stack has a transposition in it."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def is_differentiated(eqn: Any) -> bool:
+    """Whether an equation belongs to a program that JAX has differentiated, forward or backward."""
+    return "jvp(" in str(eqn.source_info.name_stack)
 
 
 @functools.lru_cache(maxsize=65536)

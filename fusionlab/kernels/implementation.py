@@ -49,9 +49,9 @@ class Implementation:
       name: what `implementation=` takes.
       summary: what it does, in a few words.
       forward: `(*operands, residuals: bool, **attrs) -> [out, *residuals]`.
-      tangent: `(saved, tangents, shape, **attrs) -> tangent of out`; dicts by name, and the shape of the result.
+      tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result.
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
-        slots of an explicitly sharded call, the sharding the gradient must have.
+        the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have.
       refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
     """
 

@@ -230,14 +230,16 @@ class Op(abc.ABC):
             return lambda *operands: one.forward(*operands, residuals=params["residuals"], **attrs)
         wanted = self._wanted(params)
         saved = self._saved_names(wanted, attrs)
+        names = (*self.slots[: len(params["live"])], "out")
+        shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
 
         def tangent(*operands: Array) -> list[Array]:
             kept, moving = operands[: len(saved)], operands[len(saved) :]
             by_slot = dict(zip(wanted, moving, strict=True))
-            return [one.tangent(dict(zip(saved, kept, strict=True)), by_slot, params["shape"], **attrs)]
+            known = dict(zip(saved, kept, strict=True))
+            return [one.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)]
 
         def cotangent(*operands: Array) -> list[Array]:
-            shardings = {slot: s for slot, s in zip(self.slots, params["shardings"], strict=False) if s is not None}
             return one.cotangent(dict(zip(saved, operands[:-1], strict=True)), operands[-1], wanted, shardings, **attrs)
 
         return tangent if role == "tangent" else cotangent
@@ -282,7 +284,7 @@ class Op(abc.ABC):
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
         known = dict(zip(slots, primals, strict=True)) | dict(zip(("out", *names), outs, strict=False))
         moving = [t for t, moves in zip(tangents, live, strict=True) if moves]
-        linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, primals))}
+        linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, (*primals, outs[0])))}
         moved = self._tangent.bind(*(known[n] for n in saved), *moving, **linear, **attrs)
         if not residuals:
             return outs[:1], moved

@@ -302,6 +302,19 @@ DECLINED = {
         "scalar",
         "multiplied by 0.5 before the bias",
     ),
+    "float8": (
+        lambda x, w, b: RELU(x @ w + b),
+        tuple(a.astype(jnp.float8_e4m3fn) for a in (X, W, B)),
+        "dtype",
+        "computes in float8_e4m3fn",
+    ),
+    "integers": (
+        lambda x, w, b: RELU(x @ w + b),
+        tuple(a.astype(jnp.int8) for a in (X, W, B)),
+        "dtype",
+        "computes in int8",
+    ),
+    "a batch of weights and no bias": (lambda x, w: RELU(x @ w), (X2, W3), "rank", "a weight of rank 3"),
     "f32 bias on a bf16 product": (
         lambda x, w, b: x @ w + b,
         (X.astype(jnp.bfloat16), W.astype(jnp.bfloat16), B),
@@ -332,7 +345,7 @@ def test_what_is_no_such_layer_is_declined_with_code_line_distance_and_node(name
 
 
 def test_a_declined_full_tensor_a_row_bias_and_a_subtraction_suggest_an_edit():
-    for name in ("bias along the rows", "full-tensor bias", "subtracted bias", "weight of rank 3", "scalar bias"):
+    for name in ("bias along the rows", "full-tensor bias", "subtracted bias"):
         fn, args, *_ = DECLINED[name]
         assert declined(fn, *args).edit
 
@@ -389,3 +402,37 @@ def test_a_candidate_counts_its_nodes_before_and_after():
     assert len(site.node_ids) == 4
     found = find(lambda x, w, b: RELU(x @ w + b), X, W, B)
     assert found.graph.node_count - found.apply().node_count == 4  # the custom_jvp's own inner node goes too
+
+
+@pytest.mark.parametrize("act", [RELU, jax.nn.gelu, jax.nn.silu], ids=["relu", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_an_activation_computed_in_f32_inside_a_16_bit_layer_stays_there(act, dtype):
+    """In f16 the fused op's own gelu overflows where this one does not."""
+    args = tuple(a.astype(dtype) for a in (X, W, B))
+    found = agree(lambda x, w, b: act((x @ w + b).astype(jnp.float32)).astype(dtype), *args, passes="gemm_epilogue")
+    assert [c.attrs["activation"] for c in found.candidates] == ["none"]
+    (rejection,) = found.rejections
+    assert rejection.code == "dtype"
+    assert "casts the linear result" in rejection.sentence
+
+
+@pytest.mark.parametrize("eps", [1e-7, 1e-10])
+def test_an_epsilon_after_an_activation_stays_outside_the_site(eps):
+    found = agree(lambda x, w, b: jnp.log(RELU(x @ w + b) + eps), X, W, B, passes="gemm_epilogue")
+    assert [c.attrs["activation"] for c in found.candidates] == ["relu"]
+
+
+def test_a_rule_of_the_users_own_for_jax_nn_relu_keeps_its_gradient():
+    straight = jax.custom_jvp(jax.nn.relu.__wrapped__)
+    straight.defjvps(lambda g, ans, x: g)
+    agree(lambda x, w, b: RELU(jnp.cos(x) @ w + b) + straight(jnp.sin(x) @ w + b), X, W, B, passes="gemm_epilogue")
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad])
+def test_a_program_that_is_differentiated_already_is_told_to_fuse_before_that(transform):
+    step = transform(lambda w, x, b: jax.nn.gelu(x @ w + b).sum())
+    found = fl.find(step, W, X, B, passes="gemm_epilogue")
+    assert found.rejections
+    assert all(
+        r.edit == "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))" for r in found.rejections
+    )

@@ -267,3 +267,21 @@ def test_a_traced_scale_and_mixed_dtypes_are_refused():
 
 def test_formula_names_scale_and_mask():
     assert OP.formula(scale=0.125, is_causal=True) == "softmax(0.125 * q @ k.T, causal) @ v"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_nan_reaches_no_gradient_of_a_key_its_row_does_not_see(implementation, x64, small_blocks):
+    q, k, v = data(t=4, s=4)
+    q = q.at[0, 1, :, 0].set(jnp.nan)
+
+    def masked(q, k, v):
+        scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+    fused = functools.partial(dot_product_attention, implementation=implementation, is_causal=True, scale=0.5)
+    got, want = (jax.grad(lambda k, f=f: jnp.sum(f(q, k, v) ** 2))(k) for f in (fused, masked))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert np.isnan(want).any()
+    assert np.isfinite(want[0, 2:, :, 1:]).all()
+    got, want = (jax.jvp(lambda k, f=f: f(q, k, v), (k,), (jnp.ones_like(k),))[1] for f in (fused, masked))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))

@@ -161,6 +161,12 @@ SHARDED = """
                 refused(lambda: step(*placed))
             else:
                 close(step(*placed), want)
+    fused, plain, args, rows = cases[0]
+    for specs in (rows, (P(), P(None, "d"), P("d"))):
+        placed = [jax.device_put(a, NamedSharding(explicit, s)) for a, s in zip(args, specs)]
+        for some in ((0,), (1,), (2,), (0, 1, 2)):
+            grad = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), some))
+            close(grad(fused)(*placed), grad(plain)(*args))
     print("sharded: right")
 """
 

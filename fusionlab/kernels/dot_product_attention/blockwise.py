@@ -141,6 +141,8 @@ def _backward_step(keys_of: dict[str, Array], wanted: tuple[str, ...], is_causal
         if wanted == ("value",):
             return found
         ds = p * (_mm(part["ct"], _t(keys_of["v"]), precision) - part["delta"][..., None])
+        if is_causal:  # not even a NaN of the row's reaches a key it does not see
+            ds = jnp.where(_seen(ds.shape, first), ds, 0.0)
         if "key" in wanted:
             found["key"] = _add_keys(sums["key"], _mm(_t(part["q"]), ds, precision))  # the scale is in q
         if "query" in wanted:
@@ -183,8 +185,13 @@ def _scores(q: Array, k: Array, first: Array, is_causal: bool, precision: Any) -
     scores = _mm(q, _t(k), precision)
     if not is_causal:
         return scores
-    row = first + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return jnp.where(lax.broadcasted_iota(jnp.int32, scores.shape, 2) <= row, scores, -jnp.inf)
+    return jnp.where(_seen(scores.shape, first), scores, -jnp.inf)
+
+
+def _seen(shape: tuple[int, ...], first: Array) -> Array:
+    """True where a row of a block, the first of which is row `first`, sees a key."""
+    row = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return lax.broadcasted_iota(jnp.int32, shape, 2) <= row
 
 
 def _mm(a: Array, b: Array, precision: Any) -> Array:

@@ -84,6 +84,7 @@ def tangent(
     saved: Mapping[str, Array],
     tangents: Mapping[str, Array],
     shape: tuple[int, ...],
+    shardings: Mapping[str, Any],
     *,
     scale: float,
     is_causal: bool,
@@ -103,7 +104,7 @@ def tangent(
         pairs.append((saved["query"], tangents["key"]))
     if pairs:
         moved = [_dot(q, k, "...tnh,...snh->...nts", precision, dtype) * scale for q, k in pairs]
-        weighted = _through_softmax(p, sum(moved[1:], moved[0]))
+        weighted = _through_softmax(p, _seen(sum(moved[1:], moved[0]), is_causal))
         parts.append(_dot(weighted, saved["value"].astype(dtype), "...nts,...snh->...tnh", precision, dtype))
     return sum(parts[1:], parts[0]).astype(next(iter(tangents.values())).dtype)
 
@@ -111,6 +112,11 @@ def tangent(
 def _through_softmax(p: Array, moved: Array) -> Array:
     """The softmax's Jacobian, which is symmetric, applied to `moved`."""
     return p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
+
+
+def _seen(scores: Array, is_causal: bool) -> Array:
+    """0 where a row does not see a key: not even a NaN of the row's reaches that key's gradient."""
+    return jnp.where(causal_mask(*scores.shape[-2:]), scores, 0.0) if is_causal else scores
 
 
 def cotangent(
@@ -133,7 +139,7 @@ def cotangent(
         grads["value"] = _dot(p, ct_wide, "...nts,...tnh->...snh", precision, dtype)
     if "query" in wanted or "key" in wanted:
         dp = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", precision, dtype)
-        ds = _through_softmax(p, dp) * scale
+        ds = _seen(_through_softmax(p, dp), is_causal) * scale
         if "query" in wanted:
             grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", precision, dtype)
         if "key" in wanted:

@@ -12,15 +12,18 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .activations import ACTIVATIONS
 
 Array = Any
 
 
-def _product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any) -> Array:
+def _product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None) -> Array:
     contract = (((x_axis,), (w_axis,)), ((), ()))
-    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=x.dtype)
+    return lax.dot_general(
+        x, w, contract, precision=precision, preferred_element_type=x.dtype, out_sharding=sharding
+    )
 
 
 def forward(
@@ -47,6 +50,7 @@ def tangent(
     saved: Mapping[str, Array],
     tangents: Mapping[str, Array],
     shape: tuple[int, ...],
+    shardings: Mapping[str, Any],
     *,
     activation: str,
     x_contract: int,
@@ -62,7 +66,7 @@ def tangent(
     if "w" in tangents:
         parts.append(_product(saved["x"], tangents["w"], x_contract, w_contract, precision))
     if "bias" in tangents:
-        parts.append(jnp.broadcast_to(tangents["bias"], shape))
+        parts.append(jnp.broadcast_to(tangents["bias"], shape, out_sharding=shardings.get("out")))
     return act.scale(saved.get(act.residual), functools.reduce(jnp.add, parts))
 
 
@@ -84,7 +88,8 @@ def cotangent(
     last = dh.ndim - 1
     grads = {}
     if "x" in wanted:
-        dx = _product(dh, saved["w"], last, 1 - w_contract, precision)
+        sharding = _axis_to_last(shardings.get("x"), x_contract)
+        dx = _product(dh, saved["w"], last, 1 - w_contract, precision, sharding)
         grads["x"] = jnp.moveaxis(dx, last, x_contract)
     if "w" in wanted:
         x = saved["x"]
@@ -102,3 +107,12 @@ def cotangent(
     if "bias" in wanted:
         grads["bias"] = jnp.sum(dh, axis=tuple(range(last)))
     return [grads[slot] for slot in wanted]
+
+
+def _axis_to_last(sharding: Any, axis: int) -> Any:
+    """The explicit sharding of an array whose `axis` (negative: counted from the end) is moved last."""
+    if sharding is None:
+        return None
+    spec = list(sharding.spec)
+    spec.append(spec.pop(axis))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
