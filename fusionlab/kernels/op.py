@@ -104,6 +104,10 @@ class Op(abc.ABC):
     def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         """The implementation to run when none is named, and the reason."""
 
+    def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
+        """The attributes `prepare` gave, completed by those that hang on the device as well."""
+        return attrs
+
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
         return name == "xla"
@@ -133,12 +137,12 @@ class Op(abc.ABC):
 
     def reference(self, *operands: Any, **attrs: Any) -> Array:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
-        present, full = self.prepare(as_arrays(self.slots, operands), attrs)
+        present, full = self._prepared(as_arrays(self.slots, operands), attrs)
         return self.implementations["xla"].forward(*present, residuals=False, **full)[0]
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """What the forward saves for backward when every operand's gradient is wanted."""
-        present, full = self.prepare(operands, attrs)
+        present, full = self._prepared(operands, attrs)
         slots = self.slots[: len(present)]
         forward = functools.partial(self.implementations["xla"].forward, residuals=True, **full)
         shapes = jax.eval_shape(forward, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in present))
@@ -160,15 +164,16 @@ class Op(abc.ABC):
           UnknownNameError: no implementation has that name.
           BackendError: the named one cannot run this call on this device.
         """
-        present, full = self.prepare(operands, {**attrs, "implementation": implementation})
-        return self._choose(dict(zip(self.slots, present, strict=False)), Device.of(device), full)
+        device = Device.of(device)
+        present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
+        return self._choose(dict(zip(self.slots, present, strict=False)), device, full)
 
     def backends(
         self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
     ) -> tuple[BackendVerdict, ...]:
         """Every implementation with its verdict, the reference first; none is chosen if the named one cannot run."""
         device = Device.of(device)
-        present, full = self.prepare(operands, {**attrs, "implementation": implementation})
+        present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
         shapes = dict(zip(self.slots, present, strict=False))
         rule, why = self.preferred(shapes, device, **full)
         chosen, why = (implementation, "named by the caller") if implementation else (rule, why)
@@ -191,8 +196,15 @@ class Op(abc.ABC):
 
     # Binding and running.
 
+    def _prepared(
+        self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        present, full = self.prepare(operands, attrs)
+        shapes = dict(zip(self.slots, present, strict=False))
+        return present, self.for_device(shapes, full, device or Device.current())
+
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
-        present, full = self.prepare(as_arrays(self.slots, operands), attrs)
+        present, full = self._prepared(as_arrays(self.slots, operands), attrs)
         if full["implementation"] is not None:
             self._choose(dict(zip(self.slots, present, strict=False)), Device.current(), full)
         return self._call.bind(*same_varying_axes(present), residuals=residuals, **full)

@@ -219,7 +219,7 @@ def test_the_choice_follows_size_and_device_and_says_why():
     assert verdicts(4096, "cpu") == {"xla": "possible", "xla_blockwise": "chosen"}
     assert verdicts(4096, "cpu", "xla") == {"xla": "same code", "xla_blockwise": "possible"}
     assert verdicts(64, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
-    assert verdicts(4096, "sm_90") == {"xla": "chosen", "xla_blockwise": "possible"}
+    assert verdicts(4096, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
     assert verdicts(64, "cpu", "xla_blockwise") == {"xla": "possible", "xla_blockwise": "chosen"}
 
 

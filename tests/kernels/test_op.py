@@ -14,6 +14,7 @@ import pytest
 
 import fusionlab.kernels.dot_product_attention.op as attention_op
 import fusionlab.kernels.gemm_epilogue.op as gemm_op
+import fusionlab.kernels.layer_norm.op as norm_op
 from fusionlab import ops
 from fusionlab.kernels import OPS, meaning_of
 from fusionlab.kernels.implementation import Residual
@@ -44,6 +45,7 @@ def inline_meanings(jaxpr, *args):
     [
         (lambda *a: ops.gemm_epilogue(*a, activation="gelu_tanh"), (X, W, B), "gemm_epilogue"),
         (lambda *a: ops.dot_product_attention(*a, is_causal=True), (Q, Q + 1, Q - 1), "dot_product_attention"),
+        (lambda *a: ops.layer_norm(*a), (X, B[:4], B[1:]), "layer_norm"),
     ],
 )
 def test_an_interpreter_can_inline_every_primitive_by_its_meaning(f, args, name):
@@ -64,7 +66,7 @@ def test_other_equations_have_no_meaning_here():
 
 
 def test_a_reference_is_plain_code_without_our_primitives():
-    for name, args in (("gemm_epilogue", (X, W, B)), ("dot_product_attention", (Q, Q, Q))):
+    for name, args in (("gemm_epilogue", (X, W, B)), ("dot_product_attention", (Q, Q, Q)), ("layer_norm", (X,))):
         text = str(jax.make_jaxpr(OPS[name].reference)(*args))
         assert name not in text
         np.testing.assert_allclose(OPS[name].reference(*args), OPS[name].call(*args), rtol=1e-6)
@@ -96,7 +98,7 @@ def test_records_are_values():
         Residual("mask", (2,), "bool", 2, ()).nbytes = 3
 
 
-@pytest.mark.parametrize("module", [gemm_op, attention_op])
+@pytest.mark.parametrize("module", [gemm_op, attention_op, norm_op])
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -114,7 +116,7 @@ SHARDED = """
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
     from fusionlab.kernels.dot_product_attention import blockwise
     from fusionlab.errors import BackendError
-    from fusionlab.ops import dot_product_attention, gemm_epilogue
+    from fusionlab.ops import dot_product_attention, gemm_epilogue, layer_norm
 
     blockwise._FORWARD_SCORES = blockwise._BACKWARD_SCORES = 64
     blockwise._LEAST_ROWS = 4
@@ -123,12 +125,14 @@ SHARDED = """
     rand = lambda *shapes: tuple(jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, shapes))
     plain_attention = lambda q, k, v: jnp.einsum(
         "bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, -1), v)
+    plain_norm = lambda x, g, b: jax.nn.standardize(x) * g + b
     blocks = functools.partial(dot_product_attention, scale=0.5, implementation="xla_blockwise")
     cases = [
         (lambda x, w, b: gemm_epilogue(x, w, b, activation="gelu_tanh"), lambda x, w, b: jax.nn.gelu(x @ w + b),
          rand((8, 4), (4, 6), (6,)), (P("d"), P(), P())),
         (functools.partial(dot_product_attention, scale=0.5), plain_attention, rand(*[(2, 9, 2, 4)] * 3), (P("d"),) * 3),
         (blocks, plain_attention, rand(*[(2, 9, 2, 4)] * 3), (P("d"),) * 3),
+        (layer_norm, plain_norm, rand((8, 4), (4,), (4,)), (P("d"), P(), P())),
     ]
 
     def refused(call):
@@ -161,8 +165,9 @@ SHARDED = """
                 refused(lambda: step(*placed))
             else:
                 close(step(*placed), want)
-    fused, plain, args, rows = cases[0]
-    for specs in (rows, (P(), P(None, "d"), P("d"))):
+    gemm, norm = cases[0], cases[-1]
+    elsewhere = [(gemm, gemm[-1]), (gemm, (P(), P(None, "d"), P("d"))), (norm, (P(), P("d"), P())), (norm, (P(None, "d"), P(), P("d")))]
+    for (fused, plain, args, _), specs in elsewhere:
         placed = [jax.device_put(a, NamedSharding(explicit, s)) for a, s in zip(args, specs)]
         for some in ((0,), (1,), (2,), (0, 1, 2)):
             grad = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), some))

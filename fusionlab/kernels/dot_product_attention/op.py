@@ -66,8 +66,10 @@ class DotProductAttention(Op):
             raise ArgumentError(f"dot_product_attention: is_causal is {full['is_causal']!r}, needed True or False")
         full["scale"] = _scale(full["scale"], present[0].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
-        full["saves"] = _saves(dict(zip(self.slots, present, strict=True)), full["implementation"])
         return present, full
+
+    def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
+        return attrs | {"saves": _saves(shapes, attrs["implementation"], device)}
 
     def residual_names(self, *, saves: str, **attrs: Any) -> tuple[str, ...]:
         return (saves,)
@@ -88,15 +90,13 @@ class DotProductAttention(Op):
         return batch_to_front(values, dims), params
 
     def preferred(self, shapes: Mapping[str, Any], device: Device, *, saves: str, **attrs: Any) -> tuple[str, str]:
-        if saves == "probabilities":
-            return (
-                "xla",
-                "what XLA runs anyway: so few scores a head are best kept, or the operands are sharded explicitly",
-            )
-        t, s = shapes["query"].shape[-3], shapes["key"].shape[-3]
+        size = " x ".join(str(shapes[n].shape[-3]) for n in ("query", "key") if n in shapes)
         if device.platform != "cpu":
-            return "xla", "keeps statistics, not probabilities; the blockwise form was measured on CPUs only"
-        return "xla_blockwise", f"{t} x {s} scores a head: measured faster on a CPU, and the score matrix never exists"
+            return "xla", "what XLA runs anyway: the blockwise form was measured on CPUs only"
+        if saves == "probabilities":
+            why = _refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
+            return "xla", f"what XLA runs anyway: {why}"
+        return "xla_blockwise", f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
 
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
@@ -110,12 +110,16 @@ class DotProductAttention(Op):
         return f"softmax({factor} * q @ k.T{', causal' if is_causal else ''}) @ v"
 
 
-def _saves(shapes: Mapping[str, Any], implementation: str | None) -> str:
-    """What the forward keeps for the backward: few probabilities cost less to keep than to compute again."""
+def _saves(shapes: Mapping[str, Any], implementation: str | None, device: Device) -> str:
+    """What the forward keeps for the backward: probabilities cost memory, computing them again costs time.
+
+    Beside the size of the cache, it depends on what there is to run: on an H200 the composite that computes them again was measured
+    1.5 times slower (B2 H4 S1024 D16, bfloat16) than the one that keeps them.
+    """
     if implementation is not None:
         return "probabilities" if implementation == "xla" else "logsumexp"
     few = shapes["query"].shape[-3] * shapes["key"].shape[-3] < _BLOCKWISE_SCORES
-    return "probabilities" if few or _refuses_blockwise(shapes, Device.current()) else "logsumexp"
+    return "probabilities" if few or device.platform != "cpu" or _refuses_blockwise(shapes, device) else "logsumexp"
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:
@@ -189,8 +193,8 @@ def dot_product_attention(
 
     Returns:
       *B x T x N x Hv in the operands' dtype (float32, bfloat16, float16 or float64; they must agree). Scores and softmax
-      are float32 (float64 for float64). Differentiated, it keeps the result and one statistic a row; with
-      fewer than 512 x 512 scores a head, or implementation="xla", it keeps the probabilities, which is faster there.
+      are float32 (float64 for float64). Differentiated, it keeps the result and one statistic a row; or,
+      where the "xla" implementation runs (below 512 x 512 scores a head, and off the CPU), the probabilities.
 
     Raises:
       ArgumentError: a wrong rank, size, dtype or scale; the message names the argument.
