@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .errors import FusionLabError
-from .loading import example_arguments, load_function
-from .output import output_folder
+from .loading import example_arguments, keyword_arguments, load_function
+from .output import check_file, output_folder
 
 _FUNCTION = """\
 FUNCTION is package.module:function or path/to/file.py:function.
@@ -27,6 +27,8 @@ Its example arguments are, in this order:
   function.example_args   an attribute of the function
   example_args        an attribute of the module; may be a dict from function name
 Each attribute is a tuple of arguments, or a function of no arguments that returns one.
+Keyword arguments are those of --kwargs EXPR, a dict. Arguments that are Python values rather than arrays are named in
+--static-argnums (positions) and --static-argnames, as for jax.jit.
 
 example:
   fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
@@ -38,6 +40,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"fusionlab: error: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is only read when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from . import __version__
+
+        print(f"fusionlab {__version__}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fusionlab", description="Shows where a JAX model could run fused, and proves it.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="what this machine has and can run, and the one next command")
@@ -93,6 +106,11 @@ def _function_command(commands: Any, name: str, summary: str) -> argparse.Argume
     )
     command.add_argument("function", metavar="FUNCTION", help="module:function or file.py:function")
     command.add_argument("--args", metavar="EXPR", help="example arguments, as a Python expression")
+    command.add_argument("--kwargs", metavar="EXPR", help="keyword arguments, as a Python expression that gives a dict")
+    command.add_argument(
+        "--static-argnums", type=_numbers, metavar="I,J", help="positions of arguments that are no arrays"
+    )
+    command.add_argument("--static-argnames", type=_names, metavar="A,B", help="names of arguments that are no arrays")
     return command
 
 
@@ -102,6 +120,13 @@ def _add_pass_options(command: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed whole numbers, as in 0,2") from None
 
 
 def _positive(text: str) -> int:
@@ -128,9 +153,16 @@ def _demo(options: argparse.Namespace) -> None:
     _print(options, result, result.to_dict())
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """The function, its arguments, its keyword arguments, and which of them are static."""
     function, module = load_function(options.function)
-    return function, example_arguments(function, module, options.args)
+    static = {k: tuple(v) for k in ("static_argnums", "static_argnames") if (v := getattr(options, k)) is not None}
+    return (
+        function,
+        example_arguments(function, module, options.args),
+        keyword_arguments(module, options.kwargs),
+        static,
+    )
 
 
 def _trace(options: argparse.Namespace) -> None:
@@ -138,8 +170,8 @@ def _trace(options: argparse.Namespace) -> None:
 
     from .viz.view_model import view_model
 
-    function, args = _load(options)
-    graph = fl.trace(function, *args)
+    function, args, kwargs, static = _load(options)
+    graph = fl.trace(function, *args, **static, **kwargs)
     if options.json:
         print(json.dumps(view_model(graph), indent=2))
     else:
@@ -149,18 +181,21 @@ def _trace(options: argparse.Namespace) -> None:
 def _find(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    function, args = _load(options)
+    function, args, kwargs, static = _load(options)
+    asked = {"passes": options.passes, "device": options.device}
     with output_folder(options.dump) if options.dump else contextlib.nullcontext() as work:
-        found = fl.find(function, *args, passes=options.passes, device=options.device, dump=work)
-    _print(options, found, found.to_dict())
+        found = fl.find(function, *args, **asked, dump=work, **static, **kwargs)
+    _print(options, found.report(), found.to_dict())
 
 
 def _compare(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    function, args = _load(options)
-    fused = fl.fuse(function, passes=options.passes)
-    result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True)
+    if options.output:
+        check_file(options.output, ".html")
+    function, args, kwargs, static = _load(options)
+    fused = fl.fuse(function, passes=options.passes, **static)
+    result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True, **kwargs)
     if options.output:
         result.to_html(options.output)
     _print(options, result, result.to_dict())

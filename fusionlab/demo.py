@@ -85,9 +85,10 @@ class Demo:
         yield from (f"  {row}" for row in _table(list(_choices(self.found))))
         yield f"\nMeasured on {environment.hardware}: jax.jit of the block -> the same with its sites fused"
         yield from (f"  {row}" for row in _table([["", "before", "after", "before/after", "verdict"], *self._rows()]))
+        yield from (f"  note: {note}" for note in self.result.all_notes)
         yield f"\nWould run on {self.elsewhere.device}; judged, not run"
         yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
-        yield from (f"  {r}" for r in self.elsewhere.rejections)
+        yield from (f"  {line}" for line in self.elsewhere.reasons())
         yield f"\n{self.seconds:.0f} s in all. Open {os.path.join(self.folder, 'report.html')}"
 
     def _rows(self) -> Iterator[list[str]]:

@@ -5,6 +5,7 @@ Nothing optional is imported to find out: installed packages are read from their
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
 import importlib.util
 import os
@@ -48,7 +49,7 @@ class Ability:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Doctor:
     """The result of `doctor()`; prints as a report.
 
@@ -69,6 +70,13 @@ class Doctor:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able data; `needs` carry `present`."""
         return asdict(self) | {"needs": [asdict(n) | {"present": n.present} for n in self.needs]}
+
+    def __repr__(self) -> str:
+        ready = sum(a.ready for a in self.abilities)
+        return f"<Doctor: {ready} of {len(self.abilities)} backends and outputs ready; next: {self.next_command}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]

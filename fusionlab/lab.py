@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import jax
@@ -13,14 +14,15 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .device import Device
-from .errors import ArgumentError
+from .errors import ArgumentError, unknown_name
 from .evidence.comparison import Evidence, measure
 from .fusers import Findings as PlainFindings
-from .fusers import Pass, Strategy, find_in, select
+from .fusers import Pass, Strategy, find_in, select, site_names
 from .fusers import registry as _registry
 from .graph import ir
 from .graph.trace import bind_static, trace_raw
 from .graph.trace import trace as _trace
+from .kernels import OPS
 
 Passes = Strategy | Iterable[str] | str | None
 
@@ -67,8 +69,36 @@ class Findings(PlainFindings):
         return graph_html(self.graph, self)
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+def _fields(record: Any, **changed: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} | changed
+
+
+def _search(
+    graph: ir.Graph, passes: Sequence[tuple[Pass, Any]], device: Device, implementation: str | None
+) -> Findings:
+    """`find_in`, with a note on what a named implementation leaves out."""
+    found = find_in(graph, passes, device, implementation)
+    notes: list[str] = []
+    if implementation is not None:
+        lack = [p.name for p, _ in passes if implementation not in OPS[p.op].implementations]
+        if lack:
+            notes.append(f"implementation={implementation!r}: nothing fused for {', '.join(lack)}, which lacks it")
+        if not found.candidates:
+            notes.append(f"implementation={implementation!r} runs nowhere: no site was found that has it")
+    return Findings(**_fields(found, notes=tuple(notes)))
+
+
+def _not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
+    """Raises ArgumentError where an option given by keyword may have been meant for the user's function."""
+    try:
+        parameters = signature(fn).parameters if callable(fn) else {}
+    except (TypeError, ValueError):
+        return
+    for name in (n for n, value in options.items() if value is not None and n in parameters):
+        raise ArgumentError(
+            f"{name}: got it by keyword, and it is an option of {verb} as well as a parameter of {_name(fn)}; needed one meaning: "
+            f"give the parameter by position, or in a function of your own, lambda *args: {_name(fn)}(*args, {name}=...)"
+        )
 
 
 def trace(
@@ -110,9 +140,12 @@ def find(
       static_argnums, static_argnames: as in `jax.jit`.
 
     Raises:
-      UnknownNameError: a pass or option that does not exist. TraceError, ArgumentError: as for `trace`.
+      UnknownNameError: a pass, option or implementation that does not exist. TraceError, ArgumentError: as for `trace`, and where
+        an option has the name of a parameter of `fn`.
     """
+    _not_swallowed("find", fn, {"passes": passes, "device": device, "implementation": implementation, "dump": dump})
     chosen = select(_registry(), passes)
+    check_implementation(implementation)
     where = Device.of(device)
     if isinstance(fn, ir.Graph):
         if args or kwargs:
@@ -120,7 +153,7 @@ def find(
         graph = fn
     else:
         graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    found = Findings(**_fields(find_in(graph, chosen, where, implementation)))
+    found = _search(graph, chosen, where, implementation)
     if dump is not None:
         from .dump import write_dump
 
@@ -187,7 +220,7 @@ class Fused:
         graph = trace(
             self._fn, *args, static_argnums=o["static_argnums"], static_argnames=o["static_argnames"], **kwargs
         )
-        return Findings(**_fields(find_in(graph, o["passes"], Device.current(), o["implementation"])))
+        return _search(graph, o["passes"], Device.current(), o["implementation"])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`."""
@@ -222,8 +255,8 @@ def fuse(
     fn: Callable | None = None,
     *,
     passes: Passes = None,
-    skip: Iterable[str] = (),
-    only: Iterable[str] | None = None,
+    skip: Iterable[str] | str = (),
+    only: Iterable[str] | str | None = None,
     implementation: str | None = None,
     check: bool = False,
     dump: Any = None,
@@ -235,15 +268,16 @@ def fuse(
     Args:
       fn: the function, as for `jax.jit`.
       passes: names, a Strategy, or None for all.
-      skip: site ids or pass names to leave as they are; ids that do not occur for some arguments are ignored there.
-      only: site ids or pass names to fuse, and nothing else.
+      skip: a site id or pass name, or several, to leave as they are; ids that do not occur for some arguments are ignored there.
+      only: a site id or pass name, or several, to fuse, and nothing else.
       implementation: None lets each op choose; a name ("xla", "xla_blockwise") runs that one or raises.
       check: on concrete calls, run the original too and raise RewriteError where results differ beyond tolerance.
       dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Raises:
-      UnknownNameError: a pass, option or implementation that does not exist. Errors of `fn` itself come through unchanged.
+      UnknownNameError: a pass, option or implementation that does not exist, or a name in `skip` or `only` that is neither a pass
+        nor the id of a site. Errors of `fn` itself come through unchanged.
     """
     if fn is None:
         given = {k: v for k, v in locals().items() if k != "fn"}
@@ -254,8 +288,8 @@ def fuse(
     check_implementation(implementation)
     options = {
         "passes": chosen,
-        "skip": tuple(skip),
-        "only": None if only is None else tuple(only),
+        "skip": site_names(skip, _registry(), "skip"),
+        "only": None if only is None else site_names(only, _registry(), "only"),
         "implementation": implementation,
         "check": check,
         "dump": dump,
@@ -267,9 +301,6 @@ def fuse(
 
 def check_implementation(name: str | None) -> None:
     """Raises UnknownNameError for a name that no fused op has."""
-    from .errors import unknown_name
-    from .kernels import OPS
-
     valid = {i for op in OPS.values() for i in op.implementations}
     if name is not None and name not in valid:
         raise unknown_name("implementation", name, valid)
@@ -283,6 +314,11 @@ class Comparison(Evidence):
         from .viz.plots import plot_timing
 
         return plot_timing(self, ax=ax, **kwargs)
+
+    def _repr_html_(self) -> str:
+        from .viz.html import evidence_summary_html
+
+        return evidence_summary_html(self)
 
     def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
         """Errors of both versions against float64; returns matplotlib Axes."""
@@ -304,27 +340,31 @@ class Comparison(Evidence):
 def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
     """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
 
+    Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
+
     Args:
       fn, fused: the original and the version to judge.
       *args: arrays to run on.
       grad: also compare gradients, and time value-and-gradient.
-      **options: as for `fusionlab.evidence.comparison.measure` (samples, budget_s, progress, static_argnums, ...), and keyword
-        arguments of the functions.
+      **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
+        cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
+        that are not named here are those that `fused` was made with.
 
     Raises:
-      ArgumentError: shapes where arrays are needed. SideEffectError: the function has callbacks or prints.
+      ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is no array
+        and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
     """
-    same = isinstance(fused, Fused) and _same_code(fused, args, options)
-    return Comparison(**_fields(measure(fn, fused, *args, grad=grad, same_code=same, **options)))
-
-
-def _same_code(fused: Fused, args: tuple, options: dict) -> bool:
-    from inspect import signature
-
-    own = set(signature(measure).parameters)
+    own = signature(measure).parameters
     kwargs = {k: v for k, v in options.items() if k not in own}
-    found = fused.findings(*args, **kwargs).select(fused._options["only"])
-    return all(c.same_code for c in found)
+    _not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
+    if not isinstance(fused, Fused):
+        return Comparison(**_fields(measure(fn, fused, *args, grad=grad, **options)))
+    options = {k: fused._options[k] for k in ("static_argnums", "static_argnames")} | options
+    found = fused.findings(*args, **kwargs)
+    fusing = found.select(fused._options["only"], [s for s in fused._options["skip"] if _known(found, s)])
+    options.setdefault("same_code", all(c.same_code for c in fusing))
+    evidence = measure(fn, fused, *args, grad=grad, **options)
+    return Comparison(**_fields(evidence, notes=(*evidence.notes, *found.notes)))
 
 
 def passes() -> Any:

@@ -84,8 +84,7 @@ def example_arguments(function: Callable[..., Any], module: ModuleType, text: st
       ArgumentError: none of the three is there, or evaluating it raised.
     """
     if text is not None:
-        names = {"jax": jax, "jnp": jnp, "np": np} | vars(module)
-        return _as_tuple(_run_user_code(f"evaluating --args {text!r}", lambda: eval(text, names)))
+        return _as_tuple(_evaluate("--args", text, module))
     name = getattr(function, "__name__", "")
     found = getattr(function, "example_args", None)
     if found is None:
@@ -98,6 +97,25 @@ def example_arguments(function: Callable[..., Any], module: ModuleType, text: st
             f"or set `{name or 'function'}.example_args` or `example_args` in its module"
         )
     return _as_tuple(_run_user_code("example_args()", found) if callable(found) else found)
+
+
+def keyword_arguments(module: ModuleType, text: str | None) -> dict[str, Any]:
+    """The keyword arguments that `text` gives, evaluated as `example_arguments` evaluates its own; {} for None.
+
+    Raises:
+      ArgumentError: evaluating it raised, or it gave no dict of names.
+    """
+    if text is None:
+        return {}
+    value = _evaluate("--kwargs", text, module)
+    if not (isinstance(value, dict) and all(isinstance(k, str) for k in value)):
+        raise ArgumentError(f"kwargs: got {type(value).__name__} from --kwargs {text!r}, needed a dict of names")
+    return value
+
+
+def _evaluate(option: str, text: str, module: ModuleType) -> Any:
+    names = {"jax": jax, "jnp": jnp, "np": np} | vars(module)
+    return _run_user_code(f"evaluating {option} {text!r}", lambda: eval(text, names))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import OutputError
+from .errors import ArgumentError, OutputError
 
 
 @contextlib.contextmanager
@@ -45,6 +46,27 @@ def output_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         _remove_empty(made)
+
+
+def check_file(target: str | os.PathLike[str], suffix: str) -> Path:
+    """The path of a file that could be written now; asked before the work whose result it will hold.
+
+    Raises:
+      OutputError: its folder does not exist or cannot be written to, or it is a folder. ArgumentError: another suffix.
+    """
+    path = Path(target)
+    if path.suffix.lower() != suffix:
+        raise ArgumentError(f"path: got {str(path)!r}, needed a name that ends in {suffix}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as e:
+        raise OutputError(
+            f"cannot write the file {str(path)!r} ({e.strerror or e}); give a file in a folder you can write to"
+        ) from e
+    return path
 
 
 def _publish(work: Path, target: Path, existed: bool) -> None:

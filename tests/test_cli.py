@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import fusionlab as fl
 from fusionlab.cli import main
 from fusionlab.evidence.record import hardware
+from fusionlab.models.layers import dense
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -22,6 +24,12 @@ def mlp(w, b, x):
 def bare(w, x):
     return x @ w
 
+def declined(w, b, x):
+    return jax.nn.leaky_relu(x @ w + b)
+
+def powers(x, n, *, scale):
+    return scale * x ** sum(range(n))
+
 def breaks(x):
     return x.no_such_method()
 
@@ -30,6 +38,8 @@ def by_value(x):
 
 example_args = {
     "mlp": (jnp.ones((16, 8)), jnp.ones((8,)), jnp.ones((4, 16))),
+    "declined": (jnp.ones((16, 8)), jnp.ones((8,)), jnp.ones((4, 16))),
+    "powers": (jnp.ones(3), 2),
     "bare": (jnp.ones((16, 8)), jnp.ones((4, 16))),
     "breaks": (jnp.ones(3),),
     "by_value": (jnp.ones(()),),
@@ -89,6 +99,47 @@ def test_find_names_the_fused_site_and_counts_every_pass(run, model):
     assert data["candidates"][0]["attrs"]["activation"] == "relu"
     assert data["candidates"][0]["source"].startswith("model.py:")
     assert json.loads(run("find", f"{model}:bare", "--json")[1])["counts"]["gemm_epilogue"] == 0
+
+
+def test_find_says_why_sites_were_declined_and_what_the_others_would_run_on(run, model):
+    out = run("find", f"{model}:declined")[1]
+    (r,) = json.loads(run("find", f"{model}:declined", "--json")[1])["rejections"]
+    assert f"  [activation] {r['id']} at {r['source']}: {r['sentence']}\n    edit: {r['edit']}" in out
+    assert "x @ w + b -> xla (same code): what XLA runs anyway" in out
+    there = run("find", f"{model}:mlp", "--device", "sm_90")[1]
+    assert (
+        "backends on a CUDA sm_90 device (simulated):\n  gemm_epilogue@#1 at model.py:5: relu(x @ w + b) -> xla"
+        in there
+    )
+    assert out.partition("backends on")[2] != there.partition("backends on")[2]
+
+
+def test_static_and_keyword_arguments_are_given_as_to_jit(run, model):
+    how = ("--static-argnums", "1", "--kwargs", "dict(scale=2.0)")
+    assert run("trace", f"{model}:powers", *how)[0] == 0
+    assert run("find", f"{model}:powers", *how, "--static-argnames", "scale")[0] == 0
+    assert run("compare", f"{model}:powers", *how)[0] == 0
+    assert "static_argnums" in error_line(run("find", f"{model}:powers", *how[2:]))
+    assert "needed whole numbers" in error_line(run("find", f"{model}:powers", "--static-argnums", "n"))
+    assert "needed a dict of names" in error_line(run("find", f"{model}:powers", "--kwargs", "3"))
+
+
+def test_the_version_is_printed(run):
+    assert run("--version") == (0, f"fusionlab {fl.__version__}\n", "")
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(run, model, tmp_path, monkeypatch):
+    for module, name in itertools.product((fl, fl.lab), ("fuse", "compare")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the work was started"))
+    assert "cannot write the file '/nodir/x.html'" in error_line(run("compare", f"{model}:mlp", "-o", "/nodir/x.html"))
+    assert "ends in .html" in error_line(run("compare", f"{model}:mlp", "-o", tmp_path / "x.pdf"))
+
+
+def test_a_comparison_is_written_as_a_page(run, model, tmp_path):
+    status, out, _ = run("compare", f"{model}:mlp", "-o", tmp_path / "x.html")
+    assert status == 0
+    assert out.startswith("mlp: same code\n")
+    assert "<h1>FusionLab: before and after</h1>" in (tmp_path / "x.html").read_text()
 
 
 def test_find_takes_passes_a_device_and_shapes(run, model):
@@ -229,11 +280,23 @@ def test_the_demo_says_what_would_fuse_on_an_h100_and_why(demo):
     assert all(b["reason"] for b in backends)
 
 
-def test_where_nothing_is_timed_the_demo_says_so(run, tmp_path):
-    """At 64 positions both run the same code: the table says it, names the hardware, and there is no timing plot."""
+def test_a_small_demo_is_timed_and_says_that_its_sites_alone_gain_nothing(run, tmp_path):
+    """At 64 positions every site runs what XLA runs anyway; fused, the block compiles to other instructions all the same."""
+    status, out, _ = run("demo", "-o", tmp_path / "out", "--size", "64")
+    assert status == 0
+    assert "time, forward + backward, median of " in out
+    assert "note: every site runs what XLA runs anyway, yet the whole compiles to other instructions" in out
+    assert (tmp_path / "out" / "timing.svg").exists()
+    assert len(out.splitlines()) < 40
+
+
+def test_where_nothing_is_timed_the_demo_says_so(run, tmp_path, monkeypatch):
+    """Where both compile to the same instructions the table says it, names the hardware, and there is no timing plot."""
+    monkeypatch.setattr("fusionlab.demo.transformer_block", lambda p, x: jax.nn.relu(dense(p["mlp"]["fc1"], x[0])))
     status, out, _ = run("demo", "-o", tmp_path / "out", "--size", "64")
     assert status == 0
     assert "not measured: same code" in out
+    assert "note: both compile to the same instructions (forward, forward + backward)" in out
     assert f"Measured on {hardware()}" in out
     assert "Would run on a CUDA sm_90 device (simulated); judged, not run" in out
     assert "error against float64, 17 gradients" in out

@@ -94,3 +94,12 @@ def test_a_device_is_named_simulated_or_refused():
     assert Device.of("cpu").capability == 0
     with pytest.raises(ArgumentError, match=r"device: got 'sm90'.*'sm_NN'"):
         Device.of("sm90")
+
+
+def test_a_notebook_shows_a_line_or_the_report():
+    found = doctor()
+    assert "\n" not in repr(found)
+    ready = sum(a.ready for a in found.abilities)
+    assert repr(found).startswith(f"<Doctor: {ready} of {len(found.abilities)} backends and outputs ready; next: ")
+    assert found._repr_html_().startswith("<pre>Versions")
+    assert "&#x27;" in found._repr_html_()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from fusionlab.errors import ArgumentError
-from fusionlab.loading import example_arguments, load_function
+from fusionlab.loading import example_arguments, keyword_arguments, load_function
 from fusionlab.models import mlp
 
 
@@ -88,3 +88,14 @@ def test_missing_or_failing_arguments_are_one_argument_error(tmp_path):
         args_of(tmp_path, "def f(x): return x\nexample_args = {'g': (1,)}\n")
     with pytest.raises(ArgumentError, match="raised NameError: name 'nope' is not defined"):
         args_of(tmp_path, "def f(x): return x\n", "nope")
+
+
+def test_keyword_arguments_come_from_an_expression_in_the_modules_names(tmp_path):
+    _, module = load_function(f"{write(tmp_path, 'user_k', 'N = 3' + chr(10) + 'def f(x): return x' + chr(10))}:f")
+    assert keyword_arguments(module, None) == {}
+    assert keyword_arguments(module, "dict(n=N, x=jnp.float32)") == {"n": 3, "x": jnp.float32}
+    for text in ("(1, 2)", "{1: 2}"):
+        with pytest.raises(ArgumentError, match="needed a dict of names"):
+            keyword_arguments(module, text)
+    with pytest.raises(ArgumentError, match="evaluating --kwargs 'nope' raised NameError"):
+        keyword_arguments(module, "nope")

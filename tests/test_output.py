@@ -2,8 +2,8 @@
 
 import pytest
 
-from fusionlab.errors import OutputError
-from fusionlab.output import output_folder
+from fusionlab.errors import ArgumentError, OutputError
+from fusionlab.output import check_file, output_folder
 
 
 def test_a_new_folder_appears_whole_and_only_at_the_end(tmp_path):
@@ -57,3 +57,15 @@ def test_a_folder_without_write_permission_is_refused():
     # /proc refuses new entries even to root, as a read-only folder does to others.
     with pytest.raises(OutputError, match="/proc"), output_folder("/proc/fusionlab/demo"):
         pytest.fail("the work was started")
+
+
+def test_a_file_that_cannot_be_is_refused_before_the_work_and_leaves_nothing(tmp_path):
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "file").write_text("a file")
+    for place in ("nowhere/x.html", "file/x.html", "folder.html"):
+        with pytest.raises(OutputError, match="cannot write the file"):
+            check_file(tmp_path / place, ".html")
+    with pytest.raises(ArgumentError, match=r"needed a name that ends in \.html"):
+        check_file(tmp_path / "x.pdf", ".html")
+    assert check_file(tmp_path / "x.HTML", ".html") == tmp_path / "x.HTML"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.html"]

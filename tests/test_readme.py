@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 import fusionlab as fl
@@ -101,3 +102,11 @@ def test_every_number_of_a_table_stands_in_its_record():
         numbers = list(numbers_in(json.loads((ROOT / record).read_text())))
         written = {form(n) for n in numbers for form in (seconds, mebibytes)}
         assert set(cells) <= written, record
+
+
+def test_the_reason_shown_is_what_a_search_prints():
+    names: dict = {}
+    model = "import jax\n\n\ndef f(w, b, x):\n    h = x @ w + b\n    return jax.nn.relu(h), h\n"
+    exec(compile(model, "model.py", "exec"), names)
+    found = fl.find(names["f"], *(jax.ShapeDtypeStruct(s, "float32") for s in ((64, 32), (32,), (8, 64))))
+    assert blocks("text")[1].strip() in str(found)

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import jax
-from jax import numpy as jnp
+from fusionlab.errors import MissingDependencyError
 
-from fusionlab.errors import MissingDependencyError, TraceError
-from fusionlab.graph.promote import Promoted, promote
-from fusionlab.kernels.op import meaning_of
-
-from .memory import CompiledMemory, Memory, memory_of
-from .numerics import (
-    Error,
-    LeafNumerics,
-    Numerics,
-    check_same_outputs,
-    leaf_numerics,
-    output_numerics,
-    random_cotangents,
-    value_and_gradients,
-)
-from .program import Call, Program, bind_call, compile_program, donated_by
-from .progress import Progress, Reporter
+from .measuring import Measuring
+from .memory import CompiledMemory, Memory
+from .numerics import Error, LeafNumerics, Numerics
+from .program import bind_call, donated_by
+from .progress import Progress
 from .record import Environment, environment, to_json
-from .sums import Sums, sums_of
-from .timing import Runs, Timing, Verdict, as_tuple, check_effort, seconds, time_programs
+from .timing import Runs, Timing, Verdict, as_tuple, check_effort, seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evidence:
     """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
 
@@ -42,7 +27,7 @@ class Evidence:
       numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
       environment: hardware, versions, settings.
-      same_code: True when the two are what XLA runs anyway, so that nothing was timed.
+      same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
       hlo: optimised HLO text of "before" and "after" (forward); `to_dict` leaves it out.
     """
@@ -70,25 +55,37 @@ class Evidence:
             return Verdict.SAME_CODE
         return self.timing.verdict if self.timing is not None else Verdict.NOT_TIMED
 
+    @property
+    def headline(self) -> str:
+        """Every verdict in a line: "forward: faster; forward + backward: no difference"; "same code"."""
+        return "; ".join(f"{t.what}: {t.verdict}" for t in self.timings) or str(self.verdict)
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes on the comparison and those on its errors."""
+        return (*self.notes, *(self.numerics.notes if self.numerics is not None else ()))
+
+    def __repr__(self) -> str:
+        bad = self.numerics.regressions if self.numerics is not None else ()
+        worse = f"; {len(bad)} results WORSE" if bad else ""
+        return f"<{type(self).__name__} {self.name}: {self.headline}{worse}>"
+
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.verdict}"]
-        lines += [f"  {t}" for t in self.timings]
+        lines = [f"{self.name}: {self.headline}"]
+        lines += [f"  {t.text}" for t in self.timings]
         if self.timing is not None:
             b, a = self.timing.before, self.timing.after
-            lines.append(
-                f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (once each, {self.timing.hardware})"
-            )
-        lines += [f"  {m}" for m in (self.memory,) if m is not None]
-        lines += [f"  forward + backward, {m}" for m in (self.memory_grad,) if m is not None]
+            lines.append(f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (forward, once each)")
+        lines += [f"  {m.text}" for m in (self.memory,) if m is not None]
+        lines += [f"  forward + backward, {m.text}" for m in (self.memory_grad,) if m is not None]
         lines += self._error_lines()
-        return "\n".join([*lines, *(f"  note: {n}" for n in self.notes), f"  {self.environment}"])
+        return "\n".join([*lines, *(f"  note: {n}" for n in self.all_notes), f"  measured on {self.environment}"])
 
     def _error_lines(self) -> list[str]:
         if self.numerics is None:
             return []
-        where = self.environment.hardware
         worst = [leaf for kind in ("output", "gradient") if (leaf := self.numerics.worst(kind)) is not None]
-        lines = [f"  error against float64, worst {leaf} ({where})" for leaf in worst]
+        lines = [f"  error against float64, worst {leaf}" for leaf in worst]
         bad = self.numerics.regressions
         lines += (
             [f"  {len(bad)} of {len(self.numerics.leaves)} outputs and gradients are WORSE than before"] if bad else []
@@ -128,7 +125,7 @@ class Evidence:
         )
 
     def to_dataframe(self) -> Any:
-        """A pandas frame in long form: quantity, name, version, value, unit, hardware.
+        """A pandas frame in long form: quantity, name, version, value, unit, dtype, hardware.
 
         Raises:
           MissingDependencyError: pandas is not installed.
@@ -139,24 +136,28 @@ class Evidence:
             raise MissingDependencyError(
                 "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
             ) from error
-        return pd.DataFrame(list(self.rows()), columns=["quantity", "name", "version", "value", "unit", "hardware"])
+        heads = ["quantity", "name", "version", "value", "unit", "dtype", "hardware"]
+        return pd.DataFrame(list(self.rows()), columns=heads)
 
-    def rows(self) -> list[tuple[str, str, str, float, str, str]]:
-        """Every number as (quantity, name, version, value, unit, hardware)."""
-        rows: list[tuple[str, str, str, float, str, str]] = []
+    def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
+        """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype "" where there is none."""
+        rows: list[tuple[str, str, str, float, str, str, str]] = []
         for timing in self.timings:
             for runs in (timing.before, timing.after):
-                rows += [("time", timing.what, runs.name, s, "s", timing.hardware) for s in runs.samples_s]
+                rows += [("time", timing.what, runs.name, s, "s", "", timing.hardware) for s in runs.samples_s]
         for what, memory in (("forward", self.memory), ("forward + backward", self.memory_grad)):
             if memory is not None:
                 plans = (memory.before, memory.after)
-                rows += [("compiled peak memory", what, p.name, p.peak, "bytes", memory.hardware) for p in plans]
+                rows += [("compiled peak memory", what, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
         for leaf in self.numerics.leaves if self.numerics else ():
             for version, error in (("before", leaf.before), ("after", leaf.after)):
-                where = (f"{leaf.kind} {leaf.name}", version)
-                rows.append(("max abs error", *where, error.max_abs, leaf.dtype, self.environment.hardware))
-                rows.append(("relative L2 error", *where, error.rel_l2, "", self.environment.hardware))
-                rows.append(("max ulp error", *where, error.ulp_max, "ulp", self.environment.hardware))
+                numbers = (
+                    ("max abs error", error.max_abs, ""),
+                    ("relative L2 error", error.rel_l2, ""),
+                    ("max ulp error", error.ulp_max, "ulp"),
+                )
+                name, where = f"{leaf.kind} {leaf.name}", (leaf.dtype, self.environment.hardware)
+                rows += [(quantity, name, version, value, unit, *where) for quantity, value, unit in numbers]
         return rows
 
 
@@ -199,6 +200,7 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
     def leaf(d: Mapping[str, Any]) -> LeafNumerics:
         parts: dict[str, Any] = {k: d[k] for k in ("name", "kind", "dtype", "size", "rtol", "atol")}
         parts |= {k: error(d[k]) for k in ("before", "after", "between")}
+        parts["zero_in_theory"] = d.get("zero_in_theory", False)
         return LeafNumerics(shape=tuple(d["shape"]), **parts)
 
     leaves = tuple(map(leaf, data["leaves"]))
@@ -237,7 +239,8 @@ def measure(
       samples, budget_s: of each function, and seconds, per timing (forward, and forward + backward).
       donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
-      same_code: the fused version is what XLA runs anyway: nothing is timed and the verdict says so.
+      same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
+        instructions, nothing is timed and the verdict says so.
       timing, numerics, memory: what to measure.
       progress: False, True (a tqdm bar) or a function of (what, done, total).
       cancel: asked between steps; when it says True, what is there so far is returned, with a note.
@@ -252,111 +255,19 @@ def measure(
     donated = as_tuple(donate_argnums)
     if not (donated or static_argnums or static_argnames):
         donated = donated_by(fn, args, kwargs)
-    measuring = _Measuring(calls[0], calls[1], donated, argnums, grad)
+    measuring = Measuring(calls[0], calls[1], donated, argnums, grad)
     name = getattr(fn, "__name__", type(fn).__name__)
     notes: list[str] = []
     parts: dict[str, Any] = {}
     effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
-    steps: list[tuple[str, Callable[[], Any]]] = []
-    if numerics:
-        steps.append(("numerics", lambda: measuring.numerics(progress, notes)))
-    if memory:
-        steps.append(("memory", lambda: memory_of(*measuring.forward)))
-        steps += [("memory_grad", lambda: memory_of(*measuring.backward))] if grad else []
-    if timing and not same_code:
-        steps.append(("timing", lambda: time_programs("forward", *measuring.forward, **effort)))
-        steps += (
-            [("timing_grad", lambda: time_programs("forward + backward", *measuring.backward, **effort))]
-            if grad
-            else []
-        )
+    steps = measuring.steps(numerics, memory, timing, same_code, progress, notes, effort)
     for key, step in steps:
         if cancel is not None and cancel():
             notes.append(f"cancelled before: {key}")
             break
         parts[key] = step()
-    hlo = measuring.hlo()
-    if len(set(map(_instructions, hlo.values()))) < len(hlo):
-        notes.append("both compile to the same optimised HLO")
-    return Evidence(name, environment(), same_code=same_code, notes=tuple(notes), hlo=hlo, **parts)
-
-
-def _instructions(hlo: str) -> str:
-    """HLO text without what only says where it came from."""
-    body = hlo[hlo.find("\n%") if "\n%" in hlo else hlo.find("\nENTRY") :]
-    return re.sub(r", metadata=\{[^}]*\}", "", body)
-
-
-class _Measuring:
-    """The programs of one comparison, each compiled at most once, when first needed."""
-
-    def __init__(self, before: Call, after: Call, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.calls, self.grad = {"before": before, "after": after}, grad
-        self.donated = before.dynamic(donated, "donate_argnums")
-        self._forward: tuple[Program, Program] | None = None
-        self._backward: tuple[Program, Program] | None = None
-        asked = range(len(before.args)) if argnums is None else before.dynamic(as_tuple(argnums), "argnums")
-        leaves = jax.tree.leaves((before.args, before.kwargs))
-        wanted = range(len(leaves)) if argnums is None else before.leaves_of(asked)
-        self.chosen = tuple(i for i in wanted if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating))
-        self.left_out = tuple(n for i, n in enumerate(before.leaf_names) if i not in self.chosen)
-
-    @property
-    def forward(self) -> tuple[Program, Program]:
-        if self._forward is None:
-            before, after = (
-                compile_program(c.fn, c.args, c.kwargs, name=name, donate_argnums=self.donated)
-                for name, c in self.calls.items()
-            )
-            check_same_outputs(before.outputs, after.outputs)
-            self._forward = before, after
-        return self._forward
-
-    @property
-    def backward(self) -> tuple[Program, Program]:
-        if self._backward is None:
-            cotangents = random_cotangents(self.forward[0].jaxpr.out_avals)
-            before, after = (
-                compile_program(
-                    value_and_gradients(c.fn, self.chosen),
-                    (cotangents, c.args, c.kwargs),
-                    {},
-                    name=name,
-                    advice="a function jax.grad accepts; or pass grad=False to compare the forward call alone.",
-                )
-                for name, c in self.calls.items()
-            )
-            self._backward = before, after
-        return self._backward
-
-    def hlo(self) -> dict[str, str]:
-        return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}
-
-    def numerics(self, progress: Progress, notes: list[str]) -> Numerics | None:
-        """Errors of outputs and gradients; None, with a note, where the program has no float64 form."""
-        before, after = self.forward
-        if self.grad:
-            _ = self.backward  # a function that cannot be differentiated is an error, not a note
-        # The programs' own arguments: copies on the device, of which donated ones are copied again for each run.
-        args, kwargs = before.args, before.kwargs
-        sums = sums_of(before.jaxpr, jax.default_backend())
-        with Reporter(progress, "comparing with float64", 2 if self.grad else 1) as reporter:
-            try:
-                reference = promote(self.calls["before"].fn, *args, inline=meaning_of, **kwargs)
-                leaves = output_numerics(before, after, reference, args, kwargs, sums)
-                reporter.step()
-                leaves += self._gradients(reference, sums) if self.grad else []
-                reporter.step()
-            except TraceError as error:
-                notes.append(f"no errors were measured: {error}")
-                return None
-        left_out = self.left_out if self.grad else ()
-        return Numerics(tuple(leaves), left_out, sums.reduction_size, reference.notes, sums.tf32)
-
-    def _gradients(self, reference: Promoted, sums: Sums) -> list[LeafNumerics]:
-        (_, first), (_, second) = (p.run() for p in self.backward)
-        cotangents, args, kwargs = self.backward[0].args
-        want = reference.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
-        flat = jax.tree_util.tree_leaves(want, is_leaf=lambda x: x is None)
-        names = [self.calls["before"].leaf_names[i] for i in self.chosen]
-        return leaf_numerics("gradient", names, first, second, [flat[i] for i in self.chosen], sums)
+    same = parts.pop("same_code", False)
+    notes += measuring.notes()
+    if same_code and not same and measuring.differs:
+        notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
+    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=measuring.hlo(), **parts)

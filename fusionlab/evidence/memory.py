@@ -44,12 +44,17 @@ class Memory:
     hardware: str
 
     def __str__(self) -> str:
+        return f"{self.text}, on {self.hardware}"
+
+    @property
+    def text(self) -> str:
+        """The line without the hardware, for where that is said once for all."""
         b, a = self.before, self.after
         ratio = b.peak / a.peak if a.peak else 1.0
         change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
         return (
             f"compiled peak memory: {size(b.peak)} -> {size(a.peak)}{change} "
-            f"(temporaries {size(b.temp)} -> {size(a.temp)}, {self.hardware})"
+            f"(temporaries {size(b.temp)} -> {size(a.temp)})"
         )
 
 

@@ -15,7 +15,7 @@ from fusionlab.graph.promote import Promoted
 from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .program import Program
-from .sums import Sums
+from .sums import Sums, mantissa_bits
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
@@ -59,6 +59,7 @@ class LeafNumerics:
       rtol, atol: what "over tolerance" means; `atol` is absolute here.
       before, after: errors of the original and of the fused version against float64.
       between: "after" against "before": for information, never a verdict.
+      zero_in_theory: a gradient that would be 0 in exact arithmetic: what is there is rounding, relative errors mean nothing.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LeafNumerics:
     before: Error
     after: Error
     between: Error
+    zero_in_theory: bool = False
 
     @property
     def ok(self) -> bool:
@@ -84,9 +86,10 @@ class LeafNumerics:
 
     def __str__(self) -> str:
         verdict = "" if self.ok else ": WORSE"
+        relative = f"rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}"
         return (
             f"{self.kind} {self.name} {self.dtype}{list(self.shape)}: max abs {self.before.max_abs:.2e} -> "
-            f"{self.after.max_abs:.2e}, rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}, "
+            f"{self.after.max_abs:.2e}, {'zero in theory' if self.zero_in_theory else relative}, "
             f"over tolerance {self.before.over_tolerance} -> {self.after.over_tolerance} of {self.size}{verdict}"
         )
 
@@ -223,9 +226,8 @@ def leaf_numerics(
         b, a = _readable(b), _readable(a)
         row = _tolerance_of(b.dtype, sums)
         scale = _scale(want)
-        if kind == "gradient" and scale < _ZERO_IN_THEORY * largest:
-            scale = largest
-        atol = row.atol * scale
+        zero = kind == "gradient" and scale < _ZERO_IN_THEORY * largest
+        atol = row.atol * (largest if zero else scale)
         leaves.append(
             LeafNumerics(
                 name=name,
@@ -238,6 +240,7 @@ def leaf_numerics(
                 before=compare_arrays(b, want, b.dtype, row.rtol, atol),
                 after=compare_arrays(a, want, b.dtype, row.rtol, atol),
                 between=compare_arrays(a, b, b.dtype, row.rtol, atol),
+                zero_in_theory=zero,
             )
         )
     return leaves
@@ -249,8 +252,25 @@ def _readable(x: Any) -> np.ndarray:
 
 def _tolerance_of(dtype: Any, sums: Sums) -> Tolerance:
     if jnp.issubdtype(dtype, np.inexact):
-        return tolerance(dtype, sums.reduction_size, tf32=sums.tf32)
+        return tolerance(_judged_as(dtype, sums), sums.reduction_size, tf32=sums.tf32)
     return Tolerance(str(dtype), float("inf"), 0.0, 0.0, "exact")
+
+
+def _judged_as(dtype: Any, sums: Sums) -> str:
+    """The dtype whose tolerance holds: a float32 result of bfloat16 products is as coarse as these."""
+    coarser = sums.coarsest and mantissa_bits(sums.coarsest) < mantissa_bits(dtype)
+    return sums.coarsest if coarser else str(dtype)
+
+
+def tolerance_notes(leaves: Iterable[LeafNumerics], sums: Sums) -> tuple[str, ...]:
+    """Which results are judged by the tolerance of a coarser dtype than their own, in a sentence; () for none."""
+    inexact = [leaf.dtype for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), np.inexact)]
+    wider = sorted({d for d in inexact if _judged_as(d, sums) != d})
+    if not wider:
+        return ()
+    return (
+        f"{', '.join(wider)} results are judged with the tolerance of {sums.coarsest}, in which the program multiplies",
+    )
 
 
 def _scale(x: np.ndarray) -> float:

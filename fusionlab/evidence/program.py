@@ -16,7 +16,7 @@ from jax import numpy as jnp
 from fusionlab.errors import ArgumentError, FusionLabError, SideEffectError, TraceError
 from fusionlab.graph.compat import child_jaxprs, split_closed
 from fusionlab.graph.scopes import source_of
-from fusionlab.graph.trace import bind_static
+from fusionlab.graph.trace import bind_static, error_text
 
 _JIT_ADVICE = "a function jax.jit accepts; name Python-valued arguments in static_argnums or static_argnames."
 
@@ -98,10 +98,8 @@ def compile_program(
 
 
 def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> TraceError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-    return TraceError(
-        f"{name} does not run under jax.jit with these arguments: {type(error).__name__}: {first} Needed: {advice}"
-    )
+    """The one error for a function of the user's that raised under `jax.jit`; `advice` ends it."""
+    return TraceError(f"{name} does not run under jax.jit with these arguments: {error_text(error)} Needed: {advice}")
 
 
 def on_device(tree: Any) -> Any:
@@ -177,7 +175,11 @@ class Call:
 
 
 def bind_call(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Call:
-    """Splits off static arguments and names the leaves of the rest."""
+    """Splits off static arguments and names the leaves of the rest.
+
+    Raises:
+      ArgumentError: `fn` is no function, a static argument does not exist, or what is not static is no array.
+    """
     if not callable(fn):
         raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
     call, dyn_args, dyn_kwargs = bind_static(fn, args, kwargs, static_argnums, static_argnames)
@@ -189,11 +191,17 @@ def bind_call(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (),
     names = [parameters[p] if p < len(parameters) else f"arg{p}" for p in positions]
     trees = [*zip(names, dyn_args, strict=True), *sorted(dyn_kwargs.items())]
     leaves = [
-        name + jax.tree_util.keystr(path)
+        (name + jax.tree_util.keystr(path), leaf)
         for name, tree in trees
-        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
-    return Call(call, dyn_args, dyn_kwargs, positions, len(args), tuple(leaves))
+    for name, leaf in leaves:
+        if not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, int | float | complex)):
+            raise ArgumentError(
+                f"{name}: got {leaf!r:.80} ({type(leaf).__name__}), needed an array; "
+                "name Python-valued arguments in static_argnums or static_argnames"
+            )
+    return Call(call, dyn_args, dyn_kwargs, positions, len(args), tuple(name for name, _ in leaves))
 
 
 def _positional_names(fn: Callable) -> list[str]:

@@ -45,7 +45,8 @@ class Environment:
       versions: package -> version, python included.
       xla_flags: the variable XLA_FLAGS.
       settings: JAX settings that change what is compiled.
-      commit: git commit of the current folder, "-dirty" appended when it has changes; "" outside git.
+      commit: git commit of the repository that the current folder belongs to, "-dirty" appended when it has changes; ""
+        outside git.
       time: UTC, ISO 8601.
     """
 
@@ -71,7 +72,8 @@ class Environment:
 
     def __str__(self) -> str:
         packages = ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        return f"{self.hardware}; {packages}" + (f"; commit {self.commit}" if self.commit else "")
+        repository = f"; the current folder's repository at commit {self.commit}" if self.commit else ""
+        return f"{self.hardware}; {packages}{repository}"
 
 
 def environment() -> Environment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.graph.compat import child_jaxprs, split_closed
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,33 @@ class Sums:
       reduction_size: the terms of its largest sum.
       tf32: whether a float32 product of it may run in TF32 (10 bits of mantissa): XLA's default on an NVIDIA GPU since
         Ampere, wherever the product asks for no precision. Source: jax.default_matmul_precision's documentation.
+      coarsest: the float dtype with the fewest bits of mantissa among the operands of its products; "" without any.
     """
 
     reduction_size: int
     tf32: bool = False
+    coarsest: str = ""
 
 
 def sums_of(jaxpr: Any, platform: str) -> Sums:
     """The `Sums` of a traced program on a platform as JAX names it ("cpu", "gpu")."""
-    return Sums(reduction_size(jaxpr), platform in ("gpu", "cuda") and _asks_for_default(jaxpr))
+    tf32 = platform in ("gpu", "cuda") and _asks_for_default(jaxpr)
+    operands = {str(d) for d in _operand_dtypes(jaxpr) if jnp.issubdtype(d, np.floating)}
+    return Sums(reduction_size(jaxpr), tf32, min(sorted(operands), key=mantissa_bits, default=""))
+
+
+def mantissa_bits(dtype: Any) -> int:
+    """Bits of mantissa of a float or complex dtype."""
+    return int(jnp.finfo(dtype).nmant)
+
+
+def _operand_dtypes(jaxpr: Any) -> Iterator[Any]:
+    """The dtypes of what a program multiplies, in every region."""
+    for eqn in split_closed(jaxpr)[0].eqns:
+        if eqn.primitive.name in _PRODUCTS:
+            yield from (v.aval.dtype for v in eqn.invars)
+        for _, _, child in child_jaxprs(eqn):
+            yield from _operand_dtypes(child)
 
 
 def reduction_size(jaxpr: Any) -> int:

@@ -96,11 +96,16 @@ class Timing:
     stopped: str = ""
 
     def __str__(self) -> str:
+        return f"{self.text}, on {self.hardware}"
+
+    @property
+    def text(self) -> str:
+        """The line without the hardware, for where that is said once for all."""
         low, high = self.interval
         n = min(len(self.before.samples_s), len(self.after.samples_s))
         return (
             f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
-            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.hardware})"
+            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each)"
         )
 
 

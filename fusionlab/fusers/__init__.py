@@ -11,3 +11,4 @@ from .registry import add_pass as add_pass
 from .registry import registry as registry
 from .strategy import Strategy as Strategy
 from .strategy import select as select
+from .strategy import site_names as site_names

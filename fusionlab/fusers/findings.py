@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..graph.text import node_text
 from ..graph.trace import graph_of_jaxpr
 from ..kernels.implementation import BackendVerdict as Backend
 from ..kernels.implementation import Residual
+
+_LINES = 20  # of reasons that a printed report holds before it is cut short
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +64,14 @@ class Candidate:
         return self.id.partition("@")[2].rpartition("#")[0]
 
     @property
+    def backend(self) -> Backend | None:
+        """The backend it would run on, with the reason; None where no backend was judged."""
+        return next((b for b in self.backends if b.verdict in ("chosen", "same code")), None)
+
+    @property
     def same_code(self) -> bool:
-        """True when the chosen backend is what XLA runs anyway: nothing to time."""
-        return any(b.verdict == "same code" for b in self.backends)
+        """True when the chosen backend is what XLA runs anyway."""
+        return self.backend is not None and self.backend.verdict == "same code"
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -110,7 +118,8 @@ class Rejection:
 class Findings:
     """All candidates and rejections of a search over one graph.
 
-    Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s).
+    Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
+    are judged for), `notes` (sentences on the search).
     """
 
     graph: Graph
@@ -119,6 +128,7 @@ class Findings:
     rejections: tuple[Rejection, ...]
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     device: str = ""
+    notes: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
         """Pass name -> number of candidates; every pass asked is a key, zeros too."""
@@ -137,26 +147,28 @@ class Findings:
                 return item
         raise unknown_name("site", site_id, (x.id for x in (*self.candidates, *self.rejections)))
 
-    def select(self, enabled: Iterable[str] | None = None, skip: Iterable[str] = ()) -> tuple[Candidate, ...]:
-        """Candidates by site id or pass name: those `enabled` (None: all) and not in `skip`.
+    def select(
+        self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()
+    ) -> tuple[Candidate, ...]:
+        """Candidates by site id or pass name: those `enabled` (None: all) and not in `skip`; one name may stand alone.
 
         Raises:
           UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
         """
         names = {c.id for c in self.candidates} | {r.id for r in self.rejections} | set(self.passes)
-        wanted = None if enabled is None else set(enabled)
+        wanted = None if enabled is None else {enabled} if isinstance(enabled, str) else set(enabled)
+        skip = {skip} if isinstance(skip, str) else set(skip)
         for name in (*(wanted or ()), *skip):
             if name not in names:
                 raise unknown_name("site or pass", name, names)
-        out = set(skip)
         chosen = (c for c in self.candidates if wanted is None or c.id in wanted or c.pass_name in wanted)
-        return tuple(c for c in chosen if c.id not in out and c.pass_name not in out)
+        return tuple(c for c in chosen if c.id not in skip and c.pass_name not in skip)
 
-    def rewritten(self, enabled: Iterable[str] | None = None, skip: Iterable[str] = ()) -> Any:
+    def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
         """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
         return to_jaxpr(self.graph, [c.site for c in self.select(enabled, skip)])
 
-    def apply(self, enabled: Iterable[str] | None = None, skip: Iterable[str] = ()) -> Graph:
+    def apply(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Graph:
         """The graph with the selected candidates applied (see `select`)."""
         g = self.graph
         closed = self.rewritten(enabled, skip)
@@ -172,8 +184,40 @@ class Findings:
         after = self.apply([c.id for c in mine]).node_count if mine else before
         return f"{pass_name}: {len(mine)} subgraphs fused, {len(declined)} declined{why}, nodes {before} -> {after}"
 
+    def lines(self) -> list[str]:
+        """The line of every pass asked, in order."""
+        return [self.line(p) for p in self.passes] or ["no passes asked"]
+
     def __str__(self) -> str:
-        return "\n".join(self.line(p) for p in self.passes)
+        """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
+        return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
+
+    def report(self) -> str:
+        """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why."""
+        return "\n".join([*self.lines(), *self.reasons(), *self._chosen(), *(f"note: {n}" for n in self.notes)])
+
+    def reasons(self, most: int | None = None) -> list[str]:
+        """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
+        lines: list[str] = []
+        said = 0
+        for alike in _together(self.rejections, lambda r: (r.pass_name, r.code, r.edit, _nameless(r.sentence))):
+            entry = [f"  [{alike[0].code}] {_which(alike)}: {alike[0].sentence}"]
+            entry += [f"    edit: {alike[0].edit}"] if alike[0].edit else []
+            if most is not None and len(lines) + len(entry) > most:
+                return ["declined:", *lines, f"  ... and {len(self.rejections) - said} more: found.rejections"]
+            lines += entry
+            said += len(alike)
+        return ["declined:", *lines] if lines else []
+
+    def _chosen(self) -> list[str]:
+        """The backend of each candidate, with the reason, sites alike together."""
+        groups = _together(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(_nameless, c.notes)))
+        lines = []
+        for alike in groups:
+            first, b = alike[0], alike[0].backend
+            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was judged"
+            lines += [f"  {_which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
+        return [f"backends on {self.device}:", *lines] if lines else []
 
     def __repr__(self) -> str:
         return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
@@ -210,9 +254,10 @@ class Findings:
             "nodes": self.graph.node_count,
             "passes": list(self.passes),
             "counts": self.counts(),
-            "lines": [self.line(p) for p in self.passes],
+            "lines": self.lines(),
             "candidates": [_candidate_dict(c) for c in self.candidates],
             "rejections": [_rejection_dict(r) for r in self.rejections],
+            "notes": list(self.notes),
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
         }
 
@@ -222,6 +267,8 @@ class Findings:
     def to_dataframe(self) -> Any:
         """One row per candidate and rejection, as a pandas DataFrame.
 
+        `backend` is the one chosen, `backends` every one with its verdict and reason, `notes` the sentences on the site.
+
         Raises:
           MissingDependencyError: pandas is not installed.
         """
@@ -229,10 +276,31 @@ class Findings:
             import pandas as pd
         except ImportError as error:
             raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
-        rows = [{"state": "candidate", **_candidate_dict(c)} for c in self.candidates]
+        rows = [{"state": "candidate", **_candidate_dict(c), **_candidate_texts(c)} for c in self.candidates]
         rows += [{"state": "declined", **_rejection_dict(r)} for r in self.rejections]
         columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
+        columns += ["backend", "backends", "notes"]
         return pd.DataFrame(rows, columns=columns)
+
+
+def _together(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Items with the same key together, in order of first appearance."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _nameless(sentence: str) -> str:
+    """A sentence without the names of values and the lines of nodes, in which alike sites differ."""
+    return re.sub(r"%\d+|\([^\s()]+:\d+\)", "", sentence)
+
+
+def _which(alike: list[Any]) -> str:
+    """ "gemm_epilogue@mlp#1 at model.py:12"; "12 sites, gemm_epilogue@layer_0#1 and more at model.py:12, ..."."""
+    sources = list(dict.fromkeys(str(item.source) for item in alike if item.source))
+    at = f" at {', '.join(sources[:3])}{', ...' if len(sources) > 3 else ''}" if sources else ""
+    return f"{alike[0].id}{at}" if len(alike) == 1 else f"{len(alike)} sites, {alike[0].id} and more{at}"
 
 
 def _counted(codes: list[str]) -> list[str]:
@@ -267,6 +335,11 @@ def _candidate_dict(c: Candidate) -> dict[str, Any]:
         "backends": [dataclasses.asdict(b) for b in c.backends],
         "notes": list(c.notes),
     }
+
+
+def _candidate_texts(c: Candidate) -> dict[str, str]:
+    backends = "; ".join(f"{b.name}: {b.verdict}, {b.reason}" for b in c.backends)
+    return {"backend": c.backend.name if c.backend else "", "backends": backends, "notes": "; ".join(c.notes)}
 
 
 def _rejection_dict(r: Rejection) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -82,3 +83,23 @@ def select(
         if value is not False:
             result.append((pass_, options))
     return result
+
+
+_SITE_ID = re.compile(r"(\w+)@.*#\d+")
+
+
+def site_names(names: Iterable[str] | str, registry: Iterable[str], what: str) -> tuple[str, ...]:
+    """What `skip=` and `only=` take, as a tuple: pass names and site ids ("gemm_epilogue@encoder/mlp#1"); one may stand alone.
+
+    Raises:
+      UnknownNameError: neither a pass nor the id of a site of one. ArgumentError: no text.
+    """
+    names = (names,) if isinstance(names, str) else tuple(names)
+    passes = tuple(registry)
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(f"{what}: got {name!r:.80}, needed pass names and site ids, as text")
+        site = _SITE_ID.fullmatch(name)
+        if (site.group(1) if site else name) not in passes:
+            raise unknown_name(f"pass or site in {what}", name, (*passes, "<pass>@<scope>#<number>"))
+    return names

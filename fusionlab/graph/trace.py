@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from jax.extend import core as jex_core
 from ..errors import ArgumentError, TraceError
 from .compat import child_jaxprs, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
+from .scopes import source_of_error
+
+_ERROR_LENGTH = 600  # of a message of JAX's; the longest that says something useful throughout
 
 # Calls that mean nothing by themselves. Everything else that owns a jaxpr stays a node with child blocks.
 FLATTENED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -53,11 +57,43 @@ def trace(
 
 def does_not_trace(name: str, error: Exception) -> TraceError:
     """The one error for a function of the user's that raised while JAX traced it."""
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    advice = STATIC_ADVICE if _wants_static(error) else f"try jax.jit({name}) on them first."
     return TraceError(
-        f"{name} does not trace: {type(error).__name__}: {first_line} "
-        f"Needed: a function jax.jit accepts with these arguments; try jax.jit({name}) on them first."
+        f"{name} does not trace: {error_text(error)} Needed: a function jax.jit accepts with these arguments; {advice}"
     )
+
+
+STATIC_ADVICE = (
+    "name Python-valued arguments in static_argnums or static_argnames, and use jnp.where or jax.lax.cond where the data "
+    "decide."
+)
+
+
+def _wants_static(error: Exception) -> bool:
+    """Whether JAX needed a Python value and got an array that is being traced, or the other way round."""
+    return isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError) or (
+        isinstance(error, TypeError) and "abstract array" in str(error)
+    )
+
+
+def error_text(error: Exception) -> str:
+    """Kind and message of an error of the user's code or JAX's, on one line, and the user's line it came from.
+
+    JAX's frame around its messages (links, remarks on its own traceback) is left out, and folders of source files are.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = itertools.takewhile(lambda line: not line.startswith(("See https://", "----")), lines)
+    text = (
+        " ".join(line if line.endswith((".", ",", ":", ";")) else f"{line}." for line in kept if line) or "no message"
+    )
+    text = re.sub(r" at \S*/([^/\s]+:\d+)", r" at \1", text)
+    text = re.sub(r"<function (\S+) at 0x\w+>", r"\1", text)
+    if len(text) > _ERROR_LENGTH:
+        text = text[:_ERROR_LENGTH].rpartition(" ")[0] + " ..."
+    text += "" if text.endswith((".", "!", "?", "...")) else "."
+    source = source_of_error(error)
+    where = f" (raised from {source}: {source.text})" if source is not None else ""
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def trace_raw(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Graph:

@@ -11,6 +11,8 @@ from fusionlab.evidence.memory import size
 from fusionlab.evidence.numerics import LeafNumerics, Numerics
 from fusionlab.evidence.timing import Timing, seconds
 
+_MANY_ULP = 1_000_000
+
 Table = tuple[str, list[str], list[list[Any]], tuple[int, ...]]
 
 
@@ -60,7 +62,7 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
         "errors": [_leaf_dict(leaf) for leaf in leaves],
         "worst": _worst(leaves),
         "regressions": len(numerics.regressions) if numerics is not None else 0,
-        "notes": [*evidence.notes, *(numerics.notes if numerics is not None else ())],
+        "notes": list(evidence.all_notes),
         "memory": [{"what": what, **dataclasses.asdict(m)} for what, m in memories if m is not None],
         "environment": environment_dict(evidence),
     }
@@ -75,7 +77,8 @@ def environment_dict(evidence: Evidence | None) -> dict[str, Any]:
     """Where and with what an Evidence was measured, flat: name -> value; empty values left out."""
     flat: dict[str, Any] = {}
     for name, value in (evidence.environment.to_dict() if evidence is not None else {}).items():
-        flat |= value if isinstance(value, dict) else {name.replace("_", " "): value}
+        label = "commit of the current folder's repository" if name == "commit" else name.replace("_", " ")
+        flat |= value if isinstance(value, dict) else {label: value}
     return {k: v for k, v in flat.items() if v not in ("", None)}
 
 
@@ -113,6 +116,7 @@ def _leaf_dict(leaf: LeafNumerics) -> dict[str, Any]:
         "atol": leaf.atol,
         "rtol": leaf.rtol,
         "ok": leaf.ok,
+        "zero_in_theory": leaf.zero_in_theory,
         "before": {k: getattr(leaf.before, k) for k in keys},
         "after": {k: getattr(leaf.after, k) for k in keys},
     }
@@ -133,9 +137,9 @@ def evidence_tables(measured: Mapping[str, Any] | None) -> list[Table]:
 
 
 def _memory_table(memories: list[dict[str, Any]]) -> Table:
-    heads = ["what", "version", "peak", "temporaries", "arguments", "results", "compiled for"]
+    heads = ["what", "version", "peak", "temporaries", "arguments", "results"]
     rows = [
-        [m["what"], version, *(size(m[version][k]) for k in ("peak", "temp", "argument", "output")), m["hardware"]]
+        [m["what"], version, *(size(m[version][k]) for k in ("peak", "temp", "argument", "output"))]
         for m in memories
         for version in ("before", "after")
     ]
@@ -152,7 +156,6 @@ def _timing_table(timings: list[dict[str, Any]]) -> Table:
         "compile",
         "ratio [95 % interval]",
         "verdict",
-        "on",
     ]
     rows = []
     for t in timings:
@@ -169,7 +172,6 @@ def _timing_table(timings: list[dict[str, Any]]) -> Table:
                     seconds(run["compile_s"]),
                     f"{t['ratio']:.2f}× [{low:.2f}, {high:.2f}]" if last else "",
                     t["verdict"] if last else "",
-                    t["hardware"],
                 ]
             )
     return "Timing", heads, rows, (2, 3, 4, 5)
@@ -183,7 +185,7 @@ def _error_table(errors: list[dict[str, Any]]) -> Table:
         "after",
         "rel L2 before",
         "after",
-        "ulp before",
+        "largest ulp before",
         "after",
         "over tolerance before",
         "after",
@@ -191,8 +193,12 @@ def _error_table(errors: list[dict[str, Any]]) -> Table:
     ]
     rows = []
     for e in errors:
-        forms = {"max_abs": ".2e", "rel_l2": ".2e", "ulp_max": ".3g"}
-        cells = [f"{e[version][key]:{form}}" for key, form in forms.items() for version in ("before", "after")]
+        cells = [f"{e[version]['max_abs']:.2e}" for version in ("before", "after")]
+        if e["zero_in_theory"]:  # what is there is rounding: relative to the result it may be of any size
+            cells += ["zero in theory", "", "", ""]
+        else:
+            cells += [f"{e[version]['rel_l2']:.2e}" for version in ("before", "after")]
+            cells += [_ulp_text(e[version]["ulp_max"]) for version in ("before", "after")]
         rows.append(
             [
                 f"{'gradient ' if e['kind'] == 'gradient' else ''}{e['name']}",
@@ -204,3 +210,8 @@ def _error_table(errors: list[dict[str, Any]]) -> Table:
             ]
         )
     return "Errors", heads, rows, tuple(range(2, 10))
+
+
+def _ulp_text(ulp: float) -> str:
+    """Where sums cancel, an element may be many powers of ten from its own last place; the exact number says nothing."""
+    return f"{ulp:.3g}" if ulp < _MANY_ULP else f"over {_MANY_ULP:,}"

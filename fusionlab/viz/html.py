@@ -115,8 +115,41 @@ def graph_html(
     prefix = dom_id(f"fl {view['header']} {len(view['boxes'])}") + "-"
     return (
         f'<div class="fl">{style()}<p class="fl-header">{_e(view["header"])}</p>'
-        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{picture(view, prefix, engine)}</div></div>'
+        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{picture(view, prefix, engine)}</div>'
+        f"{_reasons(view, findings)}</div>"
     )
+
+
+def _reasons(view: Mapping[str, Any], findings: Findings | None) -> str:
+    """Below a picture: why sites were declined, and the notes on the search."""
+    if findings is None:
+        return ""
+    declined = declined_html(view) if findings.rejections else ""
+    notes = "".join(f'<p class="quiet">{_e(note)}</p>' for note in findings.notes)
+    return (f'<p class="fl-header">Declined</p>{declined}' if declined else "") + notes
+
+
+def evidence_summary_html(evidence: Any) -> str:
+    """A measurement in a few tables, for `_repr_html_`: no script, nothing to install; of the errors the worst ones."""
+    measured = evidence_dict(evidence)
+    assert measured is not None
+    named = {(kind, leaf.name) for kind in ("output", "gradient") if (leaf := _worst(evidence, kind)) is not None}
+    rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
+    left = len(measured["errors"]) - len(rows)
+    body = [f'<p class="fl-header">{_e(evidence.name)}: {_e(evidence.headline)}</p>', _where(evidence)]
+    for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
+        body.append(f"<p><b>{_e(name)}</b></p>{table(heads, cells, numeric)}")
+    body += [f'<p class="quiet">{left} more results, no worse: .to_html("report.html")</p>'] if left else []
+    body += [f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"]]
+    return f'<div class="fl">{style()}{"".join(body)}</div>'
+
+
+def _worst(evidence: Any, kind: str) -> Any:
+    return evidence.numerics.worst(kind) if evidence.numerics is not None else None
+
+
+def _where(evidence: Any) -> str:
+    return f'<p class="quiet">Measured on {_e(evidence.environment.hardware)}.</p>'
 
 
 def picture(view: Mapping[str, Any], id_prefix: str = "fl-", engine: str | None = None) -> str:
@@ -177,7 +210,9 @@ def _evidence(view: Mapping[str, Any], evidence: Any) -> str:
         for name, heads, rows, numeric in evidence_tables(view["evidence"])
     ]
     notes = [f'<p class="quiet">{_e(note)}</p>' for note in view["evidence"]["notes"]]
-    return "<h2>Measurements</h2>" + "".join([*evidence_pictures(evidence).values(), *tables, *notes])
+    return f"<h2>Measurements</h2>{_where(evidence)}" + "".join(
+        [*evidence_pictures(evidence).values(), *tables, *notes]
+    )
 
 
 def _environment(environment: Mapping[str, Any], findings: Findings | None) -> str:

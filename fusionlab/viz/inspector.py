@@ -13,16 +13,6 @@ from fusionlab.graph.text import params_text
 _PARAMS_LENGTH = 300
 
 
-def bytes_text(n: int) -> str:
-    """Bytes with a decimal unit: "1.5 MB"."""
-    size = float(n)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    raise AssertionError("unreachable")
-
-
 def short(text: str, limit: int) -> str:
     """The text, cut in the middle of nowhere but marked so: at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

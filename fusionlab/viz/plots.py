@@ -41,7 +41,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     """
     timings = timings_of(evidence)
     if not timings:
-        raise ArgumentError("evidence: nothing was timed, so there is no timing to plot")
+        raise ArgumentError(f"evidence: nothing was timed ({_why_not(evidence)}), so there is no timing to plot")
     runs = [(timing, run) for timing in timings for run in (timing.before, timing.after)]
     ax = ax if ax is not None else _new_axes(7.2, 1.3 + 0.62 * len(runs))
     for row, (timing, run) in enumerate(runs):
@@ -58,6 +58,11 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
+
+
+def _why_not(evidence: Any) -> str:
+    """Why an Evidence has no timing: its verdict, and what its notes say of it."""
+    return ": ".join([str(evidence.verdict), "; ".join(evidence.notes)] if evidence.notes else [str(evidence.verdict)])
 
 
 def _draw_runs(ax: Any, row: int, run: Runs, colour: str, kwargs: dict[str, Any]) -> None:
@@ -121,7 +126,8 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
     ax.set_title(
         f"errors against float64{f'; {left_out} smaller ones not shown' if left_out else ''}", fontsize=9, loc="left"
     )
-    ax.legend(fontsize=8, loc="best")
+    # Above the axes, opposite the title: inside them it would cover points.
+    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax

@@ -8,8 +8,8 @@ from html import escape as _escape
 from typing import Any
 
 from fusionlab.errors import REJECTIONS
+from fusionlab.evidence.memory import size as bytes_text
 
-from .inspector import bytes_text
 from .palette import QUIET
 
 Site = Mapping[str, Any]

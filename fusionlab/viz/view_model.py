@@ -15,7 +15,7 @@ from fusionlab.graph.ir import Graph, Literal, Node, Value, literal_text, type_t
 
 from .evidence_view import evidence_dict, headline
 from .flow import flow
-from .folding import LAYOUT_OPS, Group, Item, Leaf, fold, members
+from .folding import LAYOUT_OPS, Group, Item, Leaf, fold, leaves, members
 from .inspector import node_dict, short, site_dict
 from .palette import colour_of, pass_of_op, tint_of
 from .sites import Site, drawn_sites
@@ -89,12 +89,14 @@ def summary(
 
 
 def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, measured: Mapping | None) -> str:
-    """One sentence that tells the whole truth: sizes, what is fused, and a speed only with its interval."""
+    """One sentence that tells the whole truth: sizes, what can be and is fused, and a speed only with its interval."""
     parts = [f"{graph.name} · {counts['nodes']:,} nodes"]
     if findings is not None:
         device = getattr(findings, "device", "")
         parts += [device] if device else []
-        parts += [f"{counts['applied']} fused · {counts['candidate']} could be · {counts['declined']} declined"]
+        applied, found = counts["applied"], counts["applied"] + counts["candidate"]
+        here = f" ({'all' if applied == found else applied or 'none'} applied here)" if found else ""
+        parts += [f"{found} subgraph{'s' if found != 1 else ''} can be fused{here} · {counts['declined']} declined"]
         parts += [headline(measured)]
     return " · ".join(parts)
 
@@ -152,15 +154,8 @@ class _Picture:
         self.place: dict[int, str] = {}
         self.copies: dict[int, tuple[tuple[str, int], ...]] = {}
         self.hidden_inputs = 0
-        # A declined site whose outline would cross another marks its guilty nodes, unless a candidate took them.
         taken = frozenset(nid for s in sites if isinstance(s.record, Candidate) for nid in s.record.node_ids)
-        self.undrawn: dict[int, Site] = {
-            nid: s
-            for s in sites
-            if not s.drawn and isinstance(s.record, Rejection)
-            for nid in s.record.node_ids
-            if nid not in taken
-        }
+        self.undrawn: dict[int, Site] = {nid: s for s in sites if not s.drawn for nid in _marked(s, taken)}
 
     def walk(self, group: Group, parent: str | None = None) -> None:
         for item in group.children:
@@ -184,15 +179,18 @@ class _Picture:
                 "nodes": _size(group),
                 "count": group.count,
             }
-            | _look(group.site)
+            | _look(group.site or (self.undrawn.get(group.node.id) if group.node else None))
         )
 
     def closed(self, group: Group, parent: str | None) -> None:
         ids = list(members([group]))
         for nid in ids:
             self.place[nid] = group.id
+        inside = self.sites_inside(group)
+        # What was declined inside is outlined on the box it is folded into.
+        shown = group.site or next((s for s in inside if s.state == "declined"), None)
         lines = [_group_label(group), f"{_size(group):,} node" + ("s" if _size(group) != 1 else "")]
-        lines += _inside_text(group)
+        lines += _inside_text(inside) if group.site is None else []
         self.boxes.append(
             {
                 "id": group.id,
@@ -207,8 +205,15 @@ class _Picture:
                 "closed": True,
                 "count": group.count,
             }
-            | _look(group.site)
+            | _look(shown)
         )
+
+    def sites_inside(self, group: Group) -> list[Site]:
+        """The sites folded away in a closed group, hidden copies left out."""
+        drawn = [s for c in group.children for s in _sites_inside(c)]
+        nodes = [*([group.node] if group.node else []), *leaves(group.children)]
+        marked = {s.id: s for n in nodes if (s := self.undrawn.get(n.id)) is not None}
+        return drawn + [s for s in marked.values() if s not in drawn]
 
     def leaf(self, leaf: Leaf, parent: str | None) -> None:
         node = leaf.node
@@ -315,6 +320,15 @@ class _Picture:
         } | _look(None)
 
 
+def _marked(site: Site, taken: frozenset[int]) -> frozenset[int]:
+    """The nodes that stand for a declined site whose outline would cross another: the guilty ones, or where a candidate took them,
+    the rest of it. None for what lost to a candidate."""
+    record = site.record
+    if isinstance(record, Candidate):
+        return frozenset()
+    return (frozenset(record.node_ids) - taken) or (site.members - taken if record.winner is None else frozenset())
+
+
 def _look(site: Site | None) -> dict[str, Any]:
     """What a box or frame owes to its site."""
     if site is None:
@@ -340,9 +354,9 @@ def _size(group: Group) -> int:
     return sum(1 for _ in members(group.children))
 
 
-def _inside_text(group: Group) -> list[str]:
+def _inside_text(sites: list[Site]) -> list[str]:
     """What a closed group hides: "2 sites, 1 declined inside"."""
-    states = [s.state for c in group.children for s in _sites_inside(c)] if group.site is None else []
+    states = [s.state for s in sites]
     declined = states.count("declined")
     found = len(states) - declined
     parts = [f"{found} site" + ("s" if found != 1 else "")] if found else []

@@ -60,15 +60,26 @@ def test_every_output_and_gradient_of_a_pytree_is_compared_by_name(evidence):
             assert 0 < leaf.before.rel_l2 < 1e-6, "float32 is off by rounding, and only by that"
 
 
-def test_the_text_has_both_versions_their_errors_and_the_hardware_in_every_line_with_a_number(evidence):
+def test_the_text_has_both_versions_their_errors_and_the_hardware_once(evidence):
     lines = str(evidence).splitlines()
     hardware = evidence.environment.hardware
-    assert lines[0] == "layer: inconclusive: fewer than 40 samples"
+    few = "inconclusive: fewer than 40 samples"
+    assert lines[0] == f"layer: forward: {few}; forward + backward: {few}"
     assert any(line.strip().startswith("forward: ") and "x [" in line for line in lines)
     assert any("worst output out['h']" in line and "float64" in line for line in lines)
     assert any("worst gradient" in line for line in lines)
     assert any("compiled peak memory" in line for line in lines)
-    assert all(hardware in line for line in lines[1:] if not line.strip().startswith("note"))
+    assert str(evidence).count(hardware) == 1
+    assert lines[-1].startswith(f"  measured on {hardware}; jax {jax.__version__}")
+    if evidence.environment.commit:
+        assert "the current folder's repository at commit " in lines[-1]
+
+
+def test_the_repr_is_a_line_and_says_what_is_worse(evidence):
+    few = "inconclusive: fewer than 40 samples"
+    assert repr(evidence) == f"<Evidence layer: forward: {few}; forward + backward: {few}>"
+    e = measure(jnp.sin, lambda x: jnp.sin(x) + 1, normal(0, 4), grad=False, timing=False, memory=False)
+    assert repr(e) == "<Evidence sin: not timed; 1 results WORSE>"
 
 
 def test_an_evidence_survives_json(evidence, tmp_path):
@@ -86,6 +97,9 @@ def test_a_frame_holds_every_sample(evidence, require):
     frame = evidence.to_dataframe()
     assert (frame.quantity == "time").sum() == 2 * 2 * 2
     assert set(frame.version) == {"before", "after"}
+    assert set(frame.unit) == {"s", "bytes", "", "ulp"}
+    assert set(frame.dtype) == {"", "float32", "int32"}
+    assert set(frame[frame.quantity == "max abs error"].unit) == {""}
 
 
 def test_compiled_memory_of_both_is_there(evidence):
@@ -200,7 +214,52 @@ def test_same_code_is_not_timed():
     assert e.verdict is Verdict.SAME_CODE
     assert e.timings == ()
     assert str(e).startswith("sin: same code")
-    assert "both compile to the same optimised HLO" in e.notes
+    assert "both compile to the same instructions (forward, forward + backward)" in e.notes
+
+
+def test_what_only_claims_to_be_the_same_code_is_timed_and_says_so():
+    x = normal(0, 16, 16)
+    e = measure(lambda x: x @ x, lambda x: jnp.tanh(x @ x), x, same_code=True, numerics=False, grad=False, **QUICK)
+    assert e.verdict is Verdict.INCONCLUSIVE
+    assert e.timing is not None
+    assert not e.same_code
+    assert "every site runs what XLA runs anyway, yet the whole compiles to other instructions" in e.notes
+
+
+@jax.custom_vjp
+def own_gradient(x):
+    return jnp.sin(x)
+
+
+own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.exp(x) * ct,))
+
+
+def test_the_same_forward_with_another_backward_is_no_same_code():
+    e = measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, **QUICK)
+    assert [t.what for t in e.timings] == ["forward", "forward + backward"]
+    assert "both compile to the same instructions (forward)" in e.notes
+    assert measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, grad=False, **QUICK).same_code
+
+
+def test_a_comparison_cancelled_before_the_programs_were_looked_at_claims_nothing():
+    e = measure(jnp.sin, jnp.sin, normal(0, 4), same_code=True, cancel=lambda: True)
+    assert e.verdict is Verdict.NOT_TIMED
+    assert "cancelled before: numerics" in e.notes
+
+
+def test_the_results_of_a_mixed_precision_program_are_judged_as_coarsely_as_it_multiplies():
+    def low(x, w):
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    def high(x, w):
+        return (x.astype(jnp.bfloat16).astype(jnp.float32) @ w.astype(jnp.bfloat16).astype(jnp.float32)) * 1.001
+
+    e = measure(high, lambda x, w: low(x, w), normal(0, 8, 8), normal(1, 8, 8), grad=False, timing=False, memory=False)
+    assert e.numerics.leaves[0].dtype == "float32"
+    assert not e.numerics.notes, "the original multiplies in float32"
+    e = measure(low, high, normal(0, 8, 8), normal(1, 8, 8), grad=False, timing=False, memory=False)
+    assert e.numerics.ok
+    assert "judged with the tolerance of bfloat16" in str(e)
 
 
 def test_a_cancelled_comparison_says_what_is_missing():
@@ -235,6 +294,10 @@ def test_bad_input_gives_one_clear_error():
         measure(lambda x: x.reshape(7), jnp.sin, x)
     with pytest.raises(ArgumentError, match="argnums"):
         measure(jnp.sin, jnp.sin, x, argnums=4)
+    with pytest.raises(ArgumentError, match=r"how\['act'\]: got 'relu' \(str\), needed an array.*static_argnums"):
+        measure(lambda x, how: x, lambda x, how: x, x, {"act": "relu"})
+    with pytest.raises(TraceError, match=r"depends on the value of the argument n.*raised from test_comparison.py:\d+"):
+        measure(lambda x, n: x + sum(range(n)), jnp.add, x, 3)
 
     def looped(x):
         return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x)

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.numerics import compare_arrays, random_cotangents, ulp_size
+from fusionlab.evidence.numerics import (
+    compare_arrays,
+    leaf_numerics,
+    random_cotangents,
+    tolerance_notes,
+    ulp_size,
+)
 from fusionlab.evidence.sums import Sums, reduction_size, sums_of
 from fusionlab.testing.tolerances import TOLERANCES, tolerance
 
@@ -105,14 +111,60 @@ def test_only_a_float32_product_that_asks_for_no_precision_may_run_in_tf32_and_o
         x = jnp.ones((4, 4), dtype)
         return jax.make_jaxpr(lambda x: jax.checkpoint(lambda x: jnp.dot(x, x, precision=precision))(x))(x)
 
-    assert sums_of(product(None), "gpu") == Sums(4, tf32=True)
-    assert sums_of(product(None), "cpu") == Sums(4)
+    assert sums_of(product(None), "gpu") == Sums(4, tf32=True, coarsest="float32")
+    assert sums_of(product(None), "cpu") == Sums(4, coarsest="float32")
     assert not sums_of(product("highest"), "gpu").tf32
     assert not sums_of(product(None, jnp.bfloat16), "gpu").tf32
     with jax.default_matmul_precision("float32"):
         assert not sums_of(product(None), "gpu").tf32
     assert tolerance("float32", 64, tf32=True).atol > tolerance("float32", 64).atol
     assert tolerance("float64", 64, tf32=True) == tolerance("float64", 64)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "coarsest"),
+    [
+        ((jnp.float32, jnp.float32), "float32"),
+        ((jnp.float32, jnp.bfloat16), "bfloat16"),
+        ((jnp.float16, jnp.bfloat16), "bfloat16"),
+        ((jnp.int8, jnp.int8), ""),
+    ],
+)
+def test_the_coarsest_dtype_that_is_multiplied_is_found_inside_regions(dtypes, coarsest):
+    def f(x):
+        for dtype in dtypes:
+            x = jax.checkpoint(lambda x, dtype=dtype: (x.astype(dtype) @ x.astype(dtype)).astype(x.dtype))(x)
+        return x
+
+    assert sums_of(jax.make_jaxpr(f)(jnp.ones((4, 4))), "cpu").coarsest == coarsest
+
+
+def test_a_float32_result_of_bfloat16_products_is_judged_by_the_tolerance_of_bfloat16():
+    want, off = [np.linspace(1, 2, 8)], [np.float32(np.linspace(1, 2, 8) * 1.004)]
+    exact = [np.float32(want[0])]
+    (strict,) = leaf_numerics("output", ["out"], exact, off, want, Sums(64, coarsest="float32"))
+    (wide,) = leaf_numerics("output", ["out"], exact, off, want, Sums(64, coarsest="bfloat16"))
+    assert not strict.ok
+    assert wide.ok
+    assert (wide.dtype, wide.rtol) == ("float32", tolerance("bfloat16", 64).rtol)
+    (note,) = tolerance_notes([wide], Sums(64, coarsest="bfloat16"))
+    assert note == "float32 results are judged with the tolerance of bfloat16, in which the program multiplies"
+    assert tolerance_notes([strict], Sums(64, coarsest="float32")) == ()
+    (half,) = leaf_numerics("output", ["out"], [x.astype(ml_dtypes.bfloat16) for x in exact], off, want, Sums(64))
+    assert tolerance_notes([half], Sums(64, coarsest="float32")) == ()
+
+
+def test_a_gradient_that_is_zero_in_theory_says_so_instead_of_a_relative_error():
+    want = [np.linspace(0, 1, 8), np.full(8, 1e-17)]
+    got = [np.float32(want[0]), np.full(8, 1e-8, np.float32)]
+    large, small = leaf_numerics("gradient", ["w", "b"], got, got, want, Sums(64))
+    assert (large.zero_in_theory, small.zero_in_theory) == (False, True)
+    assert small.after.rel_l2 > 1e8
+    assert "zero in theory" in str(small)
+    assert "rel L2" not in str(small)
+    assert "rel L2" in str(large)
+    (output,) = leaf_numerics("output", ["out"], got[1:], got[1:], want[1:], Sums(64))
+    assert not output.zero_in_theory
 
 
 def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,60 @@ def test_counts_have_every_pass_asked_even_at_zero():
 
 
 def test_the_report_has_one_line_a_pass_with_reasons_and_node_counts(found):
-    first, second = str(found).splitlines()
+    first, second, *_ = str(found).splitlines()
     before, one, other = found.graph.node_count, found.apply(["gemm_epilogue"]), found.apply(["dot_product_attention"])
     assert first == f"gemm_epilogue: 5 subgraphs fused, 1 declined (activation), nodes {before} -> {one.node_count}"
     assert second == f"dot_product_attention: 1 subgraphs fused, 0 declined, nodes {before} -> {other.node_count}"
     assert one.node_count < before
     assert other.node_count < before
+
+
+def test_below_the_lines_stands_why_sites_were_declined_where_and_what_to_edit(found):
+    (r,) = found.rejections
+    assert str(found).splitlines()[len(found.passes) :] == [
+        "declined:",
+        f"  [activation] {r.id} at {r.source}: {r.sentence}",
+        f"    edit: {r.edit}",
+    ]
+
+
+def test_alike_reasons_are_said_once_with_their_number_and_long_lists_are_cut():
+    def layers(x):
+        for _ in range(12):
+            x = jax.nn.leaky_relu(x @ W + B)
+        return x
+
+    found = fl.find(layers, X, passes="gemm_epilogue")
+    assert len(found.rejections) == 12
+    heading, reason, edit = str(found).splitlines()[1:]
+    assert heading == "declined:"
+    assert reason.startswith("  [activation] 12 sites, gemm_epilogue@#2 and more at test_find.py:")
+    assert edit == f"    edit: {found.rejections[0].edit}"
+
+    different = [replace(found.rejections[0], sentence=f"reason {n}") for n in range(15)]  # of two lines each
+    found = replace(found, rejections=tuple(different))
+    lines = str(found).splitlines()[2:]
+    assert len(lines) == 21
+    assert lines[18].endswith("reason 9")
+    assert lines[20] == "  ... and 5 more: found.rejections"
+    assert all(r.sentence in found.report() for r in found.rejections)
+
+
+def test_a_report_says_which_backend_each_candidate_would_run_on_and_why():
+    here, there = fl.find(model, X).report(), fl.find(model, X, device="sm_90").report()
+    assert "declined:" in here
+    start = here.splitlines().index(f"backends on {fl.Device.current()}:")
+    sites = here.splitlines()[start + 1 :]
+    assert any(
+        line.startswith("  2 sites, gemm_epilogue@encoder/layer_0#1 and more at test_find.py:") for line in sites
+    )
+    assert any("relu(x @ w + b) -> xla (same code): what XLA runs anyway" in line for line in sites)
+    assert "backends on a CUDA sm_90 device (simulated):" in there
+    assert here.splitlines()[:start] == there.splitlines()[:start]
+
+
+def test_no_passes_asked_is_said():
+    assert str(fl.find(model, X, passes=[])) == "no passes asked"
 
 
 def test_a_reason_met_twice_is_counted():
@@ -128,6 +177,8 @@ def test_sites_are_selected_by_id_and_by_pass(found):
     assert [c.pass_name for c in found.select(["dot_product_attention"])] == ["dot_product_attention"]
     with pytest.raises(UnknownNameError, match="unknown site or pass 'gemm_epilogues'"):
         found.select(["gemm_epilogues"])
+    assert found.select("dot_product_attention") == found.select(["dot_product_attention"])
+    assert found.select(skip="gemm_epilogue") == found.select(["dot_product_attention"])
 
 
 def test_applying_everything_leaves_one_named_node_a_site(found):
@@ -144,8 +195,6 @@ def test_applying_everything_leaves_one_named_node_a_site(found):
 
 def test_where_sites_overlap_the_larger_wins_and_the_smaller_names_it(found):
     a, b = found.candidates[0], found.candidates[1]
-    from dataclasses import replace
-
     larger = replace(a, node_ids=a.node_ids | b.node_ids, nodes_before=99, formula="both layers", pass_name="other")
     candidates, rejections = _number(*_settle([b, larger]))
     (winner,), (loser,) = candidates, rejections
@@ -175,7 +224,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
     assert "declined [activation]" in text
     assert "no known activation" in text
     assert f"({rejection.matched} of {rejection.total} matched)" in text
-    assert "Edit: use one of relu" in text
+    assert "Edit: use relu, gelu" in text
     assert found.explain(rejection.node_ids[0]).count("declined [activation]") == 1
 
 
@@ -203,7 +252,7 @@ def test_the_report_is_plain_json_that_round_trips(found):
     assert data == json.loads(json.dumps(found.to_dict()))
     assert data["counts"] == {"gemm_epilogue": 5, "dot_product_attention": 1}
     assert data["passes"] == list(PASSES)
-    assert data["lines"] == str(found).splitlines()
+    assert data["lines"] == [found.line(p) for p in found.passes]
     assert data["jax"] == jax.__version__
     assert {c["id"] for c in data["candidates"]} == {c.id for c in found.candidates}
     assert data["rejections"][0]["code"] == "activation"
@@ -218,6 +267,9 @@ def test_the_table_has_one_row_a_candidate_and_a_rejection(found):
     assert list(table.state) == ["candidate"] * 6 + ["declined"]
     assert table[table.state == "declined"].code.tolist() == ["activation"]
     assert table.formula.tolist()[0] == "relu(x @ w + b)"
+    assert table.backend.tolist()[0] == "xla"
+    assert table.backends[0].startswith("xla: same code, what XLA runs anyway")
+    assert table.notes.tolist()[5].startswith("linear part only: ")
 
 
 def test_the_repr_is_one_line(found):
@@ -334,6 +386,14 @@ def test_a_simulated_device_only_changes_what_backends_say():
 def test_a_named_implementation_asks_only_the_passes_that_have_it():
     found = fl.find(model, X, implementation="xla_blockwise")
     assert found.counts() == {"gemm_epilogue": 0, "dot_product_attention": 1}
+    (note,) = found.notes
+    assert note.startswith("implementation='xla_blockwise': nothing fused for gemm_epilogue")
+    assert f"note: {note}" in str(found).splitlines()
+    assert fl.find(model, X, implementation="xla").notes == ()
+    nothing = fl.fuse(lambda x: jax.nn.relu(x @ W + B), implementation="xla_blockwise").findings(X)
+    assert nothing.notes[1] == "implementation='xla_blockwise' runs nowhere: no site was found that has it"
+    with pytest.raises(UnknownNameError, match="unknown implementation 'xla_blockwize'"):
+        fl.find(model, X, implementation="xla_blockwize")
 
 
 def test_two_threads_with_two_models_find_the_same_as_one():
@@ -384,4 +444,5 @@ def test_a_pass_of_ones_own_is_asked_like_the_built_in_ones():
     graph = fl.trace(lambda x: jnp.sin(jnp.sin(x)) + 1.0, X)
     found = find_in(graph, [(_Sines(), {})], fl.Device.current())
     assert [r.id for r in found.rejections] == ["sines@#1", "sines@#2"]
-    assert str(found) == "sines: 0 subgraphs fused, 2 declined (structure x2), nodes 3 -> 3"
+    assert str(found).splitlines()[0] == "sines: 0 subgraphs fused, 2 declined (structure x2), nodes 3 -> 3"
+    assert str(found).splitlines()[2].startswith("  [structure] 2 sites, sines@#1 and more at test_find.py:")

@@ -331,6 +331,27 @@ def test_a_skipped_id_that_does_not_occur_here_is_ignored_but_a_wrong_chosen_one
         fl.fuse(both, only=["gemm_epilogue@elsewhere#7"])(P, X)
 
 
+def test_one_name_may_stand_alone_in_skip_and_only():
+    gemm, attend = "gemm_epilogue", "dot_product_attention"
+    first = fl.fuse(both).findings(P, X).candidates[0].id
+    assert fused_names(fl.fuse(both, skip=gemm)) == [attend]
+    assert fused_names(fl.fuse(both, only=gemm)) == [gemm] * 3
+    assert fused_names(fl.fuse(both, only=first)) == [first.partition("@")[0]]
+    assert fused_names(fl.fuse(both, skip=first)) == fused_names(fl.fuse(both, skip=[first]))
+
+
+@pytest.mark.parametrize("option", ["skip", "only"])
+@pytest.mark.parametrize("name", ["gemm_epilog", "g", "gemm_epilogue@mlp", "gemm_epilog@mlp#1", ""])
+def test_what_is_no_pass_and_no_site_is_refused_when_the_function_is_made(option, name):
+    for given in (name, [name], ["gemm_epilogue", name]):
+        with pytest.raises(UnknownNameError, match=f"unknown pass or site in {option} '{name}'; valid: ") as caught:
+            fl.fuse(both, **{option: given})
+        assert "dot_product_attention, gemm_epilogue" in str(caught.value)
+        assert "<pass>@<scope>#<number>" in str(caught.value)
+    with pytest.raises(ArgumentError, match=f"{option}: got 3, needed pass names and site ids"):
+        fl.fuse(both, **{option: [3]})
+
+
 # -- implementations --------------------------------------------------------------------------------------------------
 
 

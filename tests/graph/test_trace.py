@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,9 @@ import numpy as np
 import pytest
 
 from fusionlab.errors import ArgumentError, TraceError
+from fusionlab.graph import scopes
 from fusionlab.graph.ir import Value
+from fusionlab.graph.scopes import Source, source_of, traceback_of
 from fusionlab.graph.trace import trace
 
 X = jnp.linspace(-1.0, 1.0, 15).reshape(3, 5)
@@ -213,6 +218,50 @@ def test_a_node_names_the_users_line_function_and_file():
     assert node.source.short == f"test_trace.py:{line_of('the exponential')}"
 
 
+class Traceback:
+    """What JAX keeps of the stack, cut by hand."""
+
+    def __init__(self, frames):
+        self.frames = frames
+
+
+def test_library_code_inside_a_region_names_the_users_line_around_it(tmp_path, monkeypatch):
+    """As where a library keeps the traced body of a loop: its frames then end in the library."""
+    (tmp_path / "a_library.py").write_text(
+        "import jax.numpy as jnp\n\n\ndef step(c, _):\n    return jnp.sin(c), None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(scopes, "_LIB_DIRS", (f"{tmp_path}/",))
+    a_library = importlib.import_module("a_library")
+    (sine,) = [n for n in trace(lambda x: a_library.step(x, None)[0], X).nodes() if n.primitive == "sin"]
+    (cosine,) = [n for n in trace(lambda x: jnp.cos(x), X).nodes() if n.primitive == "cos"]
+    kept = Traceback([f for f in traceback_of(sine.eqn).frames if "a_library" in f.file_name])
+    inner = SimpleNamespace(primitive=sine.eqn.primitive, source_info=SimpleNamespace(traceback=kept))
+    assert source_of(inner).short == "a_library.py:5"
+    assert source_of(inner, (cosine.eqn,)) == cosine.source
+
+
+def test_a_cell_of_a_notebook_is_called_by_its_number(monkeypatch):
+    kernel = "/tmp/ipykernel_71/784353775.py"
+    assert Source(kernel, 2, "model").short == "<cell>:2"
+    assert Source("<ipython-input-3-d0a9>", 2, "model").short == "In[3]:2"
+    known = SimpleNamespace(format_code_name=lambda name: ("Cell", "In[7]") if name == kernel else None)
+    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=known))
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    assert Source(kernel, 2, "model").short == "In[7]:2"
+    assert Source("/tmp/ipykernel_71/9.py", 2, "model").short == "<cell>:2"
+    assert Source("/home/me/model.py", 2, "model").short == "model.py:2"
+
+
+def test_code_typed_at_a_prompt_is_the_users():
+    code = "import jax.numpy as jnp\ndef model(x):\n    return jnp.sin(x)\n"
+    for name, found in (("<ipython-input-3-d0a9>", "In[3]:3"), ("<stdin>", "<stdin>:3"), ("<string>", None)):
+        names: dict = {}
+        exec(compile(code, name, "exec"), names)
+        (sine,) = [n for n in trace(names["model"], X).nodes() if n.primitive == "sin"]
+        assert (sine.source.short if sine.source and sine.source.file.startswith("<") else None) == found
+
+
 def test_a_function_jax_jits_itself_names_each_of_its_callers():
     """jnp.where and jnp.tril are traced once and shared: their own frames name only the first caller."""
 
@@ -283,12 +332,34 @@ def test_a_function_that_does_not_trace_gives_one_error_with_the_cause():
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_python_branch_on_a_value_is_a_trace_error():
+def test_a_python_branch_on_a_value_is_a_trace_error_with_jaxs_hint_and_the_users_line():
     def branch(x):
-        return x if x.sum() > 0 else -x
+        return x if x.sum() > 0 else -x  # the branch
 
-    with pytest.raises(TraceError, match="TracerBoolConversionError"):
+    with pytest.raises(TraceError, match="TracerBoolConversionError") as caught:
         trace(branch, X)
+    text = str(caught.value)
+    assert "because it depends on the value of the argument x." in text
+    assert f"(raised from test_trace.py:{line_of('the branch')}: return x if x.sum() > 0" in text
+    assert "static_argnums or static_argnames" in text
+    assert "http" not in text
+    assert str(Path(__file__).parent) not in text
+
+
+def test_a_forgotten_static_argument_is_a_trace_error_that_says_how_to_name_it():
+    for argument in ("relu", 3):
+        with pytest.raises(TraceError, match=r"name Python-valued arguments in static_argnums or static_argnames") as e:
+            trace(lambda x, how: getattr(jax.nn, how)(x) if isinstance(how, str) else x + sum(range(how)), X, argument)
+        assert " at 0x" not in str(e.value)
+
+
+def test_a_long_error_is_cut():
+    def verbose(x):
+        raise ValueError("word " * 1000)
+
+    with pytest.raises(TraceError, match=r"ValueError: (word )+\.\.\. \(raised from test_trace.py:") as caught:
+        trace(verbose, X)
+    assert len(str(caught.value)) < 1000
 
 
 def test_what_is_no_function_is_refused():

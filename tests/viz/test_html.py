@@ -76,7 +76,7 @@ def test_a_report_says_everything_that_was_found(case):
         ).text
     )
     for wanted in (
-        "mlp · 12 nodes · cpu · 1 fused · 1 could be · 1 declined · not measured",
+        "mlp · 12 nodes · cpu · 2 subgraphs can be fused (1 applied here) · 1 declined · not measured",
         "tanh(x @ w + b)",
         "4 nodes → 1, applied",
         "4 nodes → 1, not applied",
@@ -116,7 +116,10 @@ def test_the_notebook_picture_needs_no_script(case):
     assert "script" not in page.tags
     assert "svg" in page.tags
     assert page.loads == []
-    assert "2 could be" in " ".join(page.text)
+    text = " ".join(page.text)
+    assert "2 subgraphs can be fused (none applied here)" in text
+    assert "%7 = add is also returned" in text
+    assert "return it only when asked" in text
 
 
 def test_a_graph_alone_has_a_picture_too(case):

@@ -1,5 +1,6 @@
 """Timing and error plots, and what the header makes of a measurement."""
 
+import dataclasses
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -13,6 +14,7 @@ from fusionlab.evidence.numerics import Numerics, leaf_numerics
 from fusionlab.evidence.record import environment
 from fusionlab.evidence.sums import Sums
 from fusionlab.evidence.timing import Runs, timing_of
+from fusionlab.viz.evidence_view import environment_dict, evidence_dict, evidence_tables
 from fusionlab.viz.html import evidence_html, report_html
 from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing
 from fusionlab.viz.view_model import view_model
@@ -92,8 +94,11 @@ def test_plots_show_themselves_and_are_the_same_every_time(timing):
 
 def test_nothing_measured_is_an_error_that_says_so():
     nothing = Evidence("mlp", environment(), same_code=True)
-    with pytest.raises(ArgumentError, match="nothing was timed"):
+    with pytest.raises(ArgumentError, match=r"nothing was timed \(same code\)"):
         plot_timing(nothing)
+    cancelled = Evidence("mlp", environment(), notes=("cancelled before: timing",))
+    with pytest.raises(ArgumentError, match=r"nothing was timed \(not timed: cancelled before: timing\)"):
+        plot_timing(cancelled)
     with pytest.raises(ArgumentError, match="no errors were measured"):
         plot_errors(nothing)
     with pytest.raises(ArgumentError, match="'max_abs' or 'rel_l2'"):
@@ -119,6 +124,34 @@ def test_a_report_holds_plots_and_tables_of_the_measurement(case, evidence):
         assert "40 × 3" in text
         assert "a note on the measurement" in text
         assert "http" not in text
+        assert f"Measured on {evidence.environment.hardware}." in text
+        assert text.count(f"<td>{evidence.environment.hardware}</td>") == 1, "once, under Environment"
+
+
+def test_the_legend_of_the_error_plot_covers_no_point(numerics):
+    ax = plot_errors(numerics)
+    ax.figure.canvas.draw()
+    assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
+
+
+def test_the_tables_say_zero_in_theory_and_no_number_beyond_reading(numerics):
+    zero = dataclasses.replace(numerics.leaves[2], zero_in_theory=True)
+    far = dataclasses.replace(
+        numerics.leaves[1], after=dataclasses.replace(numerics.leaves[1].after, ulp_max=1e39), name="far"
+    )
+    e = Evidence("mlp", environment(), numerics=Numerics((zero, far), (), 64))
+    ((_, heads, rows, _),) = evidence_tables(evidence_dict(e))
+    assert all(len(row) == len(heads) for row in rows)
+    assert rows[0][4:8] == ["zero in theory", "", "", ""]
+    assert rows[1][7] == "over 1,000,000"
+    assert "e+39" not in evidence_html(e)
+
+
+def test_the_commit_of_the_environment_says_whose_it_is(evidence):
+    where = dataclasses.replace(evidence.environment, commit="abc")
+    shown = environment_dict(dataclasses.replace(evidence, environment=where))
+    assert shown["commit of the current folder's repository"] == "abc"
+    assert "commit" not in shown
 
 
 def test_the_explorer_shows_evidence_only_for_the_sites_it_was_measured_with(case, evidence):

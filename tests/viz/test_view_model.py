@@ -1,11 +1,13 @@
 """The view model and its folding."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from fusionlab.graph.trace import trace
+from fusionlab.viz.dot import _box
 from fusionlab.viz.palette import colour_of, pass_of_op
 from fusionlab.viz.view_model import view_model
 
@@ -34,7 +36,12 @@ def test_the_same_program_gives_the_same_view_model(case):
 def test_the_header_counts_fused_possible_and_declined_and_claims_no_speed(case):
     one = case.findings.candidates[0].id
     view = view_model(case.graph, case.findings, enabled={one})
-    assert view["header"] == "mlp · 12 nodes · cpu · 1 fused · 1 could be · 1 declined · not measured"
+    assert (
+        view["header"] == "mlp · 12 nodes · cpu · 2 subgraphs can be fused (1 applied here) · 1 declined · not measured"
+    )
+    for enabled, words in (((), "none"), (None, "all")):
+        said = view_model(case.graph, case.findings, enabled=enabled)["header"]
+        assert f"2 subgraphs can be fused ({words} applied here) · 1 declined" in said
     assert view["counts"] == {"nodes": 12, "applied": 1, "candidate": 1, "declined": 1}
 
 
@@ -201,6 +208,46 @@ def test_a_site_may_nest_in_a_declined_one_and_crossing_outlines_are_listed_only
     parents = {g["id"]: g["parent"] for g in groups(view, kind="site")}
     assert parents == {"gemm_epilogue@layer_0#2": "layer_0", "gemm_epilogue@layer_0#1": "gemm_epilogue@layer_0#2"}
     assert len([s for s in view["sites"] if s["state"] == "declined"]) == 2
+
+
+def test_a_declined_site_inside_a_fold_outlines_the_folded_box(case):
+    folded = {b["id"]: b for b in view_model(case.graph, case.findings, collapsed=("layer_1", "layer_2"))["boxes"]}
+    box = folded["layer_2"]
+    assert (box["closed"], box["state"], box["site"]) == (True, "declined", "gemm_epilogue@layer_2#1")
+    assert box["lines"][-1] == "1 declined inside"
+    assert 'style="rounded,filled,dashed"' in _box(box, "fl-")
+    assert folded["layer_1"]["state"] is None, "a candidate inside is said, not outlined"
+
+
+def test_a_declined_site_without_an_outline_of_its_own_marks_the_fold_too(case):
+    sites = linear_nodes(case.graph)
+    crossing = [
+        rejection("gemm_epilogue@layer_1#1", sites[1][1:3] + sites[2][:1]),
+        rejection("lerp@layer_1#1", sites[1][:2], node_ids=(sites[1][0].id,)),
+    ]
+    found = findings_of(case.graph, [], crossing)
+    boxes = view_model(case.graph, found, collapsed=("layer_1",))["boxes"]
+    (box,) = [b for b in boxes if b["id"] == "layer_1"]
+    assert (box["state"], box["site"]) == ("declined", "lerp@layer_1#1")
+
+
+def test_where_a_candidate_took_the_guilty_node_the_rest_of_a_declined_site_is_outlined():
+    """As for a pre-activation that is also returned: the linear part is fused, and the activation is what was declined."""
+    graph = trace(lambda x, w: (jax.nn.relu(x @ w + 1.0), x @ w), jnp.ones((4, 8)), jnp.ones((8, 8)))
+    dot, add, relu, *_ = graph.top.nodes
+    (maximum,) = [n for n in graph.nodes() if n.primitive == "max"]
+    found = findings_of(
+        graph,
+        [candidate(graph, "gemm_epilogue@#1", [dot, add])],
+        [rejection("gemm_epilogue@#2", [dot, relu], node_ids=(add.id,))],
+    )
+    view = view_model(graph, found)
+    (box,) = [b for b in view["boxes"] if b["node"] == relu.id]
+    assert (box["closed"], box["state"], box["lines"][-1]) == (True, "declined", "1 declined inside")
+    opened = view_model(graph, found, reveal=[maximum.id])
+    assert [g["state"] for g in opened["groups"] if g["node"] == relu.id] == ["declined"]
+    lost = findings_of(graph, found.candidates, [replace(found.rejections[0], winner="gemm_epilogue@#1")])
+    assert [b["state"] for b in view_model(graph, lost)["boxes"] if b["node"] == relu.id] == [None]
 
 
 def test_a_parameter_list_is_not_drawn_but_counted(stack):
