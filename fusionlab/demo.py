@@ -190,10 +190,8 @@ def _write(work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab
         title=f"FusionLab: {elsewhere.graph.name} on {elsewhere.device}; judged, not run",
     )
     (work / f"report-{ELSEWHERE}.html").write_text(simulated, encoding="utf-8")
-    # Layer normalisation has no pass yet: folded, the picture is about the rest.
-    folded: dict[str, Any] = {"collapsed": ("ln1", "ln2")}
-    save(found.graph, work / "overview.svg", found, max_nodes=16, **folded)
-    save(found.graph, work / "found.svg", found, **folded)
-    save(after, work / "fused.svg", **folded)
+    save(found.graph, work / "overview.svg", found, max_nodes=16)
+    save(found.graph, work / "found.svg", found)
+    save(after, work / "fused.svg")
     for name, figure in evidence_figures(result):
         (work / f"{name.lower()}.svg").write_text(figure_svg(figure), encoding="utf-8")

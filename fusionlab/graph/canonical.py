@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,13 +72,7 @@ class View:
     """
 
     def __init__(self, block: Block, literal_inputs: dict[int, Coef] | None = None) -> None:
-        self.block = block
-        self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
-        self.ref: dict[int, Ref] = {}
-        self.values_of: dict[int, list[Value]] = {}
-        self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
-        self._table: dict[Any, int] = {("one", (), (), ()): ONE}
-        self._unique = itertools.count()
+        self._start(block)
         for i, value in enumerate(block.inputs):
             coef = (literal_inputs or {}).get(i)
             if coef is not None:
@@ -86,14 +80,41 @@ class View:
             self._bind(value, self.leaf(("in", i), value.shape) if coef is None else self.literal(coef, value.shape))
         for value, const in block.consts:
             self._bind(value, self._constant(value, const))
-        self.run(block)
+        self._run(block.nodes)
+
+    def _start(self, block: Block) -> None:
+        self.block = block
+        self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
+        self.ref: dict[int, Ref] = {}
+        self.values_of: dict[int, list[Value]] = {}
+        self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
+        self._table: dict[Any, int] = {("one", (), (), ()): ONE}
+        self._unique = itertools.count()
+
+    def over(self, leaves: Iterable[Value], nodes: Sequence[Node]) -> View:
+        """The view of some nodes alone. The values `leaves` are leaves of it, whatever makes them: a product stays one leaf,
+        and a leaf carries no factor. What else the nodes read from elsewhere is a leaf too, if it is no literal.
+        """
+        part = View.__new__(View)
+        part._start(self.block)
+        part.known_inputs = self.known_inputs
+        for value in leaves:
+            part._bind(value, part.leaf(("given", value.id), value.shape))
+        made = {v.id for n in nodes for v in n.outputs}
+        for value in (a for n in nodes for a in n.inputs if isinstance(a, Value)):
+            if value.id in part.ref or value.id in made:
+                continue
+            known = self.ref[value.id]
+            part._bind(value, known if known.nid == ONE else part.leaf(("given", value.id), value.shape))
+        part._run([n for n in nodes if not all(v.id in part.ref for v in n.outputs)])
+        return part
 
     # -- building -------------------------------------------------------------------------------------------------
 
-    def run(self, block: Block) -> None:
+    def _run(self, nodes: Iterable[Node]) -> None:
         from .rules import apply_rule
 
-        for node in block.nodes:
+        for node in nodes:
             refs = apply_rule(self, node, [self.read(a) for a in node.inputs])
             for value, ref in zip(node.outputs, refs, strict=True):
                 self._bind(value, ref)

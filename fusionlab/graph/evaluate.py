@@ -1,19 +1,22 @@
 """A numpy interpreter of jaxprs in float64, at reduced sizes: the machine behind certification.
 
 Every float is evaluated in float64, float casts are the identity, so two programs that agree here agree as real functions.
-Axis sizes may be mapped to smaller ones (8192 rows -> 3): the interpreter rewrites the shape parameters as it goes. A
+Axis sizes may be mapped to smaller ones (8192 rows -> 3): the interpreter rewrites the shape parameters as it goes. The
+entries along such an axis stand for as many that repeat, so a sum over it counts each of them 8192 / 3 times, and a literal
+that holds the size, as the 1 / 8192 of a mean, keeps its meaning. A
 primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .compat import split_closed
@@ -105,7 +108,9 @@ class _Run:
         if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape or not eqn.invars:
             return None
         numbers = [self.number(a) for a in eqn.invars]
-        if any(n is None for n in numbers):
+        if any(n is None for n in numbers) or any(
+            jnp.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in (*eqn.invars, *eqn.outvars)
+        ):
             return None
         operands = [(n, a.aval.dtype) for n, a in zip(numbers, eqn.invars, strict=True)]
         number = fold(eqn.primitive.name, eqn.params, operands, eqn.outvars[0].aval.dtype)
@@ -120,7 +125,7 @@ class _Run:
 
     def const(self, value: Any) -> Array:
         """A captured array, its leading corner when sizes are reduced."""
-        if hasattr(value, "_trace"):
+        if isinstance(value, Tracer):
             raise CannotEvaluate("a captured value that an enclosing transformation is tracing")
         array = np.asarray(value)
         return promote(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
@@ -290,6 +295,20 @@ def _reshape_group(run: _Run, real_in: list[int], reduced_in: list[int], real_ou
     return shape
 
 
+def _repeats(eqn: Any, ins: list[Array], axes: Iterable[int]) -> float:
+    """How many entries of the real array each entry stands for in a sum of the first operand over `axes`."""
+    real, reduced = eqn.invars[0].aval.shape, ins[0].shape
+    return math.prod(real[int(a)] / reduced[int(a)] for a in axes if real[int(a)] != reduced[int(a)])
+
+
+def _reduce_sum(run: _Run, eqn: Any, ins: list[Array]) -> Array:
+    axes = tuple(int(a) for a in eqn.params["axes"])
+    total, times = np.asarray(np.sum(ins[0], axis=axes)), _repeats(eqn, ins, axes)
+    if times == 1:
+        return total
+    return total * times if is_float(total.dtype) else np.rint(total * times).astype(total.dtype)
+
+
 def _dot_general(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = ins
@@ -301,7 +320,7 @@ def _dot_general(run: _Run, eqn: Any, ins: list[Array]) -> Array:
     batch = [left[int(i)] for i in lb]
     free = [x for d, x in enumerate(left) if d not in lc and d not in lb]
     free += [x for d, x in enumerate(right) if d not in rc and d not in rb]
-    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs)
+    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
 
 
 def _reduce(fn: Callable) -> Callable:
@@ -339,7 +358,7 @@ _SHAPED: dict[str, Callable[[_Run, Any, list[Array]], Array]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
     "dot_general": _dot_general,
-    "reduce_sum": _reduce(np.sum),
+    "reduce_sum": _reduce_sum,
     "reduce_max": _reduce(np.max),
     "reduce_min": _reduce(np.min),
     "reduce_and": _reduce(np.all),

@@ -113,7 +113,10 @@ class _Matcher:
             self.miss(state, tid, f"{have.op} of {len(have.operands)} operands does not fit", "structure")
             return
         state = _State(state.nodes, state.order, state.scalars, {**state.entered, pid: tid})
-        for order in self._orders(want, have):
+        orders = list(self._orders(want, have))
+        if not orders:
+            self.miss(state, tid, f"{have.op} of other powers than the pattern's", "structure")
+        for order in orders:
             yield from self.operands(pid, tid, order, 0, state)
 
     def _orders(self, want: CNode, have: CNode) -> Iterator[tuple[int, ...]]:
@@ -191,11 +194,12 @@ class _Matcher:
         return full - may_lack <= pids <= full
 
 
-def match(pattern: Pattern, view: View, root: int) -> Match | Miss:
-    """Matches `pattern` with its root at canonical node `root`."""
+def match(pattern: Pattern, view: View, root: int, given: Mapping[str, int] | None = None) -> Match | Miss:
+    """Matches `pattern` with its root at canonical node `root`; `given` binds leaves (by name) to canonical nodes beforehand."""
+    bound = {pid: given[name] for pid, name in pattern.leaf_of.items() if name in given} if given else {}
     matcher = _Matcher(pattern, view)
     axis_miss: Miss | None = None
-    for state in matcher.node(pattern.root, root, _State({}, {}, {}, {})):
+    for state in matcher.node(pattern.root, root, _State(bound, {}, {}, {})):
         result = matcher.axes(state)
         if isinstance(result, Match):
             return result

@@ -34,6 +34,7 @@ class Example:
       scalars: names of the scalar parameters that follow the leaves.
       bools: leaves of dtype bool.
       optional: axis letter -> leaves that may lack this axis (a mask broadcast over the batch).
+      bare: leaves carry no factor (as in `View.over`), so that every coefficient has to be the example's.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Example:
     scalars: tuple[str, ...] = ()
     bools: frozenset[str] = frozenset()
     optional: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def compile_example(example_key: _ById) -> Pattern:
             if x.coef != y.coef:
                 edges[a.id, i] = _solve(example, x.coef, y.coef)
     needed = _reachable(first, root)
-    gauged = _gauged(first, leaf_of)
+    gauged = frozenset() if example.bare else _gauged(first, leaf_of)
     letters = _letters(first, example, leaf_of, needed)
     size = sum(n not in leaf_of and n != ONE for n in needed)
     return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, size)

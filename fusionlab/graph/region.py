@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .canonical import ONE, View
@@ -267,4 +268,4 @@ def _compute(view: View, nodes: list[Node], value: Value) -> np.ndarray:
 
 def _concrete(const: Any) -> bool:
     """A captured array whose values can be read now (not a tracer of an enclosing transformation)."""
-    return const is not None and not isinstance(const, jax.core.Tracer) and hasattr(const, "is_fully_addressable")
+    return const is not None and not isinstance(const, Tracer) and hasattr(const, "is_fully_addressable")

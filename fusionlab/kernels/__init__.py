@@ -4,7 +4,8 @@ from .dot_product_attention import DOT_PRODUCT_ATTENTION
 from .gemm_epilogue import GEMM_EPILOGUE
 from .implementation import BackendVerdict as BackendVerdict
 from .implementation import Residual as Residual
+from .layer_norm import LAYER_NORM
 from .op import Op as Op
 from .op import meaning_of as meaning_of
 
-OPS: dict[str, Op] = {op.name: op for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION)}
+OPS: dict[str, Op] = {op.name: op for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION, LAYER_NORM)}

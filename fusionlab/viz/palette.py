@@ -29,6 +29,7 @@ _COLOURS = {
     "matmul_schedule": _YELLOW,
     "matmul": _YELLOW,
     "layer_norm": _VERMILION,
+    "layer_norm_grad": "#9c4400",
     "multi_transformer": _PURPLE,
 }
 _SPARE = ("#44aa99", "#882255", "#999933", "#aa4499", "#117733", "#6699cc")

@@ -145,3 +145,31 @@ def haiku_cross(dtype: Any) -> Case:
 
 
 CROSS_ATTENTIONS = {"linen": linen_cross, "nnx": nnx_cross, "equinox": equinox_cross, "haiku": haiku_cross}
+
+
+def linen_norm(kind: str, dtype: Any) -> Case:
+    norm = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}[kind]
+    model, x = norm(dtype=dtype), jnp.ones((6, 12), dtype)  # float32 parameters
+    return model.apply, (model.init(KEY, x), x)
+
+
+def nnx_norm(kind: str, dtype: Any) -> Case:
+    norm = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[kind]
+    return _nnx_case(norm(12, dtype=dtype, rngs=nnx.Rngs(0)), jnp.ones((6, 12), dtype))
+
+
+def equinox_norm(kind: str, dtype: Any) -> Case:
+    norm = {"layer": eqx.nn.LayerNorm, "rms": eqx.nn.RMSNorm}[kind]
+    params, static = eqx.partition(norm(12, dtype=dtype), eqx.is_inexact_array)
+    return (lambda p, x: jax.vmap(eqx.combine(p, static))(x)), (params, jnp.ones((6, 12), dtype))
+
+
+def haiku_norm(kind: str, dtype: Any) -> Case:
+    def forward(x: Any) -> Any:
+        return hk.RMSNorm(-1)(x) if kind == "rms" else hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+
+    model, x = hk.without_apply_rng(hk.transform(forward)), jnp.ones((6, 12), dtype)
+    return model.apply, (model.init(KEY, x), x)
+
+
+NORMS = {"linen": linen_norm, "nnx": nnx_norm, "equinox": equinox_norm, "haiku": haiku_norm}

@@ -19,7 +19,7 @@ from fusionlab.fusers.registry import registry
 from .checks import normal, primitives
 
 X, W, B = normal((6, 8), (8, 8), (8,))
-PASSES = ("gemm_epilogue", "dot_product_attention")
+PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm")
 
 
 def model(x):
@@ -44,11 +44,12 @@ def found():
 
 def test_counts_have_every_pass_asked_even_at_zero():
     nothing = fl.find(lambda x: jnp.sin(x), X)
-    assert nothing.counts() == {"gemm_epilogue": 0, "dot_product_attention": 0}
+    assert nothing.counts() == dict.fromkeys(PASSES, 0)
     assert fl.find(lambda x: jnp.sin(x), X, passes="gemm_epilogue").counts() == {"gemm_epilogue": 0}
     assert str(nothing).splitlines() == [
         "gemm_epilogue: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "dot_product_attention: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
+        "layer_norm: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
     ]
 
 
@@ -231,7 +232,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
 def test_a_node_in_no_site_says_which_passes_were_asked():
     found = fl.find(lambda x: jnp.sin(x), X)
     assert found.explain("%1").splitlines()[1] == (
-        "  in no site: no pass asked (gemm_epilogue, dot_product_attention) has its anchor here"
+        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm) has its anchor here"
     )
 
 
@@ -250,7 +251,7 @@ def test_what_cannot_be_explained_says_what_can(found, what, message):
 def test_the_report_is_plain_json_that_round_trips(found):
     data = json.loads(found.to_json())
     assert data == json.loads(json.dumps(found.to_dict()))
-    assert data["counts"] == {"gemm_epilogue": 5, "dot_product_attention": 1}
+    assert data["counts"] == {"gemm_epilogue": 5, "dot_product_attention": 1, "layer_norm": 0}
     assert data["passes"] == list(PASSES)
     assert data["lines"] == [found.line(p) for p in found.passes]
     assert data["jax"] == jax.__version__
@@ -284,7 +285,7 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
     with pytest.raises(UnknownNameError) as caught:
         fl.find(model, X, passes=["gemm_epilog"])
     assert str(caught.value) == (
-        "unknown pass 'gemm_epilog'; valid: dot_product_attention, gemm_epilogue. Did you mean 'gemm_epilogue'?"
+        "unknown pass 'gemm_epilog'; valid: dot_product_attention, gemm_epilogue, layer_norm. Did you mean 'gemm_epilogue'?"
     )
     with pytest.raises(UnknownNameError, match="unknown pass 'attention'"):
         fl.fuse(model, passes="attention")
@@ -296,7 +297,7 @@ def test_a_misspelt_option_lists_the_valid_ones():
 
 
 def test_passes_are_asked_in_the_registrys_order_however_they_are_named():
-    assert fl.find(model, X, passes=["dot_product_attention", "gemm_epilogue"]).passes == PASSES
+    assert fl.find(model, X, passes=["dot_product_attention", "gemm_epilogue"]).passes == PASSES[:2]
     assert fl.find(model, X, passes="dot_product_attention").passes == ("dot_product_attention",)
     assert fl.find(model, X, passes=fl.Strategy(dot_product_attention=True, gemm_epilogue=False)).passes == (
         "dot_product_attention",
@@ -331,7 +332,7 @@ def test_what_is_no_strategy_is_refused(bad):
 
 def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
     passes = list(fl.passes())
-    assert [p.name for p in passes][:2] == list(PASSES)
+    assert [p.name for p in passes][:3] == list(PASSES)
     for pass_ in passes:
         fn, args = pass_.sample()
         assert fl.find(fn, *args, passes=pass_.name).counts() == {pass_.name: 1}
@@ -353,6 +354,7 @@ def test_shapes_alone_are_enough():
     assert fl.find(model, jax.ShapeDtypeStruct((6, 8), jnp.float32)).counts() == {
         "gemm_epilogue": 5,
         "dot_product_attention": 1,
+        "layer_norm": 0,
     }
 
 
@@ -385,7 +387,7 @@ def test_a_simulated_device_only_changes_what_backends_say():
 
 def test_a_named_implementation_asks_only_the_passes_that_have_it():
     found = fl.find(model, X, implementation="xla_blockwise")
-    assert found.counts() == {"gemm_epilogue": 0, "dot_product_attention": 1}
+    assert found.counts() == {"gemm_epilogue": 0, "dot_product_attention": 1, "layer_norm": 0}
     (note,) = found.notes
     assert note.startswith("implementation='xla_blockwise': nothing fused for gemm_epilogue")
     assert f"note: {note}" in str(found).splitlines()

@@ -57,7 +57,12 @@ def loop(p, x):
 
 
 FUNCTIONS = {"mlp": mlp, "attention": attention, "both": both, "scan": scan, "cond": cond, "remat": remat}
-SITES = {"mlp": (2, 0), "attention": (1, 1), "both": (3, 1), "scan": (3, 1), "cond": (3, 1), "remat": (3, 1)}
+SITES = {  # of the products, of attention, of norms
+    "mlp": (2, 0, 0),
+    "attention": (1, 1, 0),
+    "both": (3, 1, 0),
+    **dict.fromkeys(("scan", "cond", "remat"), (3, 1, 0)),
+}
 
 
 def counts(f, *args):
@@ -128,7 +133,7 @@ def test_transformations_of_the_original_can_themselves_be_fused():
 
 def test_a_while_loop_is_fused_forward_and_in_forward_mode():
     fused = fl.fuse(loop)
-    assert counts(fused, P, X) == (2, 0)
+    assert counts(fused, P, X) == (2, 0, 0)
     close(fused(P, X), loop(P, X), 2.0)
     close(jax.jvp(fused, (P, X), (P, X)), jax.jvp(loop, (P, X), (P, X)), 10.0)
 
@@ -191,7 +196,7 @@ def test_as_a_decorator_with_and_without_options():
     close(configured(X), plain(X))
     assert (plain.__name__, configured.__name__, configured.__doc__) == ("plain", "configured", "Doc.")
     assert repr(configured) == "<fused configured: gemm_epilogue>"
-    assert repr(plain) == "<fused plain: gemm_epilogue, dot_product_attention>"
+    assert repr(plain) == "<fused plain: gemm_epilogue, dot_product_attention, layer_norm>"
 
 
 def test_a_method_is_fused_for_each_of_its_instances():
@@ -392,7 +397,7 @@ def test_check_refuses_a_program_whose_results_differ(monkeypatch):
 
     monkeypatch.setitem(table, "xla_blockwise", replace(right, forward=broken))
     fused = fl.fuse(attention, implementation="xla_blockwise", check=True)
-    assert counts(fused, P, X) == (0, 1)
+    assert counts(fused, P, X) == (0, 1, 0)
     with pytest.raises(RewriteError, match="attention"):
         fused(P, X)
 

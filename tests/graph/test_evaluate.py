@@ -164,11 +164,26 @@ def at_reduced(fn, real, table):
 
 
 def test_a_layer_of_8192_rows_is_evaluated_on_3():
+    """The 6 features stand for 768 that repeat: a sum over them counts each 128 times."""
+
     def layer(x, w, b):
         return jnp.maximum(x @ w + b, 0.0)
 
-    got, (x, w, b) = at_reduced(layer, [(8192, 768), (768, 512), (512,)], {8192: 3, 768: 5, 512: 4})
-    np.testing.assert_allclose(got, np.maximum(x @ w + b, 0.0), rtol=1e-14)
+    got, (x, w, b) = at_reduced(layer, [(8192, 768), (768, 512), (512,)], {8192: 3, 768: 6, 512: 4})
+    np.testing.assert_allclose(got, np.maximum(np.tile(x, (1, 128)) @ np.tile(w, (128, 1)) + b, 0.0), rtol=1e-13)
+
+
+@pytest.mark.parametrize("entries", [6, 7])
+def test_a_literal_that_holds_a_size_keeps_its_meaning(entries):
+    """A mean of 768, and how many they are, where the 1/768 stands in the program."""
+
+    closed = jax.make_jaxpr(lambda x: (jnp.var(x, -1), jnp.sum(x > -jnp.inf, -1)))(
+        jax.ShapeDtypeStruct((512, 768), jnp.float32)
+    )
+    x = np.random.default_rng(0).normal(size=(3, entries))
+    variance, count = evaluate(closed, [x], Sizes({512: 3, 768: entries}))
+    np.testing.assert_allclose(variance, np.var(x, -1), rtol=1e-6)
+    np.testing.assert_array_equal(count, [768] * 3)
 
 
 def test_merged_and_split_axes_learn_their_reduced_size():

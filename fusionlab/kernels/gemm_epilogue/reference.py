@@ -21,9 +21,7 @@ Array = Any
 
 def _product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None) -> Array:
     contract = (((x_axis,), (w_axis,)), ((), ()))
-    return lax.dot_general(
-        x, w, contract, precision=precision, preferred_element_type=x.dtype, out_sharding=sharding
-    )
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=x.dtype, out_sharding=sharding)
 
 
 def forward(

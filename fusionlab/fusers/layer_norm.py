@@ -1,0 +1,349 @@
+"""Pass `layer_norm`: LayerNorm and RMSNorm, with a scale and a bias or without -> one `layer_norm` op.
+
+The anchor is a root (or a power) of a mean of squares. The nodes between what is normalised and the results are looked at alone
+(`View.over`), so that neither a factor of x nor the product that makes it is mixed with the norm's own. There every coefficient has to
+be the example's; 1/N is captured and has to be the size of the axis that is summed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..graph.canonical import View
+from ..graph.evaluate import is_float, narrows
+from ..graph.ir import Node, Value
+from ..graph.match import Match, Miss, close, match
+from ..graph.pattern import Example, pattern_of
+from ..graph.region import CASTS, NotARegion, Region, cut, escapes
+from ..graph.scopes import is_backward
+from ..kernels import OPS
+from ..kernels.layer_norm.op import DTYPES
+from ..kernels.layer_norm.reference import statistics_dtype
+from .base import Plan, Search, anchor_text, propose
+from .findings import Candidate, Rejection
+from .layout import Axes, arrange, axes_of, in_order, restore
+from .norms import ROOTS, Surroundings
+from .site import Site
+
+_EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
+
+
+# -- the examples -----------------------------------------------------------------------------------------------------
+
+
+def _two_pass(x: Any, mean: Any, share: Any) -> Any:
+    return jnp.sum((x - mean) ** 2, -1, keepdims=True) * share
+
+
+def _by_squares(x: Any, mean: Any, share: Any) -> Any:
+    return jnp.sum(x * x, -1, keepdims=True) * share - mean * mean
+
+
+def _no_less_than_zero(variance: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, mean, share: jnp.maximum(0.0, variance(x, mean, share))
+
+
+_VARIANCES: dict[str, Callable[..., Any]] = {
+    "var(x)": _two_pass,
+    "max(0, var(x))": _no_less_than_zero(_two_pass),
+    "mean(x^2) - mean(x)^2": _by_squares,
+    "max(0, mean(x^2) - mean(x)^2)": _no_less_than_zero(_by_squares),
+}
+
+
+def _layer(variance: Callable[..., Any], root: Callable[..., Any]) -> Callable[..., Any]:
+    def norm(x: Any, share: Any, epsilon: Any) -> Any:
+        mean = jnp.sum(x, -1, keepdims=True) * share
+        return (x - mean) / root(variance(x, mean, share), epsilon)
+
+    return norm
+
+
+def _rms(numerator: Callable[[Any], Any], root: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, share, epsilon: numerator(x) / root(jnp.sum(x * x, -1, keepdims=True) * share, epsilon)
+
+
+def _norms(root: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Name -> norm of (x, 1/N, epsilon), with `root` of the variance and epsilon."""
+    norms = {f"layer_norm by {name}": _layer(variance, root) for name, variance in _VARIANCES.items()}
+    norms["rms_norm"] = _rms(lambda x: x, root)
+    norms["rms_norm of x - 0"] = _rms(lambda x: x - jnp.zeros(()), root)
+    return norms
+
+
+_AFFINE: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
+    ", scale and bias": ({"scale": "n", "bias": "n"}, lambda xhat, scale, bias: xhat * scale + bias),
+    ", bias": ({"bias": "n"}, lambda xhat, bias: xhat + bias),
+    ", scale": ({"scale": "n"}, lambda xhat, scale: xhat * scale),
+    "": ({}, lambda xhat: xhat),
+}
+_SCALARS = ("1/N", "epsilon")
+
+
+def _examples() -> Iterator[Example]:
+    for after, (leaves, affine) in _AFFINE.items():
+        for name, norm in _norms(lambda variance, epsilon: jnp.sqrt(variance + epsilon)).items():
+
+            def fn(x: Any, *rest: Any, norm: Any = norm, affine: Any = affine) -> Any:
+                *vectors, share, epsilon = rest
+                return affine(norm(x, share, epsilon), *vectors)
+
+            yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, bare=True)
+
+
+EXAMPLES = tuple(_examples())
+
+
+@dataclass(frozen=True)
+class _Near:
+    """What is nearly a norm: the examples, and what to say of a site that matches one."""
+
+    examples: tuple[Example, ...]
+    what: str
+    edit: str
+
+
+def _near(name: str, root: Callable[..., Any], what: str, edit: str) -> _Near:
+    made = (Example(f"{n}, {name}", f, {"x": "mn"}, _SCALARS, bare=True) for n, f in _norms(root).items())
+    return _Near(tuple(made), what, edit)
+
+
+NEAR = (
+    _near(
+        "epsilon outside",
+        lambda variance, epsilon: jnp.sqrt(variance) + epsilon,
+        "has epsilon added outside the root, to the standard deviation; the fused op adds it inside, to the variance",
+        "divide by jnp.sqrt(variance + epsilon) if that is what is meant",
+    ),
+    _near(
+        "no epsilon",
+        lambda variance, epsilon: jnp.sqrt(variance),
+        "has no epsilon: a row without variance divides by 0",
+        "add a small epsilon to the variance, inside the root",
+    ),
+)
+
+
+# -- the pass ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerNormPass:
+    """See the module docstring."""
+
+    name: str = "layer_norm"
+    op: str = "layer_norm"
+    formula: str = (
+        "(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, or x / sqrt(mean(x^2) + epsilon) * scale + bias"
+    )
+    needs: str = (
+        "mean and variance over the same axis, any one, or over the last ones; epsilon inside the root and below 0.01; the statistics "
+        "read by the norm alone; f64/f32/bf16/f16"
+    )
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def norm(x: Any, scale: Any, bias: Any) -> Any:
+            centred = x - x.mean(-1, keepdims=True)
+            return centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
+
+        return norm, (jnp.zeros((8, 16)), jnp.zeros(16), jnp.zeros(16))
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        for node in search.block.nodes:
+            if node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn):
+                around = Surroundings(search, node)
+                if around.is_norm:
+                    yield _Site(self, search, node, around).examine()
+
+
+class _Site(Site):
+    """One norm, from anchor to candidate or rejection."""
+
+    def __init__(self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings) -> None:
+        super().__init__(pass_, search, anchor)
+        self.view, self.around = around.view, around
+        self.x = {"x": self.nid(around.x)}  # for the matcher: the leaf x is x, and nothing made of it
+
+    def examine(self) -> Candidate | Rejection:
+        """The candidate with the furthest result; else why the furthest match is none; else the nearest miss."""
+        problem: Rejection | None = None
+        best: Miss | None = None
+        for value in self.around.results:
+            if narrows(value.dtype, self.around.x.dtype):
+                continue  # the result has the dtype of x: a cast of it stays outside
+            found = self.matched(value)
+            if isinstance(found, Match):
+                outcome = self.candidate(found, value)
+                if isinstance(outcome, Candidate):
+                    return outcome
+                problem = problem or outcome
+            elif found is not None and (best is None or found.matched > best.matched):
+                best = found
+        if problem is not None:
+            return problem
+        return self.nearly() or self.uneven() or self.stopped() or self.missed(self.some(best))
+
+    def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
+        ref = self.view.ref[value.id]
+        if not close(ref.coef, 1.0):
+            return None
+        target, best = self.view.nodes[ref.nid], None
+        for example in examples:
+            pattern = pattern_of(example)
+            root = pattern.nodes[pattern.root]
+            if root.op != target.op or len(root.operands) != len(target.operands):
+                continue
+            found = match(pattern, self.view, ref.nid, self.x)
+            if isinstance(found, Match):
+                return found
+            if best is None or found.matched > best.matched:
+                best = found
+        return best
+
+    def some(self, best: Miss | None) -> Miss:
+        """The nearest miss, or that of the first example at the furthest result."""
+        if best is not None:
+            return best
+        value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
+        found = match(pattern_of(EXAMPLES[0]), self.view, self.nid(value), self.x)
+        assert isinstance(found, Miss)
+        return found
+
+    def nearly(self) -> Rejection | None:
+        """The rejection for a function known to be nearly a norm."""
+        for near in NEAR:
+            for value in self.around.results:
+                nid = self.nid(value)
+                if any(isinstance(match(pattern_of(e), self.view, nid, self.x), Match) for e in near.examples):
+                    return self.rejection("structure", f"{anchor_text(self.anchor)} {near.what}", edit=near.edit)
+        return None
+
+    def uneven(self) -> Rejection | None:
+        """The rejection for sums of x over different axes."""
+        sums = self.around.sums_of_x
+        axes = [tuple(sorted(int(a) for a in n.params["axes"])) for n in sums]
+        other = next((i for i, a in enumerate(axes) if a != axes[0]), None)
+        if other is None:
+            return None
+        sentence = (
+            f"{anchor_text(sums[other])} sums over axes {axes[other]} and {anchor_text(sums[0])} over {axes[0]}; "
+            f"a norm takes its statistics over the same"
+        )
+        return self.rejection("axes", sentence, [sums[other]])
+
+    def stopped(self) -> Rejection | None:
+        """The rejection for a stop_gradient on the statistics."""
+        node = self.around.first("stop_gradient")
+        if node is None:
+            return None
+        sentence = f"{anchor_text(node)} stops a gradient inside the norm; the fused op has the whole gradient of mean and variance"
+        return self.rejection("stop_gradient", sentence, [node])
+
+    def missed(self, miss: Miss) -> Rejection:
+        near = self.near_miss(miss)
+        return replace(near, code="structure") if near.code == "mask" else near
+
+    # -- the candidate --------------------------------------------------------------------------------------------
+
+    def candidate(self, found: Match, root: Value) -> Candidate | Rejection:
+        try:
+            region = cut(self.view, root, found.leaves, through_casts=frozenset(found.leaves))
+            if self.anchor not in region.nodes:
+                raise NotARegion("the root of the variance does not stand inside the site")
+            problem = self.scalars(found) or self.dtypes(region)
+            if problem is not None:
+                return problem
+            leaks = escapes(region)
+            if leaks:
+                return self.escaping(leaks[0], "compute the outside use from x again", region.nodes)
+            plan = _plan(self.search, self.view, found, region)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        if isinstance(plan, str):
+            return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", site=region.nodes)
+        return propose(self.search, self.pass_.name, region, plan, self.anchor)
+
+    def scalars(self, found: Match) -> Rejection | None:
+        size = math.prod(found.sizes[c] for c in found.letters["n"])
+        share, epsilon = found.scalars["1/N"], _epsilon(found)
+        where = anchor_text(self.anchor)
+        if not close(share, 1 / size):
+            sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
+            return self.rejection("scalar", sentence, edit="divide the sums by the number of entries (ddof=0)")
+        if not 0 < epsilon < _EPSILON_LIMIT:
+            sentence = f"{where} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
+            return self.rejection("scalar", sentence)
+        return None
+
+    def dtypes(self, region: Region) -> Rejection | None:
+        x, made = region.leaves["x"].dtype, region.root.dtype
+        given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        edit = None
+        if not given <= set(DTYPES):
+            what = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
+        elif any(narrows(statistics_dtype(made), v.dtype) for v in region.leaves.values()):
+            what = f"takes parameters wider than the {np.dtype(statistics_dtype(made)).name} it would be computed in"
+        else:
+            casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
+            rounding = next((n for n in casts if narrows(n.outputs[0].dtype, x)), None)
+            if rounding is None:
+                return None
+            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            edit = "keep the statistics in the dtype of x, or a wider one"
+        return self.rejection("dtype", f"{anchor_text(self.anchor)} {what}", edit=edit, site=region.nodes)
+
+
+def _epsilon(found: Match) -> float:
+    """As the user wrote it: the shortest number that is the same float32, where it is one."""
+    epsilon = found.scalars["epsilon"]
+    short = float(str(np.float32(epsilon)))
+    return short if abs(float(np.float32(epsilon)) - epsilon) <= 1e-11 * epsilon else epsilon
+
+
+def _plan(search: Search, view: View, found: Match, region: Region) -> Plan | str:
+    """x as it stands where one axis is normalised over, else [*R, N] with the last axes merged; scale and bias [N].
+
+    A sentence where several axes are normalised over that are not the last.
+    """
+    sizes = found.sizes
+    axes: dict[str, Axes] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in region.leaves.items()}
+    order = [c for c in axes["x"] if c is not None]
+    features = in_order(axes["x"], found.letters["n"])
+    rows = [[c] for c in order if c not in features]
+    direct = len(features) == 1
+    if not direct and tuple(order[len(rows) :]) != features:
+        places = tuple(i for i, c in enumerate(axes["x"]) if c in features)
+        return f"it normalises over axes {places} of {list(region.leaves['x'].shape)}; of several axes the fused op takes the last ones"
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    where = {n: position[v.id] for n, v in region.leaves.items()}
+    groups = [[c] for c in order] if direct else [*rows, list(features)]
+    root_axes = axes_of(found, view, found.pattern.root, region.root)
+    dtype = region.root.dtype
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        x = inputs[where["x"]].astype(dtype)
+        x = x if direct else arrange(x, axes["x"], groups, sizes)
+        vectors = (
+            arrange(inputs[where[n]], axes[n], [features], sizes) if n in where else None for n in ("scale", "bias")
+        )
+        return x, *vectors
+
+    def finish(out: Any) -> Any:
+        return restore(out, groups, root_axes, region.root.shape, sizes)
+
+    op = OPS["layer_norm"]
+    attrs = {
+        "kind": found.pattern.example.name.partition("_")[0],
+        "epsilon": _epsilon(found),
+        "axis": axes["x"].index(features[0]) if direct else -1,
+        "implementation": search.implementation,
+    }
+    return Plan(op, attrs, operands, finish, op.formula(**attrs, scale="scale" in where, bias="bias" in where))

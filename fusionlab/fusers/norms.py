@@ -1,0 +1,207 @@
+"""What stands around the root of a mean of squares, in the raw program: what is normalised, how far the norm may reach, and
+the canonical view of the nodes in between. What it is a norm of, and whether, is for the examples of a pass to say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..graph.canonical import View
+from ..graph.evaluate import is_float
+from ..graph.ir import Literal, Node, Value
+from ..graph.region import CASTS, VIEWS, widens
+from ..graph.scopes import is_backward
+from .base import Search
+
+ROOTS = frozenset("rsqrt sqrt pow".split())
+_WRAPPERS = frozenset("stop_gradient name copy pvary optimization_barrier custom_jvp_call custom_vjp_call".split())
+_LINEAR = VIEWS | CASTS | _WRAPPERS | frozenset("add sub mul div neg".split())
+# What may stand between x and a norm of it.
+_INNER = _LINEAR | ROOTS | frozenset("square integer_pow max min select_n reduce_sum abs".split())
+_NODE_LIMIT = 96  # of the nodes looked at around an anchor; a norm in bfloat16 has about 30
+
+
+def _sums_up(node: Node) -> bool:
+    """Whether a node of the user's own sums over more than unit axes."""
+    shrinks = math.prod(node.inputs[0].shape) > math.prod(node.outputs[0].shape) if node.inputs else False
+    return node.primitive == "reduce_sum" and shrinks and not is_backward(node.eqn)
+
+
+class Surroundings:
+    """What stands around a root of a mean of squares.
+
+    Attributes:
+      x: what is normalised.
+      sums: the sums below the root.
+      results: what may be the norm's result, the furthest first.
+      view: the canonical view of the nodes between x and the results.
+      is_norm: whether the root is one of a mean of x or its squares, and divides (or multiplies) what is made of x.
+    """
+
+    def __init__(self, search: Search, anchor: Node) -> None:
+        self.search, self.block, self.anchor = search, search.block, anchor
+        self.sums = self._sums()
+        self.is_norm = False
+        if not self.sums:
+            return
+        self.x = self._normalised(self.sums[0])
+        self._made: dict[int, bool] = {self.x.id: True}
+        self._nodes: dict[int, Node] = {}
+        self.results = self._results()
+        if self.is_norm:
+            self.view = self._view()
+
+    @property
+    def sums_of_x(self) -> list[Node]:
+        """The sums of x, or of what is made of it, in program order."""
+        sums = (n for i, n in sorted(self._nodes.items()) if n.primitive == "reduce_sum")
+        return [n for n in sums if n.inputs[0].shape == self.x.shape]
+
+    def first(self, primitive: str) -> Node | None:
+        return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
+
+    def maker(self, atom: Any) -> Node | None:
+        return self.block.producer.get(atom.id) if isinstance(atom, Value) else None
+
+    def _sums(self) -> list[Node]:
+        """The sums that the anchor is a root of, nearest first; none where no factor makes a mean of them."""
+        found: list[Node] = []
+        scaled = False
+        level, seen = [self.maker(self.anchor.inputs[0])], set[int]()
+        while level and len(seen) < _NODE_LIMIT:
+            above: list[Node | None] = []
+            for node in level:
+                if node is None or node.id in seen:
+                    continue
+                seen.add(node.id)
+                if _sums_up(node):
+                    found.append(node)
+                elif node.primitive in _INNER and not is_backward(node.eqn):
+                    scaled |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
+                    above += map(self.maker, node.inputs)
+            level = above
+        return found if scaled else []
+
+    def _literal(self, atom: Any) -> bool:
+        return isinstance(atom, Literal) or self.search.view.is_literal(self.search.view.ref[atom.id])
+
+    def _base(self, value: Value, through: frozenset[str] = VIEWS) -> Value:
+        """Through views and widening casts that show the same canonical node."""
+        view = self.search.view
+        while (node := self.maker(value)) is not None and (node.primitive in through or widens(node)):
+            below = node.inputs[0]
+            if not isinstance(below, Value) or view.ref[below.id].nid != view.ref[value.id].nid:
+                break
+            if through is not VIEWS and view.ref[below.id].dims != view.ref[value.id].dims:
+                break
+            value = below
+        return value
+
+    def _as_read(self, value: Any) -> Value:
+        """Through widening casts and reshapes of unit axes."""
+        return self._base(value, frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}))
+
+    def _normalised(self, total: Node) -> Value:
+        """What a sum of squares, or of x itself, is a sum of: past the square, and past the subtraction of a mean of it."""
+        value = self._as_read(total.inputs[0])
+        for _ in range(4):
+            node = self.maker(value)
+            if node is None or node.primitive not in _WRAPPERS | {"square", "integer_pow", "pow", "mul", "abs"}:
+                break
+            read = [self._as_read(a) for a in node.inputs if isinstance(a, Value)]
+            if len({self.search.view.ref[v.id] for v in read}) != 1:
+                break  # a product of two values: x itself
+            value = read[0]
+            if node.primitive not in _WRAPPERS | {"abs"}:
+                break
+        node = self.maker(value)
+        if node is not None and node.primitive == "sub" and isinstance(node.inputs[0], Value):
+            start = self._as_read(node.inputs[0])
+            if self._is_mean_of(node.inputs[1], start):
+                return start
+        return value
+
+    def _is_mean_of(self, atom: Any, x: Value) -> bool:
+        stack, seen = [self.maker(atom)], set[int]()
+        while stack and len(seen) < _NODE_LIMIT:
+            node = stack.pop()
+            if node is None or node.id in seen:
+                continue
+            seen.add(node.id)
+            if node.primitive == "reduce_sum":
+                if self._as_read(node.inputs[0]).id == x.id:
+                    return True
+            elif node.primitive in _LINEAR:
+                stack += map(self.maker, node.inputs)
+        return False
+
+    def of_x(self, atom: Any) -> bool:
+        """Whether a value is computed from x by what a norm is made of; notes the nodes on the way."""
+        if not isinstance(atom, Value):
+            return False
+        if atom.id in self._made:
+            return self._made[atom.id]
+        self._made[atom.id] = False
+        node, first = self.maker(atom), self.maker(self.x)
+        if node is None or node.primitive not in _INNER or len(self._made) > _NODE_LIMIT:
+            return False
+        if first is not None and node.id < first.id:
+            return False
+        found = [self.of_x(a) for a in node.inputs]  # each is looked at, for its nodes
+        if any(found):
+            self._made[atom.id] = True
+            self._nodes[node.id] = node
+        return self._made[atom.id]
+
+    def _results(self) -> list[Value]:
+        """Forward from the root, through factors and one added term: values as large as x."""
+        if not self.of_x(self.anchor.outputs[0]):
+            return []
+        found: list[Value] = []
+        stack = [(self.anchor.outputs[0], False)]
+        size, seen = math.prod(self.x.shape), {self.anchor.id}
+        while stack and len(seen) < _NODE_LIMIT:
+            value, ended = stack.pop(0)
+            for node in self.block.users.get(value.id, ()):
+                if node.id in seen or node.primitive not in _LINEAR | {"integer_pow"} or is_backward(node.eqn):
+                    continue
+                others = [a for a in node.inputs if isinstance(a, Value) and a.id != value.id and not self._literal(a)]
+                adds = node.primitive in ("add", "sub") and bool(others)
+                if ended and (adds or others):
+                    continue
+                seen.add(node.id)
+                self._nodes[node.id] = node
+                made = node.outputs[0]
+                self._made[made.id] = True
+                whole = math.prod(made.shape) == size
+                if node.primitive in ("mul", "div") and whole:
+                    self.is_norm |= any(self.of_x(a) and math.prod(a.shape) == size for a in others)
+                if whole and node.primitive not in VIEWS and is_float(made.dtype):
+                    found.append(made)
+                stack.append((made, ended or adds))
+        return sorted(found, key=lambda v: -v.id)
+
+    def _view(self) -> View:
+        """Over the nodes between x and the results, and the views of whatever else those read."""
+        nodes, leaves = dict(self._nodes), [self.x]
+        made = {v.id for n in nodes.values() for v in n.outputs} | {self.x.id}
+        stack = [a for n in nodes.values() for a in n.inputs if isinstance(a, Value) and a.id not in made]
+        seen: set[int] = set()
+        while stack:
+            value = stack.pop()
+            if value.id in seen:
+                continue
+            seen.add(value.id)
+            node = self.maker(value)
+            if self._literal(value):
+                below = [] if node is None else [a for a in node.inputs if isinstance(a, Value)]
+            elif value.id == self._base(value).id:
+                leaves.append(value)
+                continue
+            else:
+                below = [a for a in self.block.producer[value.id].inputs[:1] if isinstance(a, Value)]
+            if node is not None:
+                nodes[node.id] = node
+            stack += below
+        return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])

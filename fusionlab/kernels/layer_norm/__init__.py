@@ -1,0 +1,4 @@
+"""LayerNorm and RMSNorm as one op."""
+
+from .op import LAYER_NORM as LAYER_NORM
+from .op import layer_norm as layer_norm
