@@ -32,6 +32,10 @@ from .layout import Axes, arrange, axes_of, in_order, restore
 from .norms import ROOTS, Surroundings
 from .site import Site
 
+_CANCELS = (
+    "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
+    "the mean of (x - mean)^2, and is right there"
+)
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 
 
@@ -269,7 +273,8 @@ class _Site(Site):
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
         if isinstance(plan, str):
             return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", site=region.nodes)
-        return propose(self.search, self.pass_.name, region, plan, self.anchor)
+        notes = (_CANCELS,) if "mean(x^2) - mean(x)^2" in found.pattern.example.name else ()
+        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
 
     def scalars(self, found: Match) -> Rejection | None:
         size = math.prod(found.sizes[c] for c in found.letters["n"])

@@ -44,7 +44,7 @@ def declined(fn, *args):
     return rejection
 
 
-def mean(x, axis=-1):
+def mean(x, axis: int | tuple[int, ...] = -1):
     return x.mean(axis, keepdims=True)
 
 
@@ -409,7 +409,7 @@ def test_a_differentiated_program_is_told_to_fuse_before_that():
     found = fl.find(jax.grad(lambda x: (xhat(x) * G + B).sum() ** 2), X, passes=NORM)
     (rejection,) = found.rejections
     assert rejection.code == "escapes"
-    assert "before it is differentiated" in rejection.edit
+    assert "before it is differentiated" in str(rejection.edit)
 
 
 def test_a_post_norm_after_a_layer_overlaps_with_nothing():
@@ -437,3 +437,16 @@ def test_f64_is_a_site():
         (site,) = sites(fl.find(lambda x: xhat(x), x))
         assert site.attrs["epsilon"] == pytest.approx(EPS, rel=1e-12)
         np.testing.assert_allclose(fl.fuse(xhat)(x), xhat(jnp.asarray(x)), rtol=1e-12)
+
+
+def test_a_variance_that_cancels_is_named_in_a_note_and_a_two_pass_one_is_not():
+    def by_squares(x):
+        centre = mean(x)
+        return (x - centre) * jax.lax.rsqrt(mean(x * x) - centre * centre + 1e-5)
+
+    (site,) = fl.find(by_squares, X, passes=NORM).candidates
+    assert "cancels" in site.notes[0]
+    (site,) = fl.find(
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean((x - mean(x)) ** 2) + 1e-5), X, passes=NORM
+    ).candidates
+    assert not site.notes
