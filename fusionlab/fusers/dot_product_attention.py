@@ -220,7 +220,7 @@ class _Site(Site):
         scores = next(
             (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
         )
-        return scores is not None and _reach_node(self.view, found.leaves["mask"], scores, 4)
+        return scores is not None and self.made_of(found.leaves["mask"], scores, 4)
 
     def scale(self, found: Match, region: Region) -> float:
         """The factor on q k^T that the bound operands do not carry themselves."""
@@ -244,16 +244,6 @@ def _notes(found: Match, mask: Mask) -> Iterator[str]:
         yield f"masked scores become {fill:g}: right while no score is as low"
     if name.startswith("softmax without max"):
         yield "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
-
-
-def _reach_node(view: View, start: int, target: int, depth: int) -> bool:
-    """Whether a canonical node is computed from another within `depth` steps."""
-    level = {start}
-    for _ in range(depth):
-        if target in level:
-            return True
-        level = {o.nid for n in level for o in view.nodes[n].operands}
-    return target in level
 
 
 def _without_mask(region: Region) -> Region:

@@ -123,7 +123,7 @@ class _Site(Site):
             found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
             return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
         node, total, other = added
-        if self.depends(self.view.read(other).nid):
+        if self.made_of(self.view.read(other).nid, self.nid(self.product), 6):
             return None  # softmax subtracting its maximum, and the like
         if node.primitive == "sub":
             sentence = f"{anchor_text(node)} subtracts, where a bias is added"
@@ -193,16 +193,6 @@ class _Site(Site):
                 return False
             atom = maker.inputs[0]
         return True
-
-    def depends(self, nid: int, depth: int = 6) -> bool:
-        """Whether a canonical node is computed from the product, within a few steps."""
-        product = self.nid(self.product)
-        level = {nid}
-        for _ in range(depth):
-            if product in level:
-                return True
-            level = {o.nid for n in level for o in self.view.nodes[n].operands}
-        return product in level
 
     def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
         """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""

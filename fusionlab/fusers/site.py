@@ -61,6 +61,15 @@ class Site:
         sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
         return self.rejection(code, sentence, [node] if node else [], (miss.matched, miss.total), site=site)
 
+    def made_of(self, nid: int, target: int, depth: int) -> bool:
+        """Whether a canonical node is computed from another, within `depth` steps."""
+        level = {nid}
+        for _ in range(depth):
+            if target in level:
+                return True
+            level = {o.nid for n in level for o in self.view.nodes[n].operands}
+        return target in level
+
     def is_random(self, nid: int) -> bool:
         """Whether a canonical node is made of random bits within a few steps, as a dropout mask is."""
         level = {nid}

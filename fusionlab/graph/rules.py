@@ -16,6 +16,7 @@ import numpy as np
 
 from .canonical import ONE, Coef, Operand, Ref, View, nonunit, tidy
 from .compat import rule_functions, scan_counts
+from .evaluate import is_float as is_floating
 from .ir import Node
 from .literals import fold
 from .scopes import defined_in_jax, is_jax_file
@@ -45,10 +46,6 @@ def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def is_floating(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def is_float(node: Node) -> bool:
