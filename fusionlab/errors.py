@@ -69,6 +69,7 @@ REJECTIONS: dict[str, str] = {
     "value": "the fused op does not reproduce the site's values",
     "custom_rule": "a custom_jvp or custom_vjp of the user's own stands inside the site",
     "stop_gradient": "a stop_gradient stands inside the site, and removing it would change gradients",
+    "named_residual": "a checkpoint_name stands inside the site, and a remat policy may ask for the value it names",
     "region": "the site crosses the boundary of a region (scan, remat, custom rule) and cannot be replaced as one",
     "overlap": "another, larger fusion claims the same nodes",
     "uncertified": "the site holds a primitive that certification cannot evaluate",

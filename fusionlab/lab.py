@@ -68,6 +68,20 @@ class Findings(PlainFindings):
 
         return graph_html(self.graph, self)
 
+    def to_html(self, path: Any = None) -> str:
+        """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.
+
+        Raises:
+          OutputError: the file cannot be written.
+        """
+        from .viz.html import report_html
+        from .viz.render import write_text
+
+        text = report_html(self.graph, self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
 
 def _fields(record: Any, **changed: Any) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} | changed

@@ -12,14 +12,17 @@ from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
-from ..graph.compat import split_closed, varies
+from ..graph.compat import split_closed
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Graph, Node
+from ..graph.manual import has_mesh, make_jaxpr
 from ..graph.region import Escape, Region
 from ..graph.rewrite import Replacement
 from ..graph.signature import region_signature
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
+
+SUMS_OVER_DEVICES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 class Pass(Protocol):
@@ -104,11 +107,19 @@ class _Facts:
     backends: tuple[Backend, ...]
 
 
-def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node, notes: Sequence[str] = ()) -> Any:
+def propose(
+    search: Search,
+    name: str,
+    region: Region,
+    plan: Plan,
+    anchor: Node,
+    notes: Sequence[str] = (),
+    concepts: Sequence[str] = (),
+) -> Any:
     """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`."""
     problem = _unfit(region)
     if problem is not None:
-        return reject(search, name, *problem, anchor, region.nodes, region.nodes)
+        return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
     key = (
         "site",
         region_signature(region),
@@ -139,6 +150,7 @@ def propose(search: Search, name: str, region: Region, plan: Plan, anchor: Node,
         residuals=facts.residuals,
         backends=facts.backends,
         notes=tuple(notes),
+        concepts=tuple(concepts),
         site=replacement,
     )
 
@@ -148,10 +160,13 @@ def _unfit(region: Region) -> tuple[str, str] | None:
     floats = [v.dtype for v in (*region.inputs, region.root) if is_float(v.dtype)]
     if any(0 in v.shape for v in (*region.inputs, region.root)):
         return "axes", f"{region.root!r} or one of its operands is empty"
-    if any(varies(v.aval) for v in (*region.inputs, region.root)):
+    summed = next((n for n in all_nodes(region.nodes) if n.primitive in SUMS_OVER_DEVICES), None)
+    if summed is not None:
+        return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
+    if not all(has_mesh(v.aval) for v in (*region.inputs, region.root)):
         return (
             "region",
-            f"{region.root!r} stands in a shard_map that checks which mesh axes values vary along (check_vma)",
+            f"{region.root!r} or one of its operands varies along an axis of no mesh around it, or is still to be summed along one",
         )
     for node in all_nodes(region.nodes):
         made = node.outputs[0].dtype
@@ -180,7 +195,7 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
     verdict = search.certifier.region(region, plan.call, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    nodes_after = len(split_closed(jax.make_jaxpr(plan.call)(*avals))[0].eqns)
+    nodes_after = len(split_closed(make_jaxpr(plan.call, [v.aval for v in region.inputs]))[0].eqns)
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
     residuals = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
@@ -198,13 +213,24 @@ def reject(
     site: Iterable[Node],
     progress: tuple[int, int] | None = None,
     edit: str | None = None,
+    concepts: Sequence[str] = (),
 ) -> Rejection:
     """A Rejection at `anchor`; `progress` defaults to all of the site's nodes having matched."""
     site_ids = frozenset(n.id for n in site) | {anchor.id}
     matched, total = progress or (len(site_ids), len(site_ids))
     guilty_ids = tuple(n.id for n in guilty)
     return Rejection(
-        f"{name}@{anchor.scope}", name, code, sentence, guilty_ids, site_ids, matched, total, anchor.source, edit
+        f"{name}@{anchor.scope}",
+        name,
+        code,
+        sentence,
+        guilty_ids,
+        site_ids,
+        matched,
+        total,
+        anchor.source,
+        edit,
+        concepts=tuple(concepts),
     )
 
 

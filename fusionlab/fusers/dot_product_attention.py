@@ -1,14 +1,16 @@
-"""Pass `dot_product_attention`: softmax(scale * q k^T) v, causal or not, in any layout -> one `dot_product_attention` op.
+"""Pass `dot_product_attention`: softmax(scale * q k^T) v with its masks, biases, cap and dropout, in any layout -> one
+`dot_product_attention` op.
 
 The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
-Spellings of softmax are examples; a mask is told by its values, which must be those of a causal mask or of none.
+How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,79 +18,22 @@ import jax.numpy as jnp
 
 from ..graph.canonical import CNode, View
 from ..graph.ir import Node, Value
-from ..graph.match import Match, Miss, close
-from ..graph.pattern import Example
+from ..graph.match import Match, Miss, close, match
+from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from ..kernels import OPS
+from .attention_forms import NEGATED, TAILS, Steps, Tail, readings, tail_example, whole_example
 from .base import Plan, Search, anchor_text, propose
 from .findings import Candidate, Rejection
-from .layout import Axes, arrange, axes_of, in_order, restore
-from .masks import MASK_FILL, Mask, read_mask
+from .layout import BROADCAST, Axes, arrange, arrange_thin, axes_beside, axes_of, in_order, restore
+from .masks import MASK_FILL, Masking, is_ones, read_masks
 from .site import Site
 
-_LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
-
-
-def _scores(q: Any, k: Any, scale: float) -> Any:
-    return jnp.einsum("btc,bsc->bts", q, k) * scale
-
-
-def _weigh(p: Any, v: Any) -> Any:
-    return jnp.einsum("bts,bsd->btd", p, v)
-
-
-def _by_max(z: Any, v: Any) -> Any:
-    return _weigh(jax.nn.softmax(z), v)
-
-
-def _plain(z: Any, v: Any) -> Any:
-    e = jnp.exp(z)
-    return _weigh(e / e.sum(-1, keepdims=True), v)
-
-
-def _by_logsumexp(z: Any, v: Any) -> Any:
-    return _weigh(jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True)), v)
-
-
-def _by_log_softmax(z: Any, v: Any) -> Any:
-    return _weigh(jnp.exp(jax.nn.log_softmax(z, -1)), v)
-
-
-def _divided_after(z: Any, v: Any) -> Any:
-    e = jnp.exp(z - z.max(-1, keepdims=True))
-    return _weigh(e, v) / e.sum(-1)[..., None]
-
-
-def _examples() -> Iterator[Example]:
-    softmaxes: Mapping[str, Callable[[Any, Any], Any]] = {
-        "softmax": _by_max,
-        "softmax without max": _plain,
-        "exp(z - logsumexp(z))": _by_logsumexp,
-        "exp(log_softmax(z))": _by_log_softmax,
-        "division after the product": _divided_after,
-    }
-    lacks = {x: frozenset({"mask"}) for x in "bts"}
-    masked = {**_LEAVES, "mask": "bts"}
-    for name, end in softmaxes.items():
-        yield Example(name, lambda q, k, v, s, end=end: end(_scores(q, k, s), v), _LEAVES, ("scale",))
-        yield Example(
-            f"{name}, masked",
-            lambda q, k, v, m, s, fill, end=end: end(jnp.where(m, _scores(q, k, s), fill), v),
-            masked, ("scale", "fill"), frozenset({"mask"}), lacks,
-        )  # fmt: skip
-        yield Example(
-            f"{name}, masked where true",
-            lambda q, k, v, m, s, fill, end=end: end(jnp.where(m, fill, _scores(q, k, s)), v),
-            masked, ("scale", "fill"), frozenset({"mask"}), lacks,
-        )  # fmt: skip
-        yield Example(
-            f"{name}, additive mask", lambda q, k, v, m, s, end=end: end(_scores(q, k, s) + m, v), masked, ("scale",), optional=lacks
-        )  # fmt: skip
-
-
-EXAMPLES = tuple(_examples())
+# What may stand between the exponentials and the product that they weigh.
+_THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
+_READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
 @dataclass(frozen=True)
@@ -97,7 +42,7 @@ class DotProductAttentionPass:
 
     name: str = "dot_product_attention"
     op: str = "dot_product_attention"
-    formula: str = "softmax(scale * q @ k.T) @ v, scale anywhere, no mask or a causal one, any layout"
+    formula: str = "softmax(scale * q @ k.T + bias, masks, causal) @ v, scale anywhere, capped or not, with dropout or without, any layout"
     needs: str = "f32 or bf16, softmax along the keys, the attention weights read by the product with v alone"
     options: Any = None
 
@@ -130,7 +75,7 @@ def _exponentials(view: View, dot: CNode) -> int | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        exp = _reach(view, operand.nid, "exp", 3, frozenset({"prod", "select", "cast", "sum", "stop_gradient", "name"}))
+        exp = _reach(view, operand.nid, "exp", 3, _THROUGH)
         if exp is not None and _reach(view, exp, "dot", 8, None) is not None:
             return exp
     return None
@@ -148,17 +93,65 @@ def _reach(view: View, start: int, op: str, depth: int, through: frozenset[str] 
     return None
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A site as it was read: the example's parts, and its match."""
+
+    tail: Tail
+    steps: Steps
+    match: Match
+
+
 class _Site(Site):
     """One softmax between two products, from anchor to candidate or rejection."""
 
+    kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
+
     def examine(self) -> Candidate | Rejection:
-        found = self.best_match(EXAMPLES, self.roots())
-        if isinstance(found, Miss):
-            return self.near_miss(found)
         try:
-            return self.candidate(found)
+            found = self.read()
+            return self.near_miss(found) if isinstance(found, Miss) else self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def named(self, outcome: Candidate | Rejection, read: _Reading) -> Candidate | Rejection:
+        """With the kind of attention it is, unless a number makes it none."""
+        if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
+            return outcome
+        kind = self.kind or ("masked" if read.steps or read.tail.change else "unmasked")
+        return replace(outcome, concepts=("attention", f"attention_{kind}"))
+
+    def read(self) -> _Reading | Miss:
+        """The site's spelling, from the outside in; the miss that came furthest if it has none."""
+        best: Miss | None = None
+        for tail, root in itertools.product(TAILS, self.roots()):
+            outer = self.tried(tail, root)
+            if isinstance(outer, Match):
+                return self.scores(tail, root, outer.leaves["z"])
+            if outer is not None and (best is None or outer.matched >= best.matched):
+                best = outer
+        if best is None:
+            raise AssertionError("an attention's root is a product or a division")
+        return best
+
+    def tried(self, tail: Tail, root: int) -> Match | Miss | None:
+        pattern = pattern_of(tail_example(tail))
+        if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
+            return None
+        return match(pattern, self.view, root)
+
+    def scores(self, tail: Tail, root: int, z: int) -> _Reading | Miss:
+        """The whole of a site whose softmax has matched, for the first reading of its scores that matches."""
+        best: Miss | None = None
+        for steps in itertools.islice(readings(self.view, z), _READINGS):
+            for signed in (steps,) if steps else (steps, NEGATED):
+                found = match(pattern_of(whole_example(tail, signed)), self.view, root)
+                if isinstance(found, Match):
+                    return _Reading(tail, signed, found)
+                best = found if best is None or found.matched > best.matched else best
+        if best is None:
+            raise AssertionError("scores have a reading")
+        return best
 
     def roots(self) -> list[int]:
         """The product itself, or the division that follows it."""
@@ -166,65 +159,87 @@ class _Site(Site):
         after = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "prod"]
         return [*after, nid]
 
-    def candidate(self, found: Match) -> Candidate | Rejection:
+    def candidate(self, read: _Reading) -> Candidate | Rejection:
+        found = read.match
         root = self.root_value(found)
         region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
-        if not close(self.view.ref[root.id].coef, self.view.ref[region.leaves["v"].id].coef):
+        factor = self.view.ref[root.id].coef / self.carried(region, [n for n in ("v", "factors") if n in region.leaves])
+        if "factors" not in region.leaves and not close(factor, 1.0):
             raise NotARegion("its result carries a factor that the values do not")
-        problem = self.conditions(found, region)
+        problem = self.conditions(read, region)
         if problem is not None:
             return problem
-        mask = self.mask(found, region)
-        if isinstance(mask, Rejection):
-            return mask
+        masks = read_masks(self.view, found, region.leaves, read.steps, self.search.certifier)
+        if isinstance(masks, str):
+            return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
+        dropped = masks.dropped | self.dropped(region, factor)
+        scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
+        changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
+        self.kind = "masked" if changed else "unmasked" if masks.row is None else "causal"
+        if read.tail.change == "where" and masks.masks:
+            sentence = (
+                f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
+            )
+            return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
         leaks = escapes(region)
         if leaks:
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
             return self.escaping(leaks[0], edit, region.nodes)
-        region = _without_mask(region)
-        plan = _plan(self.search, found, region, self.scale(found, region), mask, self.precision(region))
-        notes = tuple(_notes(found, mask))
-        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
+        region = _without(region, dropped)
+        factor *= found.scalars.get("factor", 1.0)
+        attrs = _attributes(read, region, self.scale(read, region), masks, factor) | {
+            "precision": self.precision(region)
+        }
+        plan = _plan(self.search, read, region, masks, attrs)
+        return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks)))
 
-    def conditions(self, found: Match, region: Region) -> Rejection | None:
+    def dropped(self, region: Region, factor: float) -> frozenset[str]:
+        """Factors on the probabilities that are all one."""
+        factors = region.leaves.get("factors")
+        ones = factors is not None and close(factor, 1.0) and is_ones(self.view, factors, self.search.certifier)
+        return frozenset({"factors"} if ones else ())
+
+    def conditions(self, read: _Reading, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
         if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
             sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
             return self.rejection("dtype", sentence, edit="cast q, k and v to bfloat16 or float32", site=region.nodes)
-        fill = found.scalars.get("fill")
-        if fill is not None and not fill <= MASK_FILL:
-            sentence = f"masked scores become {fill:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
+        fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
+        if fills:
+            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
             return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
-        return None
+        own = self.made_of_scores(read)
+        if own is not None:
+            sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
+            edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
+            return self.rejection("structure", sentence, site=region.nodes, edit=edit)
+        return self.scaled_by_data(read, region)
 
-    def mask(self, found: Match, region: Region) -> Mask | Rejection:
-        """The mask, told by its values."""
-        if "mask" not in region.leaves:
-            return Mask()
-        if self.made_of_scores(found):
-            sentence = (
-                f"{anchor_text(self.anchor)}: the scores are negated, or have more taken from them than their maximum"
-            )
-            return self.rejection("scalar", sentence, site=region.nodes, edit="negate q or k instead of the scores")
-        name = found.pattern.example.name
-        form = "added" if name.endswith("additive mask") else "masked" if name.endswith("where true") else "kept"
-        read = read_mask(self.view, found, region.leaves["mask"], form, self.search.certifier)
-        if isinstance(read, str):
-            return self.rejection("mask", f"{read}; this version takes no mask or a causal one", site=region.nodes)
-        return read
-
-    def made_of_scores(self, found: Match) -> bool:
-        """Whether what the match calls a mask is computed from the scores: their maximum, with an unexpected factor."""
+    def made_of_scores(self, read: _Reading) -> str | None:
+        """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
+        found = read.match
         scores = next(
             (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
         )
-        return scores is not None and self.made_of(found.leaves["mask"], scores, 4)
+        biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
+        return next((b for b in biases if scores is not None and self.made_of(found.leaves[b], scores, 4)), None)
 
-    def scale(self, found: Match, region: Region) -> float:
+    def scaled_by_data(self, read: _Reading, region: Region) -> Rejection | None:
+        """The op is given queries that are scaled already: not where that rounds what the program does not round."""
+        factors = [s.leaf for s in read.steps if s.kind in ("times", "over") and s.leaf]
+        wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
+        if not factors or wide == {str(region.leaves["q"].dtype)}:
+            return None
+        sentence = f"{anchor_text(self.anchor)}: the scores are scaled by data, {region.leaves[factors[0]]!r}, in a wider dtype than q's"
+        return self.rejection("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")
+
+    def scale(self, read: _Reading, region: Region) -> float:
         """The factor on q k^T that the bound operands do not carry themselves."""
-        return found.scalars.get("scale", 1.0) / self.carried(region, ("q", "k"))
+        scalars = read.match.scalars
+        sign = -1.0 if read.steps == NEGATED else 1.0
+        return sign * scalars.get("scale", 1.0) * scalars.get("cap", 1.0) / self.carried(region, ("q", "k"))
 
     def precision(self, region: Region) -> Any:
         """What the user asked of the products; None for the default."""
@@ -236,66 +251,153 @@ class _Site(Site):
         return next(iter(asked.values()), None)
 
 
-def _notes(found: Match, mask: Mask) -> Iterator[str]:
+def _notes(read: _Reading, masks: Masking) -> Iterator[str]:
     """What the fused op does otherwise than the site on numbers a model is not meant to see."""
-    name = found.pattern.example.name
-    fill = max(found.scalars.get("fill", -math.inf), mask.fill)
-    if mask.causal and fill > _SAFE_FILL:
-        yield f"masked scores become {fill:g}: right while no score is as low"
-    if name.startswith("softmax without max"):
+    if masks.row is not None and masks.fill > _SAFE_FILL:
+        yield f"masked scores become {masks.fill:g}: right while no score is as low"
+    if read.tail.softmax == "softmax without max":
         yield "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
 
 
-def _without_mask(region: Region) -> Region:
-    """The region as a function of q, k and v alone: a constant mask becomes part of its support."""
-    if "mask" not in region.leaves:
-        return region
-    block, mask = region.block, region.leaves["mask"]
+def _without(region: Region, dropped: frozenset[str]) -> Region:
+    """The region as a function of fewer leaves: constants that are dropped become part of its support."""
+    gone = [v for name, v in region.leaves.items() if name in dropped]
+    leaves = {name: v for name, v in region.leaves.items() if name not in dropped}
     known = {n.id for n in (*region.nodes, *region.support)}
     extra: dict[int, Node] = {}
-    stack = [mask]
+    stack = list(gone)
     while stack:
-        node = block.producer.get(stack.pop().id)
+        node = region.block.producer.get(stack.pop().id)
         if node is not None and node.id not in extra:
             extra[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     added = (n for i, n in extra.items() if i not in known)
     support = tuple(sorted((*region.support, *added), key=lambda n: n.id))
-    leaves = {name: v for name, v in region.leaves.items() if name != "mask"}
-    return Region(block, region.root, leaves, region.nodes, support, region.known)
+    return Region(region.block, region.root, leaves, region.nodes, support, region.known)
 
 
-def _plan(search: Search, found: Match, region: Region, scale: float, mask: Mask, precision: Any) -> Plan:
-    """Operands into [*B, T, N, H], the last batch axis being the heads; the result back to the root's axes.
+@dataclass(frozen=True)
+class _Layout:
+    """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
 
-    Query heads that share keys are more rows to the keys. Under a causal mask a row's number counts, so there they are heads, and the
-    keys repeat.
+    Query heads that share keys are more rows to the keys. Where a row's number counts (a causal mask) or rows differ in what is done to
+    their scores, they are heads, and the keys repeat.
     """
-    sizes = found.sizes
-    axes: dict[str, Axes] = {n: axes_of(found, search.view, found.leaf_id(n), v) for n, v in region.leaves.items()}
-    order = {
-        x: in_order(axes[n], found.letters[x]) for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
-    }
-    batch, heads = [[c] for c in order["b"][:-1]], list(order["b"][-1:])
-    if mask.causal:
-        heads += [c for c in order["t"] if c != mask.row]
-        order["t"] = tuple(c for c in order["t"] if c == mask.row)
-    position = {v.id: i for i, v in enumerate(region.inputs)}
-    where = {n: position[v.id] for n, v in region.leaves.items()}
-    groups = {
-        "q": [*batch, order["t"], heads, order["c"]],
-        "k": [*batch, order["s"], heads, order["c"]],
-        "v": [*batch, order["s"], heads, order["d"]],
-    }
-    out_groups = [*batch, order["t"], heads, order["d"]]
+
+    axes: Mapping[str, Axes]
+    where: Mapping[str, int]
+    sizes: Mapping[int, int]
+    batch: tuple[tuple[int, ...], ...]
+    heads: tuple[int, ...]
+    order: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, view: View, found: Match, region: Region, masks: Masking) -> _Layout:
+        axes = {
+            n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
+            for n, v in region.leaves.items()
+        }
+        order = {
+            x: in_order(axes[n], found.letters[x])
+            for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
+        }
+        batch, heads = tuple((c,) for c in order["b"][:-1]), order["b"][-1:]
+        row = masks.row
+        if row is None and len(order["t"]) > 1 and len(region.leaves) > 3:
+            extra = {c for n, a in axes.items() if n not in "qkv" for c in a if c is not None and c != BROADCAST}
+            row = next((c for c in order["t"] if c in extra), order["t"][0])
+        if row is not None:
+            heads = (*heads, *(c for c in order["t"] if c != row))
+            order["t"] = (row,)
+        where = {v.id: i for i, v in enumerate(region.inputs)}
+        return cls(axes, {n: where[v.id] for n, v in region.leaves.items()}, found.sizes, batch, heads, order)
+
+    def operand(self, name: str, inputs: Any) -> Any:
+        """q, k or v as [*B, length, heads, features]."""
+        length, features = {"q": "tc", "k": "sc", "v": "sd"}[name]
+        groups = [*self.batch, self.order[length], self.heads, self.order[features]]
+        return arrange(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+
+    def by_row(self, name: str, inputs: Any) -> Any:
+        """A factor on the scores as [*B, T, heads, 1], with 1 where it is broadcast."""
+        return arrange_thin(
+            inputs[self.where[name]], self.axes[name], [*self.batch, self.order["t"], self.heads, ()], self.sizes
+        )
+
+    def on_scores(self, name: str, inputs: Any) -> Any:
+        """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
+        groups = [*self.batch, self.heads, self.order["t"], self.order["s"]]
+        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+
+    @property
+    def result(self) -> list[tuple[int, ...]]:
+        return [*self.batch, self.order["t"], self.heads, self.order["d"]]
+
+
+def _plan(search: Search, read: _Reading, region: Region, masks: Masking, attrs: dict[str, Any]) -> Plan:
+    """The op's operands from the region's inputs, and the region's root from its result."""
+    found = read.match
+    layout = _Layout.of(search.view, found, region, masks)
     root_axes = axes_of(found, search.view, found.pattern.root, region.root)
+    signs = {n: _bias_factor(search.view, found, region, n) for n in masks.biases}
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
-        return tuple(arrange(inputs[where[n]], axes[n], groups[n], sizes) for n in ("q", "k", "v"))
+        q, k, v = (layout.operand(n, inputs) for n in "qkv")
+        for step in read.steps:
+            if step.kind in ("times", "over"):
+                q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
+        biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
+        seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
+        if read.tail.change == "where":
+            seen.append(layout.on_scores("factors", inputs))
+        factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
+        return _trimmed(q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors)
 
     def finish(out: Any) -> Any:
-        return restore(out, out_groups, root_axes, region.root.shape, sizes)
+        return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
 
     op = OPS["dot_product_attention"]
-    attrs = {"scale": scale, "is_causal": mask.causal, "precision": precision, "implementation": search.implementation}
-    return Plan(op, attrs, operands, finish, op.formula(scale=scale, is_causal=mask.causal))
+    masked = bool(masks.masks) or read.tail.change == "where"
+    shown = {"bias": bool(masks.biases), "mask": masked, "factors": "factors" in region.leaves}
+    return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
+
+
+def _times(x: Any, factor: float) -> Any:
+    return x if factor == 1 else -x if factor == -1 else x * jnp.asarray(factor, x.dtype)
+
+
+def _bias_factor(view: View, found: Match, region: Region, name: str) -> float:
+    """What the sum multiplies a bound bias by: -1 where it is subtracted."""
+    leaf = found.leaf_id(name)
+    sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
+    target = view.nodes[found.nodes[next(sums)]]
+    on_edge = next(o.coef for o in target.operands if o.nid == found.nodes[leaf])
+    return float(on_edge) / float(view.ref[region.leaves[name].id].coef)
+
+
+def _attributes(read: _Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
+    """The op's attributes; those of operands that are absent keep their defaults."""
+    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.row is not None}
+    if "cap" in read.match.scalars:
+        attrs["softcap"] = read.match.scalars["cap"]
+    if read.tail.change == "where":  # no key of a row that sees none is -inf, so that the factors make its weights 0
+        attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
+    elif masks.masks and masks.mask_value != -math.inf:
+        attrs["mask_value"] = masks.mask_value
+    if "factors" in region.leaves and not close(factor, 1.0):
+        attrs["factors_scale"] = factor
+    return attrs
+
+
+def _all_of(masks: list[Any]) -> Any:
+    """The conjunction, or None of none."""
+    seen = masks[0] if masks else None
+    for mask in masks[1:]:
+        seen = seen & mask
+    return seen
+
+
+def _trimmed(*operands: Any) -> tuple[Any, ...]:
+    """Without the absent operands at the end."""
+    present = [i for i, x in enumerate(operands) if x is not None]
+    return operands[: present[-1] + 1]

@@ -118,6 +118,7 @@ def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
         item.nodes_before,
         item.nodes_before,
         item.source,
+        concepts=item.concepts,
     )
 
 
@@ -173,6 +174,7 @@ def _with_losers(
                     size,
                     c.source,
                     winner=str(id(winner)),
+                    concepts=c.concepts,
                 )
             )
     return kept, rejections

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class Candidate:
       residuals: what the fused forward saves for backward when differentiated.
       backends: every implementation with its verdict.
       notes: sentences worth reading (fallbacks taken, ...).
+      concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
       site: the rewriter's own record (opaque to readers).
     """
 
@@ -57,6 +59,7 @@ class Candidate:
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
     notes: tuple[str, ...] = ()
+    concepts: tuple[str, ...] = ()
     site: Any = dataclasses.field(default=None, repr=False)
 
     @property
@@ -77,6 +80,24 @@ class Candidate:
         where = f" ({self.source})" if self.source else ""
         return f"{self.id}: {self.formula}{where}, {self.nodes_before} nodes -> {self.nodes_after}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {
+            "id": self.id,
+            "pass": self.pass_name,
+            "op": self.op,
+            "formula": self.formula,
+            "attrs": {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.attrs.items()},
+            "nodes": sorted(self.node_ids),
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+            "source": str(self.source) if self.source else None,
+            "residuals": [dataclasses.asdict(r) for r in self.residuals],
+            "backends": [dataclasses.asdict(b) for b in self.backends],
+            "notes": list(self.notes),
+            "concepts": list(self.concepts),
+        }
+
 
 @dataclass(frozen=True, eq=False)
 class Rejection:
@@ -91,6 +112,7 @@ class Rejection:
       matched, total: how far the match got ("17 of 19").
       edit: the source edit that would make it match, or None.
       winner: for `overlap`, the id of the candidate that took the nodes.
+      concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
     """
 
     id: str
@@ -104,6 +126,7 @@ class Rejection:
     source: Source | None
     edit: str | None = None
     winner: str | None = None
+    concepts: tuple[str, ...] = ()
 
     @property
     def scope(self) -> str:
@@ -112,6 +135,23 @@ class Rejection:
     def __str__(self) -> str:
         edit = f" Edit: {self.edit}" if self.edit else ""
         return f"{self.id} declined [{self.code}]: {self.sentence} ({self.matched} of {self.total} matched){edit}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able; `nodes` are the guilty ones, `site` those matched so far."""
+        return {
+            "id": self.id,
+            "pass": self.pass_name,
+            "code": self.code,
+            "sentence": self.sentence,
+            "nodes": list(self.node_ids),
+            "site": sorted(self.site_ids),
+            "matched": self.matched,
+            "total": self.total,
+            "source": str(self.source) if self.source else None,
+            "edit": self.edit,
+            "winner": self.winner,
+            "concepts": list(self.concepts),
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +173,10 @@ class Findings:
     def counts(self) -> dict[str, int]:
         """Pass name -> number of candidates; every pass asked is a key, zeros too."""
         return {p: sum(c.pass_name == p for c in self.candidates) for p in self.passes}
+
+    def concepts(self) -> dict[str, int]:
+        """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
+        return dict(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
 
     def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
         """Every candidate or rejection that touches a node."""
@@ -255,8 +299,8 @@ class Findings:
             "passes": list(self.passes),
             "counts": self.counts(),
             "lines": self.lines(),
-            "candidates": [_candidate_dict(c) for c in self.candidates],
-            "rejections": [_rejection_dict(r) for r in self.rejections],
+            "candidates": [c.to_dict() for c in self.candidates],
+            "rejections": [r.to_dict() for r in self.rejections],
             "notes": list(self.notes),
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
         }
@@ -276,8 +320,8 @@ class Findings:
             import pandas as pd
         except ImportError as error:
             raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
-        rows = [{"state": "candidate", **_candidate_dict(c), **_candidate_texts(c)} for c in self.candidates]
-        rows += [{"state": "declined", **_rejection_dict(r)} for r in self.rejections]
+        rows = [{"state": "candidate", **c.to_dict(), **_candidate_texts(c)} for c in self.candidates]
+        rows += [{"state": "declined", **r.to_dict()} for r in self.rejections]
         columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
         columns += ["backend", "backends", "notes"]
         return pd.DataFrame(rows, columns=columns)
@@ -320,38 +364,6 @@ def _explain_item(item: Candidate | Rejection) -> str:
     return "\n".join(lines)
 
 
-def _candidate_dict(c: Candidate) -> dict[str, Any]:
-    return {
-        "id": c.id,
-        "pass": c.pass_name,
-        "op": c.op,
-        "formula": c.formula,
-        "attrs": {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in c.attrs.items()},
-        "nodes": sorted(c.node_ids),
-        "nodes_before": c.nodes_before,
-        "nodes_after": c.nodes_after,
-        "source": str(c.source) if c.source else None,
-        "residuals": [dataclasses.asdict(r) for r in c.residuals],
-        "backends": [dataclasses.asdict(b) for b in c.backends],
-        "notes": list(c.notes),
-    }
-
-
 def _candidate_texts(c: Candidate) -> dict[str, str]:
     backends = "; ".join(f"{b.name}: {b.verdict}, {b.reason}" for b in c.backends)
     return {"backend": c.backend.name if c.backend else "", "backends": backends, "notes": "; ".join(c.notes)}
-
-
-def _rejection_dict(r: Rejection) -> dict[str, Any]:
-    return {
-        "id": r.id,
-        "pass": r.pass_name,
-        "code": r.code,
-        "sentence": r.sentence,
-        "nodes": list(r.node_ids),
-        "matched": r.matched,
-        "total": r.total,
-        "source": str(r.source) if r.source else None,
-        "edit": r.edit,
-        "winner": r.winner,
-    }

@@ -7,13 +7,13 @@ with a bias or an activation is a site; a bare product is not, since there is no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from ..graph.evaluate import is_float
-from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise
+from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import Example, pattern_of
@@ -22,7 +22,7 @@ from ..graph.scopes import is_backward, is_differentiated
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.gemm_epilogue.op import DTYPES
-from .base import Plan, Search, anchor_text, option, propose
+from .base import SUMS_OVER_DEVICES, Plan, Search, anchor_text, option, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .site import FUSE_FIRST, Site
@@ -31,6 +31,7 @@ LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b"
 PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
 KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
 # Functions that make an elementwise cone an activation rather than a scaling.
+_FLOATS = "cast x, w and b to bfloat16 or float32"
 NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split())
 
 
@@ -52,6 +53,12 @@ class _Linear:
     def leaves(self) -> dict[str, int]:
         """Role -> canonical node."""
         return {role: self.match.nodes[self.leaf(role)] for role in ("x", "w", "b")[: 3 if self.bias else 2]}
+
+
+def _concepts(bias: bool, activation: str | None) -> tuple[str, ...]:
+    """What a site is made of: "linear" with a bias, and its activation by its usual name, whatever the spelling."""
+    known = ACTIVATIONS.get(activation or "none")
+    return (*(("linear",) if bias else ()), *((known.kind,) if known and known.name != "none" else ()))
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,16 @@ class _Site(Site):
 
     def __init__(self, pass_: GemmEpiloguePass, search: Search, anchor: Node) -> None:
         super().__init__(pass_, search, anchor)
-        self.product = anchor.outputs[0]
+        self.product = self.rows_apart(anchor.outputs[0])
+
+    def rows_apart(self, product: Value) -> Value:
+        """The product itself, or, of rows that were merged for it, the value in which they are apart again."""
+        users = self.search.block.users.get(product.id, ())
+        if len(users) == 1 and users[0].primitive == "reshape":
+            apart = users[0].outputs[0]
+            if self.nid(apart) != self.nid(product) and self.view.nodes[self.nid(apart)].op == "dot":
+                return apart
+        return product
 
     def examine(self) -> Iterator[Candidate | Rejection]:
         problem = self.wrong_dtype()
@@ -112,7 +128,7 @@ class _Site(Site):
         sentence = (
             f"{anchor_text(self.anchor)} computes in {self.product.dtype}; the fused op takes {', '.join(DTYPES)}"
         )
-        return self.rejection("dtype", sentence)
+        return self.rejection("dtype", sentence, edit=_FLOATS)
 
     # -- the linear part ------------------------------------------------------------------------------------------
 
@@ -120,12 +136,15 @@ class _Site(Site):
         """The product with its bias, or bare; a Rejection when something is added that is no bias; None when it is no site."""
         added = self.addition()
         if added is None:
-            found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
-            return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
+            return self.bare()
         node, total, other = added
         if self.made_of(self.view.read(other).nid, self.nid(self.product), 6):
-            return None  # softmax subtracting its maximum, and the like
+            if self.feeds_softmax(self.product):
+                return None  # it subtracts its maximum
+            return self.bare()  # h + 0.044715 h^3, and the like
         if node.primitive == "sub":
+            if self.batch() and self.feeds_softmax(total):
+                return None  # attention scores
             sentence = f"{anchor_text(node)} subtracts, where a bias is added"
             return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
         found = match(pattern_of(LINEAR), self.view, self.view.ref[total.id].nid)
@@ -134,18 +153,25 @@ class _Site(Site):
             return rows or _Linear(total, found, True)
         return self.not_a_bias(node, other, found)
 
-    def batch_of_weights(self) -> Rejection | None:
-        """For a product over a batch of matrices that a known activation follows."""
-        nodes = cone(self.view, self.product)
-        ends = (n.outputs[0] for n in reversed(nodes) if n.primitive in NONLINEAR or n.primitive == "custom_jvp_call")
-        if any(recognise(self.view, self.product, v, KNOWN, self.search.certifier).name for v in ends):
-            return self.rank()
-        return None
+    def bare(self) -> _Linear | Rejection | None:
+        """The product without a bias."""
+        found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
+        return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
 
-    def rank(self) -> Rejection:
+    def batch_of_weights(self, total: Value | None = None) -> Rejection | None:
+        """For a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""
+        start = total or self.product
+        name = self.known_after(start) or self.behind(start)
+        if name is None and total is None:
+            return None
         rank = len(self.anchor.inputs[1].shape)
         sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
-        return self.rejection("rank", sentence)
+        return self.rejection("rank", sentence, concepts=_concepts(total is not None, name))
+
+    def batch(self) -> list[Any]:
+        """The batch axes of the product."""
+        dot = self.view.nodes[self.nid(self.product)]
+        return [x for x in dot.params if all(x in o.axes for o in dot.operands)]
 
     def feeds_softmax(self, value: Value) -> bool:
         """Whether exponentials are made of a value: it is the scores of an attention."""
@@ -209,14 +235,15 @@ class _Site(Site):
     def not_a_bias(self, node: Node, other: Any, miss: Miss) -> Rejection | None:
         """Why what is added is no bias; None when the product is no linear layer at all."""
         dot = self.view.nodes[self.nid(self.product)]
-        batch = [x for x in dot.params if all(x in o.axes for o in dot.operands)]
+        batch = self.batch()
         other_ref = self.view.read(other)
         if self.view.nodes[other_ref.nid].op == "dot":
             return None  # a sum of two products
         span = sum(d >= 0 for d in other_ref.dims)
         if batch:
             # Attention scores plus a mask or a bias, and the like, are no linear layer.
-            return None if span >= len(dot.shape) or self.feeds_softmax(node.outputs[0]) else self.rank()
+            is_bias = span < len(dot.shape) and not self.feeds_softmax(node.outputs[0])
+            return self.batch_of_weights(node.outputs[0]) if is_bias else None
         if span >= len(dot.shape) and not self.given(other):
             return None  # a residual connection: what is added was computed elsewhere
         if span >= len(dot.shape):
@@ -243,9 +270,27 @@ class _Site(Site):
             return
         if problem is not None:
             yield problem
+        summed = None if linear.bias else self.summed()
+        notes = (f"linear part only: {problem.sentence}",) if problem else ()
         if linear.bias:
-            notes = (f"linear part only: {problem.sentence}",) if problem else ()
             yield self.candidate(linear, linear.value, "none", notes)
+        elif summed is not None:
+            notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
+            yield self.candidate(linear, linear.value, "none", notes)
+
+    def summed(self) -> Node | None:
+        """The sum over devices between a row-parallel product and what is added to it, as its bias."""
+        value, found = self.product, None
+        while len(users := self.search.block.users.get(value.id, ())) == 1:
+            (user,) = users
+            if found is not None and user.primitive == "add":
+                return found
+            if found is None and user.primitive in SUMS_OVER_DEVICES:
+                found = user
+            elif user.primitive not in VIEWS:
+                return None
+            value = user.outputs[user.inputs.index(value)]
+        return None
 
     def activation(self, linear: _Linear) -> tuple[Value | None, str | None, Rejection | None]:
         """The last recognised function of the linear result that nothing escapes from, or why there is none."""
@@ -269,7 +314,7 @@ class _Site(Site):
             if larger and first_unknown is not None:
                 continue  # a part of a larger function, which is the one to speak of
             edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
-            problem = problem or self.escaping(leak, edit, nodes, known.name)
+            problem = problem or self.escaping(leak, edit, nodes, known.name, _concepts(False, known.name))
         if problem is None and first_unknown is not None:
             problem = self.unknown(linear, nodes, *first_unknown)
         return None, None, problem
@@ -285,7 +330,29 @@ class _Site(Site):
         return self.rejection(known.code, sentence, [node], None, edit, nodes)
 
     def custom_rule(self, linear: _Linear) -> Rejection | None:
-        """A user's custom_jvp or custom_vjp right after the linear result: its gradient is the user's own."""
+        """Why the activation behind a rule of the user's, a name, a cast or a stop_gradient is not fused."""
+        problem = self.set_apart(linear)
+        name = self.behind(linear.value) if problem is not None else None
+        return replace(problem, concepts=_concepts(False, name)) if problem is not None and name else problem
+
+    def behind(self, value: Value) -> str | None:
+        """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
+        for user in self.search.block.users.get(value.id, ()):
+            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+                return value_name(self.view, user, KNOWN, self.search.certifier)
+            if user.primitive in ("name", "convert_element_type", "stop_gradient"):
+                return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
+        return None
+
+    def known_after(self, value: Value) -> str | None:
+        """The last known activation of a value."""
+        nodes = cone(self.view, value)
+        ends = (n.outputs[0] for n in reversed(nodes) if n.primitive in NONLINEAR or n.primitive == "custom_jvp_call")
+        names = (recognise(self.view, value, v, KNOWN, self.search.certifier).name for v in ends)
+        return next((n for n in names if n), None)
+
+    def set_apart(self, linear: _Linear) -> Rejection | None:
+        """What stands right after the linear result and is no part of an activation."""
         for user in self.search.block.users.get(linear.value.id, ()):
             if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
                 sentence = (
@@ -295,6 +362,10 @@ class _Site(Site):
             if user.primitive == "stop_gradient":
                 sentence = f"{anchor_text(user)} stops the gradient of the linear result"
                 return self.rejection("stop_gradient", sentence, [user], None, None, [user])
+            if user.primitive == "name" and self.goes_on(linear, user.outputs[0]):
+                sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
+                edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
+                return self.rejection("named_residual", sentence, [user], None, edit, [user])
             if user.primitive == "convert_element_type" and any(
                 n.primitive in NONLINEAR or n.primitive == "custom_jvp_call" for n in cone(self.view, user.outputs[0])
             ):
@@ -304,6 +375,13 @@ class _Site(Site):
                 )
                 return self.rejection("dtype", sentence, [user], None, "apply the activation before the cast", [user])
         return None
+
+    def goes_on(self, linear: _Linear, value: Value) -> bool:
+        """Whether a bias or an activation follows a copy of the linear result."""
+        users = self.search.block.users.get(value.id, ())
+        added = [a for u in users if u.primitive == "add" for a in u.inputs if a is not value]
+        ends = (n.primitive in NONLINEAR or n.primitive == "custom_jvp_call" for n in cone(self.view, value))
+        return any(ends) or (not linear.bias and any(map(self.given, added)))
 
     def leak(self, start: Value, end: Value) -> Escape | None:
         """Who else reads the linear result or an inner value of the activation; None when nobody does."""
@@ -326,26 +404,29 @@ class _Site(Site):
     def candidate(self, linear: _Linear, root: Value, activation: str, notes: tuple[str, ...]) -> Candidate | Rejection:
         try:
             region = cut(self.view, root, linear.leaves, as_read=frozenset({"x"}))
-            problem = self.conditions(linear, region)
+            problem = self.conditions(linear, region, activation)
             if problem is not None:
                 return problem
             plan = _plan(self.search, linear, region, activation, self.anchor)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
-        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
+        concepts = _concepts(linear.bias, activation)
+        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
 
-    def conditions(self, linear: _Linear, region: Region) -> Rejection | None:
+    def conditions(self, linear: _Linear, region: Region, activation: str) -> Rejection | None:
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
-        dtypes = {str(v.dtype) for v in (*region.leaves.values(), region.root, self.product)}
+        dtypes = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        concepts = _concepts(linear.bias, activation)
         if len(dtypes) != 1:
             sentence = (
                 f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
             )
-            return self.rejection("dtype", sentence, edit="cast x, w and b to one dtype before the product")
+            edit = "cast x, w and b to one dtype before the product"
+            return self.rejection("dtype", sentence, edit=edit, concepts=concepts)
         if not dtypes <= set(DTYPES):
             sentence = f"{anchor_text(self.anchor)} computes in {dtypes.pop()}; the fused op takes {', '.join(DTYPES)}"
-            return self.rejection("dtype", sentence)
+            return self.rejection("dtype", sentence, edit=_FLOATS, concepts=concepts)
         x, w = region.leaves["x"], region.leaves["w"]
         if len(x.shape) < 2:
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
@@ -363,7 +444,8 @@ class _Site(Site):
             return self.rejection("scalar", sentence, [self.anchor], None, "fold the factor into x or w")
         leaks = escapes(region)
         if leaks:
-            return self.escaping(leaks[0], "compute the outside use from x, w and b again", region.nodes)
+            edit = "compute the outside use from x, w and b again"
+            return self.escaping(leaks[0], edit, region.nodes, concepts=concepts)
         return None
 
     def scale(self, linear: _Linear, region: Region) -> float:

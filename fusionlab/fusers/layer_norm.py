@@ -22,6 +22,7 @@ from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import CASTS, NotARegion, Region, cut, escapes
+from ..graph.rules import is_jax_rule
 from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.layer_norm.op import DTYPES
@@ -36,6 +37,22 @@ _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
     "the mean of (x - mean)^2, and is right there"
 )
+_BY_COUNT = "divide the sums by the number of entries (ddof=0)"
+_OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
+_HELD = {
+    "stop_gradient": (
+        "stop_gradient",
+        "stops a gradient inside the norm; the fused op has the whole gradient of mean and variance",
+        "leave out the stop_gradient if the whole gradient is meant",
+    ),
+    "name": (
+        "named_residual",
+        "names a value inside the norm, which a remat policy may ask for",
+        "name x or the norm's result instead, with jax.ad_checkpoint.checkpoint_name",
+    ),
+    "custom_jvp_call": ("custom_rule", _OWN_RULE, None),
+    "custom_vjp_call": ("custom_rule", _OWN_RULE, None),
+}  # primitive -> rejection code, what it does, edit
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 
 
@@ -185,7 +202,7 @@ class _Site(Site):
                 continue  # the result has the dtype of x: a cast of it stays outside
             found = self.matched(value)
             if isinstance(found, Match):
-                outcome = self.candidate(found, value)
+                outcome = self.named(self.candidate(found, value), found.pattern.example)
                 if isinstance(outcome, Candidate):
                     return outcome
                 problem = problem or outcome
@@ -193,7 +210,13 @@ class _Site(Site):
                 best = found
         if problem is not None:
             return problem
-        return self.nearly() or self.uneven() or self.stopped() or self.missed(self.some(best))
+        return self.nearly() or self.uneven() or self.held() or self.missed(self.some(best))
+
+    def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
+        """With the norm's name, unless a number or what it is read by makes it another function."""
+        if isinstance(outcome, Rejection) and outcome.code in ("scalar", "structure", "value"):
+            return outcome
+        return replace(outcome, concepts=(f"{example.name.partition('_')[0]}_norm",))
 
     def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
         ref = self.view.ref[value.id]
@@ -226,8 +249,10 @@ class _Site(Site):
         for near in NEAR:
             for value in self.around.results:
                 nid = self.nid(value)
-                if any(isinstance(match(pattern_of(e), self.view, nid, self.x), Match) for e in near.examples):
-                    return self.rejection("structure", f"{anchor_text(self.anchor)} {near.what}", edit=near.edit)
+                for example in near.examples:
+                    if isinstance(match(pattern_of(example), self.view, nid, self.x), Match):
+                        problem = self.rejection("structure", f"{anchor_text(self.anchor)} {near.what}", edit=near.edit)
+                        return replace(problem, concepts=(f"{example.name.partition('_')[0]}_norm",))
         return None
 
     def uneven(self) -> Rejection | None:
@@ -241,19 +266,21 @@ class _Site(Site):
             f"{anchor_text(sums[other])} sums over axes {axes[other]} and {anchor_text(sums[0])} over {axes[0]}; "
             f"a norm takes its statistics over the same"
         )
-        return self.rejection("axes", sentence, [sums[other]])
+        return self.rejection("axes", sentence, [sums[other]], edit="take the mean and the variance over the same axes")
 
-    def stopped(self) -> Rejection | None:
-        """The rejection for a stop_gradient on the statistics."""
-        node = self.around.first("stop_gradient")
-        if node is None:
-            return None
-        sentence = f"{anchor_text(node)} stops a gradient inside the norm; the fused op has the whole gradient of mean and variance"
-        return self.rejection("stop_gradient", sentence, [node])
+    def held(self) -> Rejection | None:
+        """The rejection for a node inside the norm that means something the fused op does not do."""
+        for primitive, (code, what, edit) in _HELD.items():
+            node = self.around.first(primitive)
+            if node is not None and not is_jax_rule(node):
+                return self.rejection(code, f"{anchor_text(node)} {what}", [node], edit=edit)
+        return None
 
     def missed(self, miss: Miss) -> Rejection:
         near = self.near_miss(miss)
-        return replace(near, code="structure") if near.code == "mask" else near
+        # Two different shares of one sum: the sample variance of a right mean, mostly.
+        edit = _BY_COUNT if near.code == "scalar" and "pattern has 1/N = " in miss.reason else near.edit
+        return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
     # -- the candidate --------------------------------------------------------------------------------------------
 
@@ -272,7 +299,8 @@ class _Site(Site):
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
         if isinstance(plan, str):
-            return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", site=region.nodes)
+            edit = "move the normalised axes to the end first, with jnp.moveaxis"
+            return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
         notes = (_CANCELS,) if "mean(x^2) - mean(x)^2" in found.pattern.example.name else ()
         return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
 
@@ -282,10 +310,10 @@ class _Site(Site):
         where = anchor_text(self.anchor)
         if not close(share, 1 / size):
             sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
-            return self.rejection("scalar", sentence, edit="divide the sums by the number of entries (ddof=0)")
+            return self.rejection("scalar", sentence, edit=_BY_COUNT)
         if not 0 < epsilon < _EPSILON_LIMIT:
             sentence = f"{where} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
-            return self.rejection("scalar", sentence)
+            return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")
         return None
 
     def dtypes(self, region: Region) -> Rejection | None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..graph.canonical import View
 from ..graph.ir import Value
 from ..graph.match import Match
-from ..graph.region import NotARegion
+from ..graph.region import NotARegion, Region
 
 Axes = tuple[int | None, ...]
 
@@ -44,6 +44,25 @@ def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast
     return tuple(out)
 
 
+def axes_beside(match: Match, view: View, region: Region, leaf: str) -> Axes:
+    """The axes of a leaf's raw value, where it repeats itself those of what it meets in the site.
+
+    A mask `a & b` of an `a` that repeats over the batch and a `b` that repeats over the rows has an array of its own, all of which the
+    site reads; a value that is broadcast where the site reads it has not, and keeps `BROADCAST` there.
+    """
+    value = region.leaves[leaf]
+    axes = axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
+    of_node = {t: p for p, t in match.nodes.items()}
+    for node in region.nodes:
+        made = node.outputs[0]
+        pattern_node = of_node.get(view.ref[made.id].nid)
+        if BROADCAST not in axes or value not in node.inputs or made.shape != value.shape or pattern_node is None:
+            continue
+        met = axes_of(match, view, pattern_node, made, broadcast=True)
+        axes = tuple(m if a == BROADCAST else a for a, m in zip(axes, met, strict=True))
+    return axes
+
+
 def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
     """The classes, in the order they have in `axes`; those it lacks come last."""
     present = [c for c in axes if c is not None and c in classes]
@@ -64,6 +83,13 @@ def arrange(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[
         x = jnp.reshape(x, [1 if c in missing else sizes[c] for c in order])
         x = jnp.broadcast_to(x, [sizes[c] for c in order])
     return jnp.reshape(x, merged)
+
+
+def arrange_thin(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Any:
+    """As `arrange`, with an axis of 1 for each group of which `x` has no class: it broadcasts where it is used."""
+    x = x[tuple(0 if c is None or c == BROADCAST else slice(None) for c in have)]
+    kept = tuple(c for c in have if c is not None and c != BROADCAST)
+    return arrange(x, kept, [group if any(c in kept for c in group) else () for group in groups], sizes)
 
 
 def restore(x: Any, groups: Sequence[Sequence[int]], want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:

@@ -1,10 +1,11 @@
-"""What an attention's mask says, told by its values: nothing, causal, or why it is neither."""
+"""What is done to an attention's scores, told by values: which masks are causal or none, and which the op takes as operands."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,58 +14,135 @@ from ..graph.ir import Value
 from ..graph.match import Match
 from ..graph.region import NotARegion, constant_array
 from ..graph.signature import Memo
+from .attention_forms import Step, Steps
 from .layout import BROADCAST, axes_of
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
 
 
 @dataclass(frozen=True)
-class Mask:
-    """A mask the op expresses.
+class Constant:
+    """What a constant mask says.
 
     Attributes:
-      causal: whether row t sees keys s <= t alone; else every row sees every key.
-      row: the axis class that counts the rows of a causal mask; the query's other row axes are groups that share keys.
-      fill: the weakest score a masked key gets; -inf without a mask.
+      row: the axis class that counts the rows of a causal mask (row t sees keys s <= t); None where every row sees every key.
+      fill: the weakest score a masked key gets.
     """
 
-    causal: bool = False
     row: int | None = None
     fill: float = -math.inf
 
 
-def read_mask(view: View, found: Match, value: Value, form: str, memo: Memo) -> Mask | str:
-    """The mask that `value` is, or a sentence that says why it is none the op knows.
+@dataclass(frozen=True)
+class Masking:
+    """The masks and biases of a site, as the op takes them.
+
+    Attributes:
+      row: as in `Constant`; None without a causal mask.
+      fill: the weakest score a key gets that the causal mask hides.
+      masks: leaf -> whether True is hidden, of the masks that are operands; all of them put `mask_value`.
+      biases: leaves that are added to the scores.
+      dropped: leaves that say nothing, or no more than `row`.
+    """
+
+    row: int | None = None
+    fill: float = -math.inf
+    masks: Mapping[str, bool] = field(default_factory=dict)
+    mask_value: float = -math.inf
+    biases: tuple[str, ...] = ()
+    dropped: frozenset[str] = frozenset()
+
+
+def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo) -> Masking | str:
+    """The masks and biases that `steps` apply, or a sentence that says why the op has no such order.
+
+    A causal mask with a finite fill is an operand where there are other masks or biases: a row all of whose visible keys they hide would
+    otherwise not get the weights the program gives it.
 
     Args:
       view: of the block.
-      found: a match with a leaf "mask".
-      value: the raw value bound to it.
-      form: "kept" (booleans, True sees), "masked" (booleans, True is hidden) or "added" (floats added to the scores).
+      found: a match of the example that the steps make.
+      leaves: leaf name -> the raw value bound to it.
+      steps: outermost first.
       memo: remembers constants.
     """
-    what = f"what is added to the scores, {value!r}," if form == "added" else f"the mask {value!r}"
+    told = {
+        s: constant_mask(view, found, s, leaves[s.leaf], memo)
+        for s in steps
+        if s.leaf and s.kind in ("kept", "hidden", "added")
+    }
+    data = [s for s, c in told.items() if c is None]
+    causal = [s for s, c in told.items() if c is not None and c.row is not None]
+    fixed = [s for s in causal if not data or told[s].fill == -math.inf][:1]  # type: ignore[union-attr]
+    operands = [s for s in told if s in data or (s in causal and s not in fixed)]
+    problem = _order(found, steps, operands, fixed)
+    if problem is not None:
+        return problem
+    masks = {s.leaf: s.kind == "hidden" for s in operands if s.leaf and s.kind != "added"}
+    fills = {found.scalars[s.scalar] for s in operands if s.scalar}
+    if len(fills) > 1:
+        return f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
+    chosen = told[fixed[0]] if fixed else None
+    return Masking(
+        chosen.row if chosen else None,
+        chosen.fill if chosen else -math.inf,
+        masks,
+        next(iter(fills), -math.inf),
+        tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
+        frozenset(s.leaf for s in told if s.leaf and s not in operands),
+    )
+
+
+def _order(found: Match, steps: Steps, operands: Sequence[Step], fixed: Sequence[Step]) -> str | None:
+    """Why the steps do not stand in the op's order (factor, cap, biases, masks, from the product on); None where they do."""
+    rank = {"times": 0, "over": 0, "capped": 1, "added": 2, "kept": 3, "hidden": 3}
+    inner_first = [s for s in reversed(steps) if s.kind in ("times", "over", "capped") or s in operands or s in fixed]
+    words = {"times": "multiplied", "over": "divided", "capped": "capped", "added": "added to"}
+    for before, after in itertools.pairwise(inner_first):
+        if _rank(rank, before, fixed) <= _rank(rank, after, fixed):
+            continue
+        hides = before in fixed or (
+            before.kind in ("kept", "hidden") and found.scalars[before.scalar or ""] == -math.inf
+        )
+        if after.kind == "added" and hides:
+            continue  # -inf plus a finite bias is -inf
+        return f"the scores are {words[after.kind]} after they are {'masked' if before.kind != 'added' else 'biased'}"
+    return None
+
+
+def _rank(rank: Mapping[str, int], step: Step, fixed: Sequence[Step]) -> int:
+    return 3 if step in fixed else rank[step.kind]
+
+
+def constant_mask(view: View, found: Match, step: Step, value: Value, memo: Memo) -> Constant | None:
+    """What the mask of a step says, if it is a constant that hides nothing or is causal; None for any other.
+
+    Its booleans are told by `step.kind`: "kept" (True sees), "hidden" (True is hidden) or "added" (floats added to the scores).
+    """
     array = constant_array(view, value, memo)
     if array is None:
-        return f"{what} is data, known only when the function runs"
-    axes = axes_of(found, view, found.leaf_id("mask"), value, broadcast=True)
-    if form == "added" and not np.all((array == 0) | (array <= MASK_FILL)):
-        return f"{what} is a constant bias, from {array.min():g} to {array.max():g}, and no mask"
-    fill = float(array.max(where=array != 0, initial=-math.inf)) if form == "added" else -math.inf
-    kept = {"added": array == 0, "masked": ~array.astype(bool), "kept": array.astype(bool)}[form]
+        return None
+    added = step.kind == "added"
+    if added and not np.all((array == 0) | (array <= MASK_FILL)):
+        return None
+    fill = float(array.max(where=array != 0, initial=-math.inf)) if added else found.scalars[step.scalar or ""]
+    kept = {"added": array == 0, "hidden": ~array.astype(bool), "kept": array.astype(bool)}[step.kind]
+    axes = axes_of(found, view, found.leaf_id(step.leaf or ""), value, broadcast=True)
     kept, classes = _varying(kept, axes)
     if not classes:
-        return Mask(fill=fill) if kept.all() else f"{what} hides every key"
+        return Constant() if kept.all() else None
     rows, keys = found.letters["t"], found.letters["s"]
-    if not set(classes) <= {*rows, *keys}:
-        return f"{what} is constant but differs between batch entries or heads"
-    if len(keys) != 1 or len(classes) != 2 or keys[0] not in classes:
-        return f"{what} is constant but not causal"
+    if len(keys) != 1 or len(classes) != 2 or not {keys[0]} < set(classes) <= {*rows, *keys}:
+        return None
     row = next(c for c in classes if c != keys[0])
     grid = kept if classes == [row, keys[0]] else kept.T
-    if not np.array_equal(grid, np.tril(np.ones_like(grid))):
-        return f"{what} is constant but not causal"
-    return Mask(True, row, fill)
+    return Constant(row, fill) if np.array_equal(grid, np.tril(np.ones_like(grid))) else None
+
+
+def is_ones(view: View, value: Value, memo: Memo) -> bool:
+    """Whether a value is a constant whose every entry is one."""
+    array = constant_array(view, value, memo)
+    return array is not None and bool(np.all(array == 1))
 
 
 def _varying(array: np.ndarray, axes: Sequence[int | None]) -> tuple[np.ndarray, list[int]]:

@@ -14,6 +14,13 @@ from ..graph.scopes import is_backward, is_differentiated
 from .base import Pass, Search, anchor_text, escape_text, reject
 from .findings import Rejection
 
+# Rejection codes of what stands where a pattern has something else, by canonical op.
+_CODES = {
+    "stop_gradient": "stop_gradient",
+    "name": "named_residual",
+    "custom_jvp_call": "custom_rule",
+    "custom_vjp_call": "custom_rule",
+}
 FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
 
 
@@ -53,8 +60,8 @@ class Site:
         target = self.view.nodes[miss.target]
         if code == "structure" and target.op == "select":
             code = "mask"
-        if code == "structure" and target.op == "stop_gradient":
-            code = "stop_gradient"
+        if code == "structure":
+            code = _CODES.get(target.op, code)
         if code in ("structure", "mask") and self.is_random(miss.target):
             code = "dropout"
         where = anchor_text(node) if node is not None else f"an operand of {anchor_text(self.anchor)}"
@@ -138,14 +145,16 @@ class Site:
             raise NotARegion("an operand carries a factor of 0")
         return product
 
-    def escaping(self, escape: Escape, edit: str, site: Sequence[Node], what: str = "") -> Rejection:
+    def escaping(
+        self, escape: Escape, edit: str, site: Sequence[Node], what: str = "", concepts: Sequence[str] = ()
+    ) -> Rejection:
         """The rejection for an inner value that is read outside; `edit` where the reader is the user's own code."""
         sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
         reader = escape.user
         if reader is not None and (is_backward(reader.eqn) or is_differentiated(escape.node.eqn)):
             sentence += ", as the backward pass of a program that is differentiated already does"
             edit = FUSE_FIRST
-        return self.rejection("escapes", sentence, [escape.node], edit=edit, site=site)
+        return self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)
 
     def rejection(
         self,
@@ -155,8 +164,11 @@ class Site:
         progress: tuple[int, int] | None = None,
         edit: str | None = None,
         site: Sequence[Node] = (),
+        concepts: Sequence[str] = (),
     ) -> Rejection:
         """A rejection here; the guilty default to the anchor, the site to the anchor and the guilty."""
         guilty = guilty or [self.anchor]
         where: Any = site or [self.anchor, *guilty]
-        return reject(self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit)
+        return reject(
+            self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts
+        )

@@ -88,7 +88,7 @@ class View:
         self.ref: dict[int, Ref] = {}
         self.values_of: dict[int, list[Value]] = {}
         self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
-        self._table: dict[Any, int] = {("one", (), (), ()): ONE}
+        self._table: dict[Any, int] = {("one", (), (), (), ()): ONE}
         self._unique = itertools.count()
 
     def over(self, leaves: Iterable[Value], nodes: Sequence[Node]) -> View:
@@ -143,7 +143,7 @@ class View:
     def node(self, op: str, params: Any, operands: Sequence[Operand], shape: Sequence[int]) -> int:
         """Hash-consing: the id of the node with this meaning."""
         ops = tuple(operands)
-        key = (op, params, ops, tuple(shape))
+        key = (op, params, ops, tuple(shape), _kinds(ops))
         nid = self._table.get(key)
         if nid is None:
             nid = self._table[key] = len(self.nodes)
@@ -167,7 +167,8 @@ class View:
             try:
                 items = tuple(sorted((k, v) for k, v in node.params.items() if v is not None))
                 hash(items)
-                params = ("params", items)
+                # The params name axes of the raw operands, whose unit axes the operands here have lost.
+                params = ("params", tuple(a.shape for a in node.inputs), items)
             except TypeError:
                 pass
         ops = tuple(Operand(tidy(r.coef), r.nid, r.dims) for r in refs)
@@ -208,13 +209,21 @@ class View:
         return f"View({self.block.path or 'top'!r}, {len(self.nodes)} canonical nodes of {len(self.block.nodes)} raw)"
 
 
+def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
+    """What equality does not tell apart in coefficients: True, 1 and 1.0, and the two zeros."""
+    odd = (
+        (i, o.coef) for i, o in enumerate(operands) if o.coef == 0 or (o.coef == 1 and not isinstance(o.coef, float))
+    )
+    return tuple((i, repr(coef)) for i, coef in odd)
+
+
 def as_scalar(literal: Literal) -> Coef | None:
-    """A scalar literal as a Python number; None for arrays and extended dtypes."""
+    """A scalar literal as a Python number, rounded to the literal's dtype; None for arrays and extended dtypes."""
     if literal.shape:
         return None
     try:
         kind = np.dtype(literal.dtype).kind
-        array = np.asarray(literal.val)
+        array = np.asarray(literal.val).astype(literal.dtype)  # a weakly typed one holds the Python float it came from
     except TypeError:
         return None
     if kind == "b":

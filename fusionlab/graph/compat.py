@@ -60,9 +60,20 @@ def _leaves(tree: Any) -> list:
     return list(vals) if vals is not None else jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes along which a value inside a shard_map with check_vma is typed as differing; none elsewhere."""
+    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
 def varies(aval: Any) -> bool:
     """Whether a value inside a shard_map with check_vma is typed as differing along a mesh axis."""
-    return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+    return bool(varying_axes(aval))
+
+
+def has_pending_sums(aval: Any) -> bool:
+    """Whether a sum over a mesh axis is still owed to a value inside a shard_map, or to its gradient (unreduced, reduced)."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(kind, "unreduced", ())) or bool(getattr(kind, "reduced", ()))
 
 
 def enable_x64(on: bool = True) -> Any:

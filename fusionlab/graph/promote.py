@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from fusionlab.errors import ArgumentError
 
 from .compat import enable_x64, split_closed
-from .trace import bind_static, does_not_trace
+from .trace import bind_static, users_code
 from .widen import Interpreter, is_inexact, plain, wide_dtype
 
 
@@ -138,11 +138,8 @@ def promote(
     """
     split = functools.partial(_split, fn, static_argnums, static_argnames)
     call, dyn_args, dyn_kwargs = split(args, kwargs)
-    name = getattr(fn, "__name__", type(fn).__name__)
-    try:
+    with users_code(fn):
         jaxpr, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
-    except Exception as error:  # the user's own code runs here, so anything may come
-        raise does_not_trace(name, error) from error
     in_tree = jax.tree_util.tree_structure((dyn_args, dyn_kwargs))
     return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), split, inline)
 

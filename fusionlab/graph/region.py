@@ -18,7 +18,10 @@ from .ir import Block, Node, Value
 from .rewrite import slice_jaxpr
 from .signature import Memo, node_signature
 
-VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims".split())
+VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims pvary".split())
+IDENTITIES = frozenset(
+    "and or".split()
+)  # with True and with False: the view drops them, as masks are combined with a mask of ones
 SCALINGS = frozenset("mul div neg".split())
 CASTS = frozenset({"convert_element_type"})
 _CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
@@ -140,7 +143,9 @@ def cut(
 def _look_through(view: View, value: Value, through_scale: bool, through_casts: bool) -> tuple[Value, list[Node]]:
     """Through pure views of the same canonical node (and literal factors, and widening casts) to the value underneath."""
     crossed = []
-    allowed = VIEWS | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
+    allowed = (
+        VIEWS | IDENTITIES | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
+    )
     while (node := view.block.producer.get(value.id)) is not None:
         if node.primitive not in allowed or any(isinstance(a, Value) and a.id not in view.ref for a in node.inputs):
             break
@@ -249,6 +254,8 @@ def constant_array(view: View, value: Value, memo: Memo) -> np.ndarray | None:
         elif node.id not in nodes:
             if node.eqn.effects or (node.blocks and node.primitive != "custom_jvp_call"):
                 return None
+            if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
+                return None  # a rule that names a mesh axis does not run outside its shard_map
             nodes[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     if not nodes:
@@ -261,7 +268,7 @@ def constant_array(view: View, value: Value, memo: Memo) -> np.ndarray | None:
 
 
 def _compute(view: View, nodes: list[Node], value: Value) -> np.ndarray:
-    fn = jex_core.jaxpr_as_fun(slice_jaxpr(view.block, nodes, (), value, view.known_inputs))
+    fn = jex_core.jaxpr_as_fun(slice_jaxpr(view.block, nodes, (), value, view.known_inputs, constant=True))
     with jax.ensure_compile_time_eval():
         return np.asarray(fn()[0])
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
-from .compat import rebuild, split_closed
+from .compat import rebuild, split_closed, varying_axes
 from .ir import Atom, Block, Graph, Literal, Node, Value
+from .manual import make_jaxpr
 from .scopes import traceback_of
 from .trace import FLATTENED
 
@@ -54,23 +54,26 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
 
 
 def slice_jaxpr(
-    block: Block, nodes: Sequence[Node], inputs: Sequence[Value], output: Value, known: Mapping[int, Any] | None = None
+    block: Block,
+    nodes: Sequence[Node],
+    inputs: Sequence[Value],
+    output: Value,
+    known: Mapping[int, Any] | None = None,
+    constant: bool = False,
 ) -> Any:
     """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`.
 
-    `known` gives the value of scalar block inputs (by id) that are literals at the call.
+    `known` gives the value of scalar block inputs (by id) that are literals at the call. Where values vary along mesh axes it is
+    to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same everywhere.
     """
     emitter = _Emitter({})
-    avals = {v.id: v.aval for v in block.inputs}
-    env: dict[int, Any] = {
-        i: jex_core.Literal(np.asarray(c, avals[i].dtype)[()], avals[i]) for i, c in (known or {}).items()
-    }
+    eqns: list[Any] = []
+    env = _literals(block, known or {}, None if constant else eqns)
     env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
     consts = [(v, c) for v, c in block.consts if v.id not in env]
     env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
-    eqns = []
     for node in nodes:
-        if node.primitive == "pvary":  # an identity that only has a meaning inside its shard_map
+        if constant and node.primitive == "pvary":  # an identity that only has a meaning inside its shard_map
             env.update((v.id, _atom(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
         else:
             eqns.append(emitter.eqn(node, env))
@@ -80,6 +83,20 @@ def slice_jaxpr(
         [env[v.id] for v, _ in consts], [env[v.id] for v in inputs], [env[output.id]], eqns, debug_info=debug
     )
     return jex_core.ClosedJaxpr(new, [c for _, c in consts])
+
+
+def _literals(block: Block, known: Mapping[int, Any], eqns: list | None) -> dict[int, Any]:
+    """An atom for each known scalar; `eqns` gets the equations that make it vary along mesh axes where its type does."""
+    avals = {v.id: v.aval for v in block.inputs}
+    env: dict[int, Any] = {}
+    for i, value in known.items():
+        scalar = np.asarray(value, avals[i].dtype)[()]
+        env[i] = jex_core.Literal(scalar, avals[i])
+        if eqns is not None and varying_axes(avals[i]):
+            made, _ = split_closed(make_jaxpr(lambda scalar=scalar: scalar, [], avals[i]))
+            eqns += made.eqns
+            env[i] = made.outvars[0]
+    return env
 
 
 class _Emitter:
@@ -142,13 +159,12 @@ class _Emitter:
 
     def _splice(self, r: Replacement, at: Node, env: dict[int, Any], extra: list) -> list:
         """The equations of the fused function, in the place and with the source information of the site's root."""
-        args = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in r.leaves]
-        closed = jax.make_jaxpr(r.fn)(*args)
-        jaxpr, consts = split_closed(closed)
+        jaxpr, consts = split_closed(make_jaxpr(r.fn, [v.aval for v in r.leaves], r.root.aval))
         made = jaxpr.outvars[0].aval
-        if len(jaxpr.outvars) != 1 or made.shape != r.root.shape or made.dtype != r.root.dtype:
+        if len(jaxpr.outvars) != 1 or _kind(made) != _kind(r.root.aval):
             raise RewriteError(
-                f"the replacement for {r.root!r} gives {made.str_short()}, needed the same shape and dtype; this is a bug"
+                f"the replacement for {r.root!r} gives {made.str_short()}, needed the same shape and dtype (and, in a "
+                "shard_map, varying along the same mesh axes); this is a bug"
             )
         inner: dict[Any, Any] = dict(zip(jaxpr.invars, (env[v.id] for v in r.leaves), strict=True))
         for var, const in zip(jaxpr.constvars if consts else (), consts, strict=True):
@@ -181,6 +197,10 @@ class _AnchorPolicy:
         if stands_for is not None:
             primitive, params = stands_for(params)
         return self.policy(primitive, *avals, **params)
+
+
+def _kind(aval: Any) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype, varying_axes(aval)
 
 
 def _atom(env: Mapping[int, Any], atom: Atom) -> Any:

@@ -7,25 +7,25 @@ real arithmetic; rounding and gradients are not this layer's business (certifica
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .canonical import ONE, Coef, Operand, Ref, View, nonunit, tidy
+from .algebra import aligned, elementwise, is_float, placed, product, total
+from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import rule_functions, scan_counts
+from .einsum import dot, split_rows
 from .evaluate import is_float as is_floating
 from .ir import Node
 from .literals import fold
 from .scopes import defined_in_jax, is_jax_file
 
 Rule = Callable[[View, Node, list[Ref]], list[Ref]]
-Aligned = tuple[Ref, tuple[int | None, ...]]  # a Ref, and for each non-unit output axis its node axis or None
 
 UNARY = frozenset(
-    "tanh exp exp2 expm1 log log1p erf erfc erf_inv logistic abs sign not is_finite sin cos tan floor ceil round cbrt sinh cosh "
+    "tanh exp exp2 expm1 log log1p erf erfc erf_inv logistic abs sign not is_finite sin cos tan floor ceil cbrt sinh cosh "
     "asinh acosh atanh asin acos atan one_minus_square population_count".split()
 )
 BINARY = frozenset("max min eq ne gt ge and or xor rem atan2 pow nextafter shift_left shift_right_logical".split())
@@ -43,127 +43,6 @@ def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         return [folded]
     rule = RULES.get(node.primitive)
     return rule(view, node, ins) if rule else view.opaque(node, ins)
-
-
-# -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def is_float(node: Node) -> bool:
-    return is_floating(node.outputs[0].dtype)
-
-
-def aligned(node: Node, i: int, ref: Ref) -> Aligned:
-    """Input i of an elementwise node against the output's non-unit axes (same rank, or a scalar)."""
-    in_shape, out_shape = node.inputs[i].shape, node.outputs[0].shape
-    dims = iter(ref.dims)
-    full: list[int | None] = [next(dims) if s != 1 else None for s in in_shape]
-    full = [None] * (len(out_shape) - len(full)) + full
-    return ref, tuple(f if f is not None and f >= 0 else None for f, s in zip(full, out_shape, strict=True) if s != 1)
-
-
-def elementwise(
-    view: View, op: str, params: Any, operands: Sequence[Aligned], sizes: Sequence[int], commutative: bool = False
-) -> Ref:
-    """A node whose operands meet axis by axis; its own axes are the ones any operand has, in the operands' order."""
-    items = list(operands)
-    order_params = params
-    if commutative:
-        order = sorted(range(len(items)), key=lambda i: (items[i][0].nid, str(items[i][0].coef), str(items[i][1])))
-        items = [items[i] for i in order]
-        if isinstance(params, tuple) and len(params) == len(order):
-            order_params = tuple(params[i] for i in order)
-    slots: dict[int, int] = {}
-    for _, al in items:
-        for _, d in sorted((a, d) for d, a in enumerate(al) if a is not None):
-            slots.setdefault(d, len(slots))
-    edges = []
-    for ref, al in items:
-        axes = [0] * len(view.nodes[ref.nid].shape)
-        for d, a in enumerate(al):
-            if a is not None:
-                axes[a] = slots[d]
-        edges.append(Operand(tidy(ref.coef), ref.nid, tuple(axes)))
-    by_slot = sorted(slots, key=slots.__getitem__)
-    nid = view.node(op, order_params, edges, [sizes[d] for d in by_slot])
-    return Ref(1.0, nid, tuple(slots.get(d, ~s) for d, s in enumerate(sizes)))
-
-
-def placed(ref: Ref, al: tuple[int | None, ...], sizes: Sequence[int]) -> Ref:
-    """The same Ref seen at the output's shape (broadcast where it has no axis)."""
-    return Ref(ref.coef, ref.nid, tuple(a if a is not None else ~s for a, s in zip(al, sizes, strict=True)))
-
-
-def product(view: View, factors: Sequence[tuple[Ref, tuple[int | None, ...], float]], sizes: Sequence[int]) -> Ref:
-    """A monomial: factors with exponents, flattened and merged; scalar factors go to the coefficient."""
-    coef: Coef = 1.0
-    flat: list[tuple[Ref, tuple[int | None, ...], float]] = []
-    for ref, al, exponent in factors:
-        power = _power(ref.coef, exponent)
-        if power is None:  # cannot leave the edge (a root of a negative, a power of zero)
-            flat.append((ref, al, exponent))
-            continue
-        if not math.isfinite(coef * power):
-            flat.append((ref, al, exponent))
-            continue
-        coef *= power
-        inner = view.nodes[ref.nid]
-        if ref.nid == ONE:
-            continue
-        if inner.op == "prod" and float(exponent).is_integer():
-            for edge, e in zip(inner.operands, inner.params, strict=True):
-                flat.append((Ref(edge.coef, edge.nid, ()), _compose(edge.axes, al), e * exponent))
-        else:
-            flat.append((Ref(1.0, ref.nid, ref.dims), al, exponent))
-    merged: dict[Any, float] = {}
-    for ref, al, exponent in flat:
-        key = (tidy(ref.coef), ref.nid, al)
-        merged[key] = merged.get(key, 0) + exponent
-    if any(e == 0 for e in merged.values()):  # x / x is 1 only where x is neither 0 nor NaN: keep it as it stands
-        merged = {(tidy(r.coef), r.nid, al): e for r, al, e in flat}
-    if not merged:
-        return Ref(coef, ONE, tuple(~s for s in sizes))
-    if len(merged) == 1:
-        (c, nid, al), e = next(iter(merged.items()))
-        if e == 1:
-            return placed(Ref(coef * c, nid, ()), al, sizes)
-    keys = list(merged)
-    node = elementwise(
-        view, "prod", tuple(tidy(merged[k]) for k in keys), [(Ref(k[0], k[1], ()), k[2]) for k in keys], sizes, True
-    )
-    return Ref(coef, node.nid, node.dims)
-
-
-def _power(coef: Coef, exponent: float) -> float | None:
-    if coef < 0 and not float(exponent).is_integer():
-        return None
-    if coef == 0 and exponent < 0:
-        return None
-    try:
-        power = float(coef) ** exponent
-    except OverflowError:
-        return None
-    return power if math.isfinite(power) or not math.isfinite(coef) else None
-
-
-def _compose(axes: tuple[int, ...], al: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Operand axes of an inner node, seen at the outer output: inner axis -> consumer slot -> output axis."""
-    position = {slot: i for i, slot in enumerate(axes)}
-    return tuple(position.get(a) if a is not None else None for a in al)
-
-
-def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], sizes: Sequence[int]) -> Ref:
-    """A sum with absolute coefficients on its edges and coefficient 1 outside (an outer factor would leak into context)."""
-    merged: dict[Any, Coef] = {}
-    for ref, al, sign in terms:
-        key = (ref.nid, al)
-        merged[key] = merged.get(key, 0) + sign * ref.coef
-    if any(c == 0 for c in merged.values()):  # x - x is 0 only where x is finite: keep it as it stands
-        edges = [(Ref(sign * ref.coef, ref.nid, ref.dims), al) for ref, al, sign in terms]
-        return elementwise(view, "difference", (), edges, sizes)
-    if len(merged) == 1:
-        (nid, al), coef = next(iter(merged.items()))
-        return placed(Ref(coef, nid, ()), al, sizes)
-    return elementwise(view, "sum", (), [(Ref(c, nid, ()), al) for (nid, al), c in merged.items()], sizes, True)
 
 
 def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
@@ -237,6 +116,8 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         if view.dim_sizes(base) == sizes:
             return [base]
         ref = base
+    if inner.op == "dot" and (split := split_rows(view, ref, sizes)) is not None:
+        return [split]
     nid = view.node("reshape", (), (Operand(1.0, ref.nid, ref.dims),), sizes)
     return [Ref(ref.coef, nid, tuple(range(len(sizes))))]
 
@@ -355,54 +236,6 @@ def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [Ref(1.0, nid, tuple(0 if d == axis else ~s for d, s in enumerate(shape) if s != 1))]
 
 
-def _dot(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Einsum form: every axis is a label; batch, contracted and free follow from where a label occurs."""
-    if not is_float(node):
-        return view.opaque(node, ins)
-    (lc, rc), (lb, rb) = node.params["dimension_numbers"]
-    shapes = [node.inputs[0].shape, node.inputs[1].shape]
-    labels = [_labels(shapes[0], lc, lb, "l"), _labels(shapes[1], rc, rb, "r")]
-    size = {label: s for side in (0, 1) for label, s in zip(labels[side], shapes[side], strict=True)}
-    on_axes = [_labels_on_node(view, ins[i], labels[i], shapes[i]) for i in (0, 1)]
-    if on_axes[0] is None or on_axes[1] is None:
-        return view.opaque(node, ins)
-    out = [("b", i) for i in range(len(lb))]
-    out += [x for x in labels[0] if x[0] == "l"] + [x for x in labels[1] if x[0] == "r"]
-    out = [x for x in out if size[x] != 1]
-    first, second = sorted(
-        ((ins[0].nid, on_axes[0]), (ins[1].nid, on_axes[1])), key=lambda p: (p[0], [str(x) for x in p[1]])
-    )
-    number: dict[Any, int] = {}
-    for _, axes in (first, second):
-        for label in axes:
-            number.setdefault(label, len(number))
-    edges = [Operand(1.0, nid, tuple(number[x] for x in axes)) for nid, axes in (first, second)]
-    present = sorted((x for x in number if x in out), key=number.__getitem__)
-    nid = view.node("dot", tuple(number[x] for x in present), edges, [size[x] for x in present])
-    position = {x: i for i, x in enumerate(present)}
-    return [Ref(ins[0].coef * ins[1].coef, nid, tuple(position.get(x, ~size[x]) for x in out))]
-
-
-def _labels(shape: Sequence[int], contract: Any, batch: Any, side: str) -> list[tuple]:
-    c, b = [int(i) for i in contract], [int(i) for i in batch]
-    return [("b", b.index(d)) if d in b else ("c", c.index(d)) if d in c else (side, d) for d in range(len(shape))]
-
-
-def _labels_on_node(view: View, ref: Ref, labels: list[tuple], shape: Sequence[int]) -> list[tuple] | None:
-    """A label for each axis of the operand's node; None when a contracted axis is a broadcast (left opaque)."""
-    out: list[Any] = [None] * len(view.nodes[ref.nid].shape)
-    dims = iter(ref.dims)
-    for label, s in zip(labels, shape, strict=True):
-        if s == 1:
-            continue
-        d = next(dims)
-        if d >= 0:
-            out[d] = label
-        elif label[0] == "c":
-            return None
-    return out if all(x is not None for x in out) else None
-
-
 def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     """JAX's own activations are wrapped in custom_jvp: look inside. A user's rule is kept whole, its gradient is theirs."""
     if not is_jax_rule(node):
@@ -466,6 +299,6 @@ RULES: dict[str, Rule] = {
     "neg": _neg,
     "select_n": _select,
     "iota": _iota,
-    "dot_general": _dot,
+    "dot_general": dot,
     "custom_jvp_call": _custom_jvp,
 }

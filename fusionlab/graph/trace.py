@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -46,16 +47,30 @@ def trace(
     """
     if not callable(fn):
         raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
-    name = getattr(fn, "__name__", type(fn).__name__)
-    try:
-        return trace_raw(fn, args, kwargs, static_argnums, static_argnames)
-    except ArgumentError:
-        raise
-    except Exception as error:  # the user's own code runs here, so anything may come
-        raise does_not_trace(name, error) from error
+    return _graph_of(fn, args, kwargs, static_argnums, static_argnames, users_code(fn))
 
 
-def does_not_trace(name: str, error: Exception) -> TraceError:
+def trace_raw(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Graph:
+    """`trace` without wrapping the user's errors (used while the fused function itself is being traced)."""
+    return _graph_of(fn, args, kwargs, static_argnums, static_argnames, contextlib.nullcontext())
+
+
+class users_code(contextlib.AbstractContextManager):  # noqa: N801 - it is used as `contextlib.suppress` is
+    """Around the call that runs the user's function, and nothing else: whatever it raises leaves as a TraceError.
+
+    Anything may come from there. An error of FusionLab's own, on either side of that call, is no error of the user's and stays
+    what it is. An ArgumentError passes: a fused op called by the function says with it what the user gave it.
+    """
+
+    def __init__(self, fn: Callable) -> None:
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ArgumentError):
+            raise _does_not_trace(self.name, error) from error
+
+
+def _does_not_trace(name: str, error: Exception) -> TraceError:
     """The one error for a function of the user's that raised while JAX traced it."""
     advice = STATIC_ADVICE if _wants_static(error) else f"try jax.jit({name}) on them first."
     return TraceError(
@@ -96,11 +111,12 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def trace_raw(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Graph:
-    """`trace` without wrapping the user's errors (used while the fused function itself is being traced)."""
+def _graph_of(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any, static_argnames: Any, around: Any) -> Graph:
+    """The raw Graph; the call that runs the user's function stands inside the context manager `around`."""
     call, dyn_args, dyn_kwargs = bind_static(fn, args, kwargs, static_argnums, static_argnames)
+    with around:
+        closed, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
     flat, in_tree = jax.tree_util.tree_flatten((dyn_args, dyn_kwargs))
-    closed, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
     if len(split_closed(closed)[0].invars) != len(flat):
         raise AssertionError("JAX flattened the arguments differently")
     return graph_of_jaxpr(

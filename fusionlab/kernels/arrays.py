@@ -17,9 +17,14 @@ from ..errors import ArgumentError
 Array = Any
 
 
-def batch_to_front(values: list[Array], dims: list[int | None]) -> list[Array]:
-    """Every value with its batch axis first; unbatched ones are broadcast."""
-    size = next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
+def batch_size(values: list[Array], dims: list[int | None]) -> int:
+    """How many there are in the batch; at least one value is batched."""
+    return next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
+
+
+def batch_to_front(values: list[Array], dims: list[int | None], size: int | None = None) -> list[Array]:
+    """Every value with its batch axis first; unbatched ones are broadcast, to `size` where it cannot be read off the others."""
+    size = batch_size(values, dims) if size is None else size
     return [
         jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
         for v, d in zip(values, dims, strict=True)
@@ -102,3 +107,13 @@ def is_explicitly_sharded(value: Any) -> bool:
 def zero_tangent(value: Any) -> Any:
     """The symbolic zero that is the tangent of a value nothing moves."""
     return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def with_rank(value: Any, rank: int) -> Any:
+    """An array, or a shape with a dtype, with axes of size 1 put in front: aligned right, as numpy broadcasts."""
+    missing = rank - len(value.shape)
+    if missing <= 0:
+        return value
+    if isinstance(value, jax.Array):
+        return jnp.expand_dims(value, tuple(range(missing)))
+    return jax.ShapeDtypeStruct((*(1,) * missing, *value.shape), value.dtype)

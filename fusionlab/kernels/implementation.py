@@ -48,7 +48,7 @@ class Implementation:
     Attributes:
       name: what `implementation=` takes.
       summary: what it does, in a few words.
-      forward: `(*operands, residuals: bool, **attrs) -> [out, *residuals]`.
+      forward: `(**operands by slot, residuals: bool, **attrs) -> [out, *residuals]`.
       tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result.
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
         the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have.

@@ -7,7 +7,8 @@ says which are wanted), so nothing else is kept until the backward pass. A secon
 
 Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of a gradient.
 
-Words: an op's *slots* name its operands in order, optional ones last. `live` holds one bool for each operand present.
+Words: an op's *slots* name its operands in order, optional ones last; the attribute `present` names those a call has, any
+of the optional ones may be absent. `live` holds one bool for each operand present.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class Op(abc.ABC):
     # What an op says of itself.
 
     @abc.abstractmethod
-    def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Checks operands (anything with shape and dtype; None = absent) and attributes.
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Checks the operands given (slot -> anything with shape and dtype) and the attributes.
 
-        Returns the operands present, and all attributes in canonical, hashable form.
+        Returns the operands as the primitives take them, and all attributes but `present` in canonical, hashable form.
         """
 
     @abc.abstractmethod
@@ -138,14 +139,14 @@ class Op(abc.ABC):
     def reference(self, *operands: Any, **attrs: Any) -> Array:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
-        return self.implementations["xla"].forward(*present, residuals=False, **full)[0]
+        return self.implementations["xla"].forward(**present, residuals=False, **full)[0]
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """What the forward saves for backward when every operand's gradient is wanted."""
         present, full = self._prepared(operands, attrs)
-        slots = self.slots[: len(present)]
+        slots = [slot for slot, a in present.items() if jnp.issubdtype(a.dtype, jnp.floating)]
         forward = functools.partial(self.implementations["xla"].forward, residuals=True, **full)
-        shapes = jax.eval_shape(forward, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in present))
+        shapes = jax.eval_shape(forward, **{n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in present.items()})
         found = zip(("out", *self.residual_names(**full)), shapes, strict=True)
         records = []
         for name, s in found:
@@ -166,15 +167,14 @@ class Op(abc.ABC):
         """
         device = Device.of(device)
         present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        return self._choose(dict(zip(self.slots, present, strict=False)), device, full)
+        return self._choose(present, device, full)
 
     def backends(
         self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
     ) -> tuple[BackendVerdict, ...]:
         """Every implementation with its verdict, the reference first; none is chosen if the named one cannot run."""
         device = Device.of(device)
-        present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        shapes = dict(zip(self.slots, present, strict=False))
+        shapes, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
         rule, why = self.preferred(shapes, device, **full)
         chosen, why = (implementation, "named by the caller") if implementation else (rule, why)
         verdicts = []
@@ -198,16 +198,17 @@ class Op(abc.ABC):
 
     def _prepared(
         self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        present, full = self.prepare(operands, attrs)
-        shapes = dict(zip(self.slots, present, strict=False))
-        return present, self.for_device(shapes, full, device or Device.current())
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = {slot: a for slot, a in zip(self.slots, operands, strict=False) if a is not None}
+        present, full = self.prepare(given, attrs)
+        full["present"] = tuple(present)
+        return present, self.for_device(present, full, device or Device.current())
 
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
         if full["implementation"] is not None:
-            self._choose(dict(zip(self.slots, present, strict=False)), Device.current(), full)
-        return self._call.bind(*same_varying_axes(present), residuals=residuals, **full)
+            self._choose(present, Device.current(), full)
+        return self._call.bind(*same_varying_axes(list(present.values())), residuals=residuals, **full)
 
     def _choose(self, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
         name = attrs["implementation"]
@@ -222,15 +223,15 @@ class Op(abc.ABC):
         if name is not None and (not isinstance(name, str) or name not in self.implementations):
             raise unknown_name(f"{self.name} implementation", name, self.implementations)
 
-    def _operand_names(self, role: str, count: int, params: Mapping[str, Any]) -> tuple[str, ...]:
+    def _operand_names(self, role: str, params: Mapping[str, Any]) -> tuple[str, ...]:
         if role == "call":
-            return self.slots[:count]
+            return params["present"]
         wanted = self._wanted(params)
         saved = self._saved_names(wanted, _attrs(params))
         return (*saved, *(f"d_{slot}" for slot in wanted)) if role == "tangent" else (*saved, "ct")
 
     def _wanted(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(slot for slot, live in zip(self.slots, params["live"], strict=False) if live)
+        return tuple(slot for slot, live in zip(params["present"], params["live"], strict=True) if live)
 
     def _saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
         read = self.reads(wanted, **attrs)
@@ -239,10 +240,11 @@ class Op(abc.ABC):
     def _function(self, role: str, params: Mapping[str, Any], implementation: str) -> Meaning:
         one, attrs = self.implementations[implementation], _attrs(params)
         if role == "call":
-            return lambda *operands: one.forward(*operands, residuals=params["residuals"], **attrs)
+            forward = functools.partial(one.forward, residuals=params["residuals"], **attrs)
+            return lambda *operands: forward(**dict(zip(params["present"], operands, strict=True)))
         wanted = self._wanted(params)
         saved = self._saved_names(wanted, attrs)
-        names = (*self.slots[: len(params["live"])], "out")
+        names = (*params["present"], "out")
         shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
 
         def tangent(*operands: Array) -> list[Array]:
@@ -264,7 +266,7 @@ class Op(abc.ABC):
             return [v.aval for v in jax.make_jaxpr(self._function(role, params, "xla"))(*avals).jaxpr.outvars]
 
         def run(device: Device, *operands: Array, **params: Any) -> list[Array]:
-            shapes = dict(zip(self._operand_names(role, len(operands), params), operands, strict=True))
+            shapes = dict(zip(self._operand_names(role, params), operands, strict=True))
             return self._function(role, params, self._choose(shapes, device, params))(*operands)
 
         compiled = jax.jit(
@@ -289,7 +291,7 @@ class Op(abc.ABC):
         self, primals: Sequence[Array], tangents: Sequence[Any], *, residuals: bool, **attrs: Any
     ) -> tuple[list[Array], list[Any]]:
         live = tuple(type(t) is not ad.Zero for t in tangents)
-        slots = self.slots[: len(primals)]
+        slots = attrs["present"]
         wanted = tuple(slot for slot, moves in zip(slots, live, strict=True) if moves)
         saved = self._saved_names(wanted, attrs)
         names = self.residual_names(**attrs)
@@ -311,8 +313,9 @@ class Op(abc.ABC):
 
         def saved(*moved: Array) -> list[Array]:
             fresh = iter(moved)
-            full = [next(fresh) if moves else p for p, moves in zip(primals, live, strict=True)]
-            all_saved = self.implementations["xla"].forward(*full, residuals=True, **attrs)[1:]
+            slots = zip(attrs["present"], primals, live, strict=True)
+            full = {slot: next(fresh) if moves else p for slot, p, moves in slots}
+            all_saved = self.implementations["xla"].forward(**full, residuals=True, **attrs)[1:]
             return [r for r, floats in zip(all_saved, floating, strict=True) if floats]
 
         start = [p for p, moves in zip(primals, live, strict=True) if moves]
@@ -362,7 +365,7 @@ class Op(abc.ABC):
         attrs, wanted = _attrs(params), self._wanted(params)
         known = dict(zip(self._saved_names(wanted, attrs), saved, strict=True))
         kept = tuple(slot for slot, k in zip(wanted, keep, strict=True) if type(k) is not ad.Zero)
-        live = tuple(slot in kept for slot in self.slots[: len(params["live"])])
+        live = tuple(slot in kept for slot in params["present"])
         return primitive.bind(*(known[n] for n in self._saved_names(kept, attrs)), *linear, **params | {"live": live})
 
     def _transpose_of_tangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
@@ -385,7 +388,7 @@ class Op(abc.ABC):
         self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
     ) -> tuple[list[Array], list[int]]:
         axes = [d if isinstance(d, int) else None for d in dims]
-        names = self._operand_names(primitive.role, len(operands), params)
+        names = self._operand_names(primitive.role, params)
         batched = None
         if not any(params.get("shardings", ())):
             batched = self.batch(primitive.role, names, list(operands), axes, dict(params))

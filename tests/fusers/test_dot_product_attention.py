@@ -1,4 +1,4 @@
-"""Pass dot_product_attention: every layout, scale and softmax is found; other masks and near-misses are declined with reasons."""
+"""Pass dot_product_attention: every layout, scale, softmax, mask and bias is found; near-misses are declined with reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fusionlab as fl
 
-from .checks import agree, codes, normal, primitives
+from .checks import agree, normal, primitives
 
 Q, K, V = normal((2, 6, 3, 4), (2, 7, 3, 4), (2, 7, 3, 5))  # B T H D, B S H D, B S H Dv
 N = normal((2, 6, 3, 4), (2, 6, 3, 4), (2, 6, 3, 4), seed=1)  # T = S
@@ -246,25 +246,14 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("fill", [-jnp.inf, -1e9])
 @pytest.mark.parametrize("name", MASKS)
-def test_another_constant_mask_is_declined_not_taken_for_causal(name):
-    rejection = declined(lambda q, k, v: einsum_form(q, k, v, mask=MASKS[name], fill=-1e9), Q, K, V)
-    assert rejection.code == "mask"
-    assert "constant but not causal" in rejection.sentence
-
-
-def test_a_mask_that_is_an_argument_is_declined_as_data():
-    rejection = declined(lambda q, k, v, m: einsum_form(q, k, v, mask=m, fill=-1e9), Q, K, V, jnp.ones((6, 7), bool))
-    assert rejection.code == "mask"
-    assert "is data, known only when the function runs" in rejection.sentence
-
-
-def test_an_added_bias_that_is_an_argument_is_declined():
-    def attend(q, k, v, bias):
-        s = jnp.einsum("bthd,bshd->bhts", q, k) * 0.5 + bias
-        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v)
-
-    assert declined(attend, Q, K, V, *normal((3, 6, 7), seed=2)).code == "mask"
+def test_another_constant_mask_is_an_operand_not_taken_for_causal(name, fill):
+    site = fused(lambda q, k, v: einsum_form(q, k, v, mask=MASKS[name], fill=fill), Q, K, V)
+    assert site.attrs["is_causal"] is False
+    assert "mask0" in site.leaves
+    assert site.formula == "softmax(0.5 * q @ k.T, mask) @ v"
+    assert site.concepts == ("attention", "attention_masked")
 
 
 @pytest.mark.parametrize("fill", [0.5, 0.0, -10.0, -9999.0])
@@ -292,7 +281,7 @@ NEAR_MISSES = {
     "weights contracted over the queries": (near(weigh="bhts,bthd->bshd"), "axes"),
     "exp(s - 2 max)": (
         near(softmax=lambda s: (e := jnp.exp(s - 2 * s.max(-1, keepdims=True))) / e.sum(-1, keepdims=True)),
-        "scalar",  # to the pattern, -2 max is something added to the scores
+        "scalar",
     ),
     "normalised over another axis": (
         near(softmax=lambda s: (e := jnp.exp(s - s.max(-1, keepdims=True))) / e.sum(-2, keepdims=True)),
@@ -300,7 +289,7 @@ NEAR_MISSES = {
     ),
     "exp without normalisation": (near(softmax=lambda s: jnp.exp(s - s.max(-1, keepdims=True))), None),
     "temperature inside the weights": (near(softmax=lambda s: jax.nn.softmax(s) ** 2), None),
-    "soft cap": (near(softmax=lambda s: jax.nn.softmax(jnp.tanh(s / 30) * 30)), None),
+    "capped twice": (near(softmax=lambda s: jax.nn.softmax(jnp.tanh(jnp.tanh(s / 30)) * 30)), None),
     "sigmoid attention": (near(softmax=lambda s: jnp.exp(s) / (1 + jnp.exp(s))), None),
     "one plus": (near(softmax=lambda s: (e := jnp.exp(s)) / (1 + e.sum(-1, keepdims=True))), None),
     "a gradient stopped at the weights": (
@@ -308,8 +297,11 @@ NEAR_MISSES = {
         "stop_gradient",
     ),
     "a gradient stopped at the scores": (near(softmax=lambda s: jax.nn.softmax(lax.stop_gradient(s))), "stop_gradient"),
-    "named weights": (near(softmax=lambda s: checkpoint_name(jax.nn.softmax(s), "weights")), "structure"),
-    "a negative scale": (near(softmax=lambda s: jax.nn.softmax(-s)), "scalar"),
+    "named weights": (near(softmax=lambda s: checkpoint_name(jax.nn.softmax(s), "weights")), "named_residual"),
+    "the maximum over the queries": (
+        near(softmax=lambda s: (e := jnp.exp(s - s.max(-2, keepdims=True))) / e.sum(-1, keepdims=True)),
+        "structure",
+    ),
 }
 
 
@@ -320,13 +312,13 @@ def test_a_near_miss_is_declined_and_stays_right(name):
     assert not found.candidates
     (rejection,) = found.rejections
     assert code is None or rejection.code == code
-    assert rejection.matched < rejection.total or rejection.code in ("axes", "mask", "scalar")
+    assert rejection.matched < rejection.total or rejection.code in ("axes", "mask", "scalar", "structure")
     assert "(test_dot_product_attention.py:" in rejection.sentence or rejection.code == "mask"
 
 
 def test_the_guilty_node_is_the_one_that_differs():
     for name, guilty in (
-        ("soft cap", "= tanh ("),
+        ("capped twice", "= tanh ("),
         ("sigmoid attention", "= add ("),
         ("a gradient stopped at the scores", "= stop_gradient ("),
     ):
@@ -361,19 +353,8 @@ def test_half_precision_is_declined_by_its_dtype(dtype):
     assert rejection.edit == "cast q, k and v to bfloat16 or float32"
 
 
-def test_dropout_between_softmax_and_values_is_declined():
-    def attend(q, k, v, key):
-        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5)
-        keep = jax.random.bernoulli(key, 0.9, p.shape)
-        return jnp.einsum("bhts,bshd->bthd", jnp.where(keep, p / 0.9, 0.0), v)
-
-    found = fl.find(attend, Q, K, V, jax.random.key(0), passes=ATTENTION)
-    assert not found.candidates
-    assert codes(found) == ["dropout"]
-
-
 def test_the_rejection_says_how_far_the_match_got():
-    rejection = declined(near(softmax=lambda s: jax.nn.softmax(jnp.tanh(s / 30) * 30)), *S)
+    rejection = declined(near(softmax=lambda s: jax.nn.softmax(jnp.sin(s))), *S)
     assert 0 < rejection.matched < rejection.total
     assert f"({rejection.matched} of {rejection.total} matched)" in str(rejection)
     assert "nearest example: softmax" in rejection.sentence
@@ -460,38 +441,3 @@ def test_a_mask_traced_by_an_enclosing_transformation_is_data():
 
     got = jax.vmap(lambda m: fl.fuse(masked(m))(Q, K[:, :6], V[:, :6]))(mask)
     np.testing.assert_allclose(got, jax.vmap(lambda m: masked(m)(Q, K[:, :6], V[:, :6]))(mask), rtol=1e-5, atol=1e-6)
-
-
-SENTENCES = {
-    "data": (lambda s, m: jnp.where(m, s, -1e9), "is data, known only when the function runs", "mask"),
-    "a constant window": (
-        lambda s, m: jnp.where(np.tri(6, 6, 1, dtype=bool), s, -1e9),
-        "is constant but not causal",
-        "mask",
-    ),
-    "padding of a batch": (
-        lambda s, m: jnp.where(np.arange(6) < np.array([4, 6])[:, None, None, None], s, -1e9),
-        "differs between batch entries or heads",
-        "mask",
-    ),
-    "a bias": (lambda s, m: s - np.abs(np.arange(6.0)[:, None] - np.arange(6)), "is a constant bias", "mask"),
-    "a negated score": (lambda s, m: -s, "the scores are negated", "scalar"),
-    "dropout": (
-        lambda s, m: jax.nn.softmax(s) * jax.random.bernoulli(jax.random.key(0), 0.9, s.shape) / 0.9,
-        "",
-        "dropout",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SENTENCES)
-def test_what_is_said_of_a_mask_is_true_of_it(name):
-    masked, words, code = SENTENCES[name]
-
-    def attend(q, k, v, m):
-        s = masked(jnp.einsum("bthd,bshd->bhts", q, k), m)
-        return jnp.einsum("bhts,bshd->bthd", s if name == "dropout" else jax.nn.softmax(s), v)
-
-    (rejection,) = fl.find(attend, Q, K[:, :6], V[:, :6], jnp.ones((6, 6), bool), passes=ATTENTION).rejections
-    assert rejection.code == code
-    assert words in rejection.sentence

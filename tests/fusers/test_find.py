@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import threading
 from dataclasses import replace
 
@@ -276,6 +278,43 @@ def test_the_table_has_one_row_a_candidate_and_a_rejection(found):
 def test_the_repr_is_one_line(found):
     assert repr(found) == "Findings('model', 6 candidates, 1 declined)"
     assert str(found.candidates[0]).startswith("gemm_epilogue@encoder/layer_0#1: relu(x @ w + b) (test_find.py:")
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    """A declined site whose sentence and edit hold what HTML takes for markup."""
+    found = fl.find(lambda x, y: jax.nn.relu(x @ W + y), X, X)
+    (r,) = found.rejections
+    return replace(found, rejections=(replace(r, sentence="a <b> & 'c'", edit='use "<jax.nn>"'),))
+
+
+def test_a_rejection_is_the_same_as_text_as_data_and_as_html(hostile, tmp_path):
+    (r,) = hostile.rejections
+    data = r.to_dict()
+    assert json.loads(json.dumps(data)) == data == hostile.to_dict()["rejections"][0]
+    assert (data["code"], data["sentence"], data["edit"]) == ("bias", r.sentence, r.edit)
+    assert data["nodes"] == list(r.node_ids)
+    assert set(data["nodes"]) <= set(data["site"]) == r.site_ids
+    assert f"declined [bias]: {r.sentence} (1 of 2 matched) Edit: {r.edit}" in str(r)
+    for page in (hostile._repr_html_(), hostile.to_html(tmp_path / "found.html")):
+        words = html.unescape(re.sub(r"<[^>]*>", " ", page))
+        for part in (
+            "bias (1): the added term is no",
+            r.sentence,
+            "(1 of 2 matched)",
+            f"Edit: {r.edit}",
+            str(r.source),
+        ):
+            assert " ".join(part.split()) in " ".join(words.split()), part
+        assert "<b>" not in page
+    assert (tmp_path / "found.html").read_text(encoding="utf-8") == hostile.to_html()
+
+
+def test_a_candidate_is_plain_data_of_its_own(found):
+    site = found.candidates[0]
+    data = site.to_dict()
+    assert json.loads(json.dumps(data)) == json.loads(found.to_json())["candidates"][0]
+    assert (data["id"], data["formula"], data["nodes"]) == (site.id, "relu(x @ w + b)", sorted(site.node_ids))
 
 
 # -- passes and strategies --------------------------------------------------------------------------------------------

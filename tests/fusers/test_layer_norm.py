@@ -278,8 +278,8 @@ NEAR_MISSES = {
         lambda x: (x - mean(x)) * lax.stop_gradient(lax.rsqrt(x.var(-1, keepdims=True) + EPS)),
         "stop_gradient",
     ),
-    "a named variance": (normed(variance=lambda x: checkpoint_name(x.var(-1, keepdims=True), "v")), "structure"),
-    "a square with a derivative of its own": (lambda x: x * lax.rsqrt(mean(other_square()(x)) + EPS), "structure"),
+    "a named variance": (normed(variance=lambda x: checkpoint_name(x.var(-1, keepdims=True), "v")), "named_residual"),
+    "a square with a derivative of its own": (lambda x: x * lax.rsqrt(mean(other_square()(x)) + EPS), "custom_rule"),
     "a traced epsilon": (lambda x: (x - mean(x)) * lax.rsqrt(x.var(-1, keepdims=True) + x[0, 0, 0] ** 2), "structure"),
 }
 

@@ -228,6 +228,64 @@ def test_a_captured_array_is_cut_to_the_reduced_corner():
     np.testing.assert_array_equal(got, x + np.asarray(table)[:3])
 
 
+# -- control flow, positions and random bits -------------------------------------------------------------------------
+
+
+def loss(fn):
+    return lambda x: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(x)))
+
+
+STRUCTURED = {
+    "scan": lambda x: lax.scan(lambda c, t: (c * t.sum(), c + t), x[0, 0], x),
+    "scan backwards": lambda x: lax.scan(lambda c, t: (c + t.sum(), c * t), x[0, 0], x, reverse=True),
+    "scan of no steps": lambda x: lax.scan(lambda c, t: (c + t.sum(), c * t), x[0, 0], x[:0]),
+    "a counted loop": lambda x: lax.fori_loop(0, 3, lambda i, c: c * jnp.cos(x) + i, x),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, lambda a: a * x, lambda a: a, x),
+    "the other branch": lambda x: lax.cond(x[0, 0] <= 0, lambda a: a * x, lambda a: a, x),
+    "cond with masks inside": lambda x: lax.cond(x[0, 0] > 0, jax.nn.relu, jnp.sin, x),
+    "switch, index clamped": lambda x: lax.switch(7, [lambda a: a, lambda a: a * x, lambda a: a**3], x),
+    "remat": jax.checkpoint(lambda x: jnp.sin(jnp.exp(x))),
+    "barrier": lambda x: lax.optimization_barrier((x, x + 1)),
+    "cut and joined": lambda x: jnp.concatenate([x[:, 1:], x[::-1], *jnp.split(x, 2, axis=1)], axis=1),
+    "stacked": lambda x: [jnp.stack([x, x * x], 1), *jnp.unstack(x, axis=1)],
+    "padded": lambda x: lax.pad(x, 0.5, ((1, 0, 2), (-1, 3, 0))),
+    "dynamic slice, clamped": lambda x: lax.dynamic_slice(x, (2, 1), (2, 2)),
+    "dynamic update": lambda x: lax.dynamic_update_slice(x, x[:1, :2] ** 2, (1, 9)),
+    "cumulative": lambda x: [jnp.cumsum(x, 0), jnp.cumsum(x, 1), lax.cumsum(x, 0, reverse=True)],
+    "rolled": lambda x: jnp.roll(x, 1, 0),
+    "gathered": lambda x: [x[jnp.array([0, 1, 1])], x[:, jnp.array([0, 2])]],
+    "dropped": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x / 0.5, 0),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_structured_programs_and_their_gradients_are_jaxs_own(name):
+    fn = STRUCTURED[name]
+    agree(lambda x: [fn(x), jax.grad(loss(fn))(x)], X)
+
+
+def test_a_while_loop_is_jaxs_own():
+    agree(
+        lambda x: lax.while_loop(lambda c: (c[0] < 9) & (c[1].sum() < 50), lambda c: (c[0] + 1, c[1] * 2), (0, x**2)), X
+    )
+
+
+@pytest.mark.parametrize("fn", [lambda x: jnp.cumsum(x, 0), lambda x: lax.scan(lambda c, t: (c, t), 0, x)[1]])
+def test_positions_and_loops_have_no_meaning_at_reduced_sizes(fn):
+    with pytest.raises(CannotEvaluate, match=r"(cumsum|scan) at reduced sizes"):
+        at_reduced(fn, [(512, 4)], {512: 3})
+
+
+def test_rounded_every_result_has_the_precision_of_its_own_dtype():
+    x = np.array([1.0, 1 / 3])
+    closed = jax.make_jaxpr(lambda x: [x * 3, x.astype(jnp.float32) * 3])(jax.ShapeDtypeStruct((2,), jnp.bfloat16))
+    low, high = evaluate(closed, [x], rounded=True)
+    np.testing.assert_array_equal(low, (x * 3).astype(jnp.bfloat16).astype(float))
+    np.testing.assert_array_equal(high, (x * 3).astype(np.float32).astype(float))
+    assert low.dtype == high.dtype == np.float64
+    np.testing.assert_array_equal(evaluate(closed, [x])[0], x * 3)
+
+
 # -- refusals and our own primitives ----------------------------------------------------------------------------------
 
 
@@ -235,12 +293,11 @@ def test_a_captured_array_is_cut_to_the_reduced_corner():
     ("fn", "name"),
     [
         (jnp.sort, "sort"),
-        (lambda x: jnp.cumsum(x, 0), "cumsum"),
-        (lambda x: lax.fori_loop(0, 2, lambda _, c: c * 2, x), "scan|while"),
-        (lambda x: x[jnp.array([0, 1])], "gather"),
-        (lambda x: jax.random.normal(jax.random.key(0), x.shape) + x, "random"),
+        (lambda x: jnp.linalg.cholesky(x[:, :3]), "cholesky"),
+        (lambda x: lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME"), "conv"),
+        (lambda x: jax.random.normal(jax.random.key(0), x.shape) + x, "erf_inv"),
     ],
-    ids=["sort", "cumsum", "loop", "gather", "random"],
+    ids=["sort", "cholesky", "convolution", "inverse erf"],
 )
 def test_an_unknown_primitive_is_named_not_guessed(fn, name):
     with pytest.raises(CannotEvaluate, match=name):

@@ -310,12 +310,6 @@ for kind in (AxisType.Auto, AxisType.Explicit):
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
         fused = fl.fuse(mapped)
         found = fused.findings(*placed)
-        if check:  # typed by mesh axis: declined, and right
-            assert not found.candidates
-            assert "region" in [r.code for r in found.rejections]
-            same(mapped, fused, placed)
-            print(kind.name, fn.__name__)
-            continue
         assert found.counts()["gemm_epilogue"] == 1, found.rejections
         graph = found.apply()
         (owner,) = [n for n in graph.nodes() if n.primitive == "shard_map"]

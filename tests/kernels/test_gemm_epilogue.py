@@ -22,6 +22,11 @@ USER_CODE = {
     "relu": jax.nn.relu,
     "relu_tie": lambda h: jnp.maximum(h, 0),
     "relu_where": lambda h: jnp.where(h > 0, h, 0),
+    "relu_unless": lambda h: jnp.where(h <= 0, 0, h),
+    "relu_times": lambda h: h * (h > 0),
+    "relu_abs": lambda h: (h + jnp.abs(h)) / 2,
+    "silu_exp": lambda h: h / (1 + jnp.exp(-h)),
+    "sigmoid_exp": lambda h: 1 / (1 + jnp.exp(-h)),
     "gelu_tanh": lambda h: 0.5 * h * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))),
     "gelu_erf": lambda h: h * (1 + jax.lax.erf(h / np.sqrt(2))) / 2,
     "silu": lambda h: h / (1 + jnp.exp(-h)),
@@ -140,7 +145,17 @@ def test_absent_bias_is_no_bias(x64):
     assert_agree(fused, plain, (x, w), ("jit", "value_and_grad_jit", "hessian", "vmap_of_grad"), 1e-12)
 
 
-@pytest.mark.parametrize(("activation", "slope"), [("relu", 0.0), ("relu_where", 0.0), ("relu_tie", 0.5)])
+@pytest.mark.parametrize(
+    ("activation", "slope"),
+    [
+        ("relu", 0.0),
+        ("relu_where", 0.0),
+        ("relu_tie", 0.5),
+        ("relu_unless", 0.0),
+        ("relu_times", 0.0),
+        ("relu_abs", 0.5),
+    ],
+)
 def test_gradients_at_rows_of_zeros_are_the_activations_own(activation, slope):
     x, (w,) = jnp.zeros((2, 3)), data((3, 4), dtype="float32")
     fused, plain = both(activation)

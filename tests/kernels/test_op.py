@@ -121,10 +121,22 @@ SHARDED = """
     blockwise._FORWARD_SCORES = blockwise._BACKWARD_SCORES = 64
     blockwise._LEAST_ROWS = 4
     jax.config.update("jax_enable_x64", True)
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0), 5)
     rand = lambda *shapes: tuple(jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, shapes))
     plain_attention = lambda q, k, v: jnp.einsum(
         "bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, -1), v)
+    seen = np.tri(9, dtype=bool)
+    extra = dict(mask=seen, mask_value=-1e9, softcap=2.0, factors_scale=1.5, scale=0.5)
+
+    def plain_with_all(q, k, v, bias, factors):
+        scores = 2.0 * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.25) + bias
+        p = jax.nn.softmax(jnp.where(seen, scores, -1e9), -1) * factors * 1.5
+        return jnp.einsum("bnts,bsnh->btnh", p, v)
+
+    def with_all(implementation=None):
+        return lambda q, k, v, b, f: dot_product_attention(q, k, v, bias=b, factors=f, implementation=implementation, **extra)
+
+    all_args, all_specs = rand(*[(2, 9, 2, 4)] * 3, (2, 9, 9), (2, 1, 1, 9)), (P("d"), P("d"), P("d"), P(), P("d"))
     plain_norm = lambda x, g, b: jax.nn.standardize(x) * g + b
     blocks = functools.partial(dot_product_attention, scale=0.5, implementation="xla_blockwise")
     cases = [
@@ -132,8 +144,11 @@ SHARDED = """
          rand((8, 4), (4, 6), (6,)), (P("d"), P(), P())),
         (functools.partial(dot_product_attention, scale=0.5), plain_attention, rand(*[(2, 9, 2, 4)] * 3), (P("d"),) * 3),
         (blocks, plain_attention, rand(*[(2, 9, 2, 4)] * 3), (P("d"),) * 3),
+        (with_all(), plain_with_all, all_args, all_specs),
+        (with_all("xla_blockwise"), plain_with_all, all_args, all_specs),
         (layer_norm, plain_norm, rand((8, 4), (4,), (4,)), (P("d"), P(), P())),
     ]
+    looped = (blocks, cases[4][0])
 
     def refused(call):
         try:
@@ -148,7 +163,7 @@ SHARDED = """
             np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
 
     for fused, plain, args, specs in cases:
-        every = (0, 1, 2)
+        every = tuple(range(len(args)))
         want = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(plain(*a))), every)(*args)
         mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
         for check_vma in (True, False):
@@ -161,7 +176,7 @@ SHARDED = """
         with jax.set_mesh(explicit):
             placed = [jax.device_put(a, NamedSharding(explicit, s)) for a, s in zip(args, specs)]
             step = jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(fused(*a))), every))
-            if fused is blocks:
+            if fused in looped:
                 refused(lambda: step(*placed))
             else:
                 close(step(*placed), want)

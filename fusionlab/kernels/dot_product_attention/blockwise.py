@@ -1,8 +1,9 @@
 """Attention by blocks of query rows: the T x S matrix of scores never exists, one block of it does at a time.
 
 A block of rows sees all its keys at once: it is small enough for the cache, so exponentials cost no memory traffic, and
-nothing is rescaled between key blocks. The backward recomputes each block from logsumexp. With `is_causal`, rows are
-taken in up to 8 groups, each against the keys up to its own last row: 9/16 of the work.
+nothing is rescaled between key blocks. The backward recomputes each block from the row's statistics. With `is_causal`, rows
+are taken in up to 8 groups, each against the keys up to its own last row: 9/16 of the work. Bias, mask and factors are cut
+where they stand, so that one that broadcasts is never larger than given; a gradient of theirs is summed as the blocks come.
 
 Measured on a CPU (2 cores, AVX-512, H = 64, S = 512 to 4096): blocks of 2 million scores forward and 1 million backward
 are the fastest or within noise of it; key blocks with online rescaling cost a third more; dkey and dvalue accumulated
@@ -12,15 +13,26 @@ bfloat16). `python -m benchmarks attention_cpu` times the whole against the jitt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .reference import statistics_dtype
+from .blocks import (
+    Broadcast,
+    Cut,
+    add_keys,
+    divisor,
+    heads,
+    power_of_two,
+    put_rows,
+    scan_heads,
+    scan_rows,
+    unheads,
+)
+from .reference import Form, residual_names, statistics_dtype, through_softcap, weigh
 
 Array = Any
 
@@ -36,61 +48,61 @@ def block_shape(heads: int, t: int, s: int, is_causal: bool, scores: int) -> tup
     With `is_causal` a block has at most T/16 rows, so that each of the groups has two: XLA shares the scratch of a loop
     between loops, but gives straight-line blocks their own.
     """
-    rows = _power_of_two(max(_LEAST_ROWS, t // (2 * _CAUSAL_GROUPS))) if is_causal else t
+    rows = power_of_two(max(_LEAST_ROWS, t // (2 * _CAUSAL_GROUPS))) if is_causal else t
     rows = max(1, min(t, rows))
     if rows * s <= scores:
-        return _divisor(heads, scores // (rows * s)), rows
-    return 1, min(rows, _power_of_two(max(_LEAST_ROWS, scores // s)))
-
-
-def _power_of_two(n: int) -> int:
-    """The largest power of two up to n."""
-    return 1 << (n.bit_length() - 1)
-
-
-def _divisor(n: int, most: int) -> int:
-    """The largest divisor of n up to `most`."""
-    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
+        return divisor(heads, scores // (rows * s)), rows
+    return 1, min(rows, power_of_two(max(_LEAST_ROWS, scores // s)))
 
 
 def forward(
     query: Array,
     key: Array,
     value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    factors: Array | None = None,
     *,
     residuals: bool,
-    scale: float,
-    is_causal: bool,
-    precision: Any,
-    **_: Any,
+    saves: str = "logsumexp",
+    **attrs: Any,
 ) -> list[Array]:
-    """[out], and logsumexp if asked for."""
+    """[out], and the rows' statistics if asked for."""
+    form = Form.of(attrs)
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
-    q = _heads(query, wide) * scale
-    heads, rows = block_shape(q.shape[0], t, s, is_causal, _FORWARD_SCORES)
+    q = heads(query, wide) * form.scale
+    kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors})
+    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES)
 
-    def some_heads(operands: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v = operands
+    def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
+        (q, k, v), entries = operands
+        cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
-        results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), jnp.zeros_like(q, shape=q.shape[:2])
-        for start, stop, keys in _groups(t, s, rows, is_causal):
+        statistics = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in residual_names(saves, None))
+        results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *statistics
+        for start, stop, keys in _groups(t, s, rows, form.is_causal):
             seen_k, seen_v = k[:, :keys], v[:, :keys]
 
-            def step(results: Any, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, Array]:
-                scores = _scores(q, k, first, is_causal, precision)
+            def step(results: tuple, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, ...]:
+                scores, _ = _scores(q, k, first, cut, form)
                 top = jnp.max(scores, axis=-1, keepdims=True)
                 p = jnp.exp(scores - top)
                 total = jnp.sum(p, axis=-1, keepdims=True)
-                found = _mm(p, v, precision) / total, (top + jnp.log(total))[..., 0]
-                return _put_rows(results[0], found[0], first), _put_rows(results[1], found[1], first)
+                out = _mm(weigh(p, cut("factors", first, p.shape), form), v, form) / total
+                log = jnp.log(total)
+                found = (top + log,) if saves == "logsumexp" else (top, log)
+                found = out, *(a[..., 0] for a in found)
+                return tuple(put_rows(whole, a, first) for whole, a in zip(results, found, strict=True))
 
-            results = _scan_rows(step, start, rows, q[:, start:stop], results)
-        return results
+            results = scan_rows(step, start, rows, q[:, start:stop], results)
+        return carry, results
 
-    out, logsumexp = _map_heads(some_heads, heads, (q, _heads(key, wide), _heads(value, wide)))
-    out = _unheads(out, query).astype(value.dtype)
-    return [out, logsumexp.reshape(*query.shape[:-3], query.shape[-2], t)] if residuals else [out]
+    entries = {slot: kind.entry for slot, kind in kinds.items()}
+    arrays = (q, heads(key, wide), heads(value, wide)), entries
+    _, (out, *statistics) = scan_heads(some_heads, size, arrays, ())
+    out = unheads(out, query).astype(value.dtype)
+    return [out, *(a.reshape(*_leading(query), t) for a in statistics)] if residuals else [out]
 
 
 def cotangent(
@@ -99,74 +111,98 @@ def cotangent(
     wanted: tuple[str, ...],
     shardings: Mapping[str, Any],
     *,
-    scale: float,
-    is_causal: bool,
-    precision: Any,
-    **_: Any,
+    broadcast: tuple[tuple[str, tuple[int, ...], str], ...] = (),
+    saves: str = "logsumexp",
+    **attrs: Any,
 ) -> list[Array]:
-    """The gradients wanted, in order; each block of probabilities is recomputed from logsumexp."""
+    """The gradients wanted, in order; each block of probabilities is recomputed from the rows' statistics."""
+    form = Form.of(attrs)
     query, key = saved["query"], saved["key"]
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
-    by_row = {"q": _heads(query, wide) * scale, "ct": _heads(ct, wide), "lse": saved["logsumexp"].reshape(-1, t)}
-    by_key = {"k": _heads(key, wide)}
-    if "query" in wanted or "key" in wanted:
-        by_row["delta"] = jnp.sum(_heads(saved["out"], wide) * by_row["ct"], axis=-1)
-        by_key["v"] = _heads(saved["value"], wide)
-    heads, rows = block_shape(by_row["q"].shape[0], t, s, is_causal, _BACKWARD_SCORES)
+    by_row = {"q": heads(query, wide) * form.scale, "ct": heads(ct, wide)}
+    by_row |= {n: saved[n].reshape(-1, t) for n in residual_names(saves, None)}
+    by_key = {"k": heads(key, wide)}
+    if {"query", "key", "bias"} & set(wanted):
+        by_row["delta"] = jnp.sum(heads(saved["out"], wide) * by_row["ct"], axis=-1)
+    if wanted != ("value",):
+        by_key["v"] = heads(saved["value"], wide)
+    kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors")})
+    summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in broadcast if slot in wanted}
+    kinds = {**kinds, **summed}
+    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES)
 
-    def some_heads(operands: tuple[dict[str, Array], dict[str, Array]]) -> dict[str, Array]:
-        rows_of, keys_of = operands
-        sums = _zero_sums(wanted, rows_of, s)
-        for start, stop, keys in _groups(t, s, rows, is_causal):
+    def some_heads(shared: dict[str, Array], operands: tuple) -> tuple[dict[str, Array], dict[str, Array]]:
+        rows_of, keys_of, entries = operands
+        cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
+        sums = _zero_sums(wanted, rows_of, s) | shared
+        for start, stop, keys in _groups(t, s, rows, form.is_causal):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
-            step = _backward_step({n: a[:, :keys] for n, a in keys_of.items()}, wanted, is_causal, precision)
-            sums = _scan_rows(step, start, rows, part, sums)
-        return {n: a * scale if n == "query" else _t(a) for n, a in sums.items()}
+            step = _backward_step({n: a[:, :keys] for n, a in keys_of.items()}, cut, wanted, form)
+            sums = scan_rows(step, start, rows, part, sums)
+        shared = {n: sums.pop(n) for n in shared}
+        return shared, {n: a * form.scale if n == "query" else _t(a) for n, a in sums.items()}
 
-    grads = _map_heads(some_heads, heads, (by_row, by_key))
+    entries = {slot: kind.entry for slot, kind in kinds.items()}
+    shared = {slot: jnp.zeros_like(by_row["q"], shape=kind.shape) for slot, kind in summed.items()}
+    shared, grads = scan_heads(some_heads, size, (by_row, by_key, entries), shared)
+    found = {slot: shared[slot].reshape(shape).astype(own) for slot, shape, own in broadcast if slot in wanted}
     like = {"query": query, "key": key, "value": key}
-    return [_unheads(grads[slot], like[slot]).astype(ct.dtype) for slot in wanted]
+    return [found[n] if n in found else unheads(grads[n], like[n]).astype(ct.dtype) for n in wanted]
 
 
-def _backward_step(keys_of: dict[str, Array], wanted: tuple[str, ...], is_causal: bool, precision: Any) -> Callable:
-    """A step over one block of rows: adds to the transposed sums of dkey and dvalue, and puts the block's dquery."""
+def _backward_step(keys_of: dict[str, Array], cut: Cut, wanted: tuple[str, ...], form: Form) -> Callable:
+    """A step over one block of rows: adds to the sums of the gradients (transposed for key and value), and puts dquery."""
 
     def step(sums: dict[str, Array], first: Array, part: dict[str, Array]) -> dict[str, Array]:
-        scores = _scores(part["q"], keys_of["k"], first, is_causal, precision)
-        p = jnp.exp(scores - part["lse"][..., None])
+        scores, tanh = _scores(part["q"], keys_of["k"], first, cut, form)
+        p = _probabilities(scores, part)
+        factors = cut("factors", first, p.shape)
         found = dict(sums)
         if "value" in wanted:
-            found["value"] = _add_keys(sums["value"], _mm(_t(part["ct"]), p, precision))
+            found["value"] = add_keys(sums["value"], _mm(_t(part["ct"]), weigh(p, factors, form), form))
         if wanted == ("value",):
             return found
-        ds = p * (_mm(part["ct"], _t(keys_of["v"]), precision) - part["delta"][..., None])
-        if is_causal:  # not even a NaN of the row's reaches a key it does not see
-            ds = jnp.where(_seen(ds.shape, first), ds, 0.0)
+        dw = _mm(part["ct"], _t(keys_of["v"]), form)
+        if "factors" in wanted:
+            found["factors"] = cut.add("factors", sums["factors"], weigh(p, dw, form), first)
+        if "delta" not in part:
+            return found
+        ds = _seen(p * (weigh(dw, factors, form) - part["delta"][..., None]), first, cut, form)
+        if "bias" in wanted:
+            found["bias"] = cut.add("bias", sums["bias"], ds, first)
+        ds = through_softcap(ds, tanh)
         if "key" in wanted:
-            found["key"] = _add_keys(sums["key"], _mm(_t(part["q"]), ds, precision))  # the scale is in q
+            found["key"] = add_keys(sums["key"], _mm(_t(part["q"]), ds, form))  # the scale is in q
         if "query" in wanted:
-            found["query"] = _put_rows(sums["query"], _mm(ds, keys_of["k"], precision), first)
+            found["query"] = put_rows(sums["query"], _mm(ds, keys_of["k"], form), first)
         return found
 
     return step
+
+
+def _broadcasts(query: Array, operands: dict[str, Any]) -> tuple[dict[str, Broadcast], dict[str, Array]]:
+    """How those present are cut, and each as (entries, T or 1, S or 1)."""
+    given = {slot: a for slot, a in operands.items() if a is not None}
+    kinds = {slot: Broadcast.of(a.shape, _leading(query)) for slot, a in given.items()}
+    return kinds, {slot: a.reshape(kinds[slot].shape) for slot, a in given.items()}
+
+
+def _leading(query: Array) -> tuple[int, ...]:
+    return (*query.shape[:-3], query.shape[-2])
+
+
+def _heads_together(query: Array, kinds: Mapping[str, Broadcast]) -> int:
+    """How many heads may be in a block: what broadcasts is cut in one piece only within one entry of the batch."""
+    *batch, heads = _leading(query)
+    return heads if kinds else heads * math.prod(batch)
 
 
 def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int) -> dict[str, Array]:
     q, ct = rows_of["q"], rows_of["ct"]
     shapes = {"query": q.shape, "key": (q.shape[0], q.shape[2], s), "value": (q.shape[0], ct.shape[2], s)}
     # Made from the operand, so that inside shard_map it varies over the same mesh axes.
-    return {n: jnp.zeros_like(q, shape=shapes[n]) for n in wanted}
-
-
-def _put_rows(whole: Array, block: Array, first: Array) -> Array:
-    return lax.dynamic_update_slice_in_dim(whole, block, first, axis=1)
-
-
-def _add_keys(whole: Array, part: Array) -> Array:
-    """Adds to the first keys (last axis)."""
-    keys = part.shape[-1]
-    return whole + part if keys == whole.shape[-1] else whole.at[..., :keys].add(part)
+    return {n: jnp.zeros_like(q, shape=shapes[n]) for n in wanted if n in shapes}
 
 
 def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -180,62 +216,45 @@ def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, i
         yield start, stop, min(stop, s)
 
 
-def _scores(q: Array, k: Array, first: Array, is_causal: bool, precision: Any) -> Array:
-    """Scores of a block of rows, the first of which is row `first`; the scale is in q already."""
-    scores = _mm(q, _t(k), precision)
-    if not is_causal:
-        return scores
-    return jnp.where(_seen(scores.shape, first), scores, -jnp.inf)
+def _scores(q: Array, k: Array, first: Array, cut: Cut, form: Form) -> tuple[Array, Array | None]:
+    """Scores of a block of rows, the first of which is row `first`, and the tanh of the softcap; the scale is in q already."""
+    scores, tanh = _mm(q, _t(k), form), None
+    if form.softcap is not None:
+        tanh = jnp.tanh(scores / form.softcap)
+        scores = form.softcap * tanh
+    bias, mask = cut("bias", first, scores.shape), cut("mask", first, scores.shape)
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if mask is not None:
+        scores = jnp.where(mask, scores, form.mask_value)
+    if form.is_causal:
+        scores = jnp.where(_causal(scores.shape, first), scores, -jnp.inf)
+    return scores, tanh
 
 
-def _seen(shape: tuple[int, ...], first: Array) -> Array:
-    """True where a row of a block, the first of which is row `first`, sees a key."""
+def _probabilities(scores: Array, part: Mapping[str, Array]) -> Array:
+    if "logsumexp" in part:
+        return jnp.exp(scores - part["logsumexp"][..., None])
+    return jnp.exp(scores - part["row_max"][..., None] - part["log_sum"][..., None])
+
+
+def _seen(ds: Array, first: Array, cut: Cut, form: Form) -> Array:
+    """0 where a row does not see a key: not even a NaN of the row's reaches that key's gradient."""
+    mask = cut("mask", first, ds.shape)
+    if mask is not None:
+        ds = jnp.where(mask, ds, 0.0)
+    return jnp.where(_causal(ds.shape, first), ds, 0.0) if form.is_causal else ds
+
+
+def _causal(shape: tuple[int, ...], first: Array) -> Array:
+    """True where a row of a block, the first of which is row `first`, sees a key s <= t."""
     row = first + lax.broadcasted_iota(jnp.int32, shape, 1)
     return lax.broadcasted_iota(jnp.int32, shape, 2) <= row
 
 
-def _mm(a: Array, b: Array, precision: Any) -> Array:
-    return jnp.matmul(a, b, precision=precision)
+def _mm(a: Array, b: Array, form: Form) -> Array:
+    return jnp.matmul(a, b, precision=form.precision)
 
 
 def _t(a: Array) -> Array:
     return jnp.swapaxes(a, -1, -2)
-
-
-def _map_heads(function: Callable, size: int, arrays: Any) -> Any:
-    """`function` over groups of `size` heads; `size` divides their number."""
-    count = jax.tree.leaves(arrays)[0].shape[0]
-    if count == size:
-        return function(arrays)
-    grouped = jax.tree.map(lambda a: a.reshape(count // size, size, *a.shape[1:]), arrays)
-    return jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), lax.map(function, grouped))
-
-
-def _scan_rows(step: Callable, start: int, rows: int, arrays: Any, carry: Any) -> Any:
-    """Runs `carry = step(carry, first row, block)` over blocks of the arrays' rows (axis 1); the last may be shorter."""
-    count = jax.tree.leaves(arrays)[0].shape[1]
-    whole, rest = divmod(count, rows)
-    if whole > 1:
-        blocks = jax.tree.map(lambda a: _split_rows(a, whole, rows), arrays)
-        firsts = jnp.asarray(start + rows * np.arange(whole), jnp.int32)
-        carry, _ = lax.scan(lambda c, x: (step(c, *x), None), carry, (firsts, blocks))
-    elif whole:
-        carry = step(carry, jnp.int32(start), jax.tree.map(lambda a: a[:, :rows], arrays))
-    if rest:
-        tail = jax.tree.map(lambda a: a[:, whole * rows :], arrays)
-        carry = step(carry, jnp.int32(start + whole * rows), tail)
-    return carry
-
-
-def _split_rows(a: Array, count: int, rows: int) -> Array:
-    return jnp.moveaxis(a[:, : count * rows].reshape(a.shape[0], count, rows, *a.shape[2:]), 1, 0)
-
-
-def _heads(a: Array, dtype: Any) -> Array:
-    """*B L N D -> (B N) L D in `dtype`."""
-    return jnp.swapaxes(a, -2, -3).reshape(-1, a.shape[-3], a.shape[-1]).astype(dtype)
-
-
-def _unheads(a: Array, like: Array) -> Array:
-    """(B N) L D -> *B L N D, with *B and N as `like` has them."""
-    return jnp.swapaxes(a.reshape(*like.shape[:-3], like.shape[-2], *a.shape[1:]), -2, -3)

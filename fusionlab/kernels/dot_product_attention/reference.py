@@ -1,18 +1,27 @@
-"""The meaning of `dot_product_attention` in plain jnp: softmax(scale * query @ key^T) @ value, tangent and cotangent.
+"""The meaning of `dot_product_attention` in plain jnp, its tangent and its cotangent.
 
 Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S N H, value is *B S N Hv, out is *B T N Hv; scores
-and probabilities are *B N T S. The residual `logsumexp` is *B N T: log of the sum, over the keys a row sees, of exp(score).
-Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64.
+s and probabilities p are *B N T S. bias, mask and factors have the rank of the scores; their axes of size 1 broadcast.
 
-With `saves="probabilities"` the forward keeps them (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does;
-with `saves="logsumexp"` it keeps that and the backward recomputes p = exp(score - logsumexp). Either way, with
-dp = ct @ value^T, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source: Dao et al.
-2022, arXiv:2205.14135, appendix B.2.
+    s = scale * query @ key^T                 s = softcap * tanh(s / softcap), s + bias, where(mask, s, mask_value): each if given
+    p = softmax(s)                            s = -inf where t < s, if is_causal: after all else
+    out = (p * factors * factors_scale) @ value
+
+Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64. What is kept for the backward
+(`saves`, see `residual_names`):
+  "probabilities": p (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does, and with a softcap its tanh.
+  "logsumexp": the log of the sum of exp(s) over a row, *B N T; the backward recomputes p = exp(s - logsumexp).
+  "max_and_log_sum": the row's largest score, and the log of the sum of exp(s - row_max). Where a whole row is masked by -1e9,
+    logsumexp is -1e9 + log(S), which float32 rounds to -1e9: p would be 1 in place of 1 / S.
+With dp the cotangent of p, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source:
+Dao et al. 2022, arXiv:2205.14135, appendix B.2.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,23 +31,54 @@ from jax import lax
 Array = Any
 
 
+@dataclass(frozen=True)
+class Form:
+    """The numbers in the op's meaning; see the module's docstring."""
+
+    scale: float
+    is_causal: bool = False
+    softcap: float | None = None
+    mask_value: float = -float("inf")
+    factors_scale: float = 1.0
+    precision: Any = None
+
+    @classmethod
+    def of(cls, attrs: Mapping[str, Any]) -> Form:
+        """From among the attributes of a call."""
+        return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
+
+
 def statistics_dtype(dtype: Any) -> Any:
     """The dtype of scores and statistics for operands of `dtype`."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
+    """What the forward keeps beside its result."""
+    if saves == "probabilities":
+        return ("probabilities",) if softcap is None else ("probabilities", "tanh")
+    return ("logsumexp",) if saves == "logsumexp" else ("row_max", "log_sum")
 
 
 def _dot(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array:
     return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=dtype)
 
 
-def scores_of(query: Array, key: Array, scale: float, is_causal: bool, precision: Any) -> Array:
-    """scale * query @ key^T as *B N T S; with `is_causal`, -inf where row t would see a key s > t."""
+def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, form: Form) -> tuple[Array, Array | None]:
+    """Scores as *B N T S, and the tanh of the softcap if there is one."""
     dtype = statistics_dtype(query.dtype)
-    scores = _dot(query, key, "...tnh,...snh->...nts", precision, dtype) * scale
-    if not is_causal:
-        return scores
-    t, s = scores.shape[-2:]
-    return jnp.where(causal_mask(t, s), scores, -jnp.inf)
+    scores = _dot(query, key, "...tnh,...snh->...nts", form.precision, dtype) * form.scale
+    tanh = None
+    if form.softcap is not None:
+        tanh = jnp.tanh(scores / form.softcap)
+        scores = form.softcap * tanh
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
+    if mask is not None:
+        scores = jnp.where(mask, scores, form.mask_value)
+    if form.is_causal:
+        scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, -jnp.inf)
+    return scores, tanh
 
 
 def causal_mask(t: int, s: int) -> Array:
@@ -50,34 +90,49 @@ def forward(
     query: Array,
     key: Array,
     value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    factors: Array | None = None,
     *,
     residuals: bool,
-    scale: float,
-    is_causal: bool,
-    precision: Any,
     saves: str,
-    **_: Any,
+    **attrs: Any,
 ) -> list[Array]:
     """[out], and what is saved for the backward if asked for."""
-    scores = scores_of(query, key, scale, is_causal, precision)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = _weigh(probabilities, value, precision)
+    form = Form.of(attrs)
+    scores, tanh = _scores(query, key, bias, mask, form)
+    p = jax.nn.softmax(scores, axis=-1)
+    probabilities = p.astype(value.dtype)
+    weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
+    out = _dot(weights, value, "...nts,...snh->...tnh", form.precision, statistics_dtype(value.dtype))
+    out = out.astype(value.dtype)
     if not residuals:
         return [out]
-    return [out, probabilities if saves == "probabilities" else jax.nn.logsumexp(scores, axis=-1)]
+    if saves == "probabilities":
+        return [out, probabilities] if tanh is None else [out, probabilities, tanh]
+    if saves == "logsumexp":
+        return [out, jax.nn.logsumexp(scores, axis=-1)]
+    top = lax.stop_gradient(jnp.max(scores, axis=-1))
+    return [out, top, jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1))]
 
 
-def _weigh(probabilities: Array, value: Array, precision: Any) -> Array:
-    out = _dot(probabilities, value, "...nts,...snh->...tnh", precision, statistics_dtype(value.dtype))
-    return out.astype(value.dtype)
+def weigh(p: Array, factors: Array | None, form: Form) -> Array:
+    """p * factors * factors_scale in p's dtype."""
+    if factors is None:
+        return p
+    weights = p * factors.astype(p.dtype)
+    return weights if form.factors_scale == 1.0 else weights * form.factors_scale
 
 
-def _probabilities(saved: Mapping[str, Array], scale: float, is_causal: bool, precision: Any) -> Array:
-    """*B N T S in the statistics dtype."""
+def _recomputed(saved: Mapping[str, Array], form: Form) -> tuple[Array, Array | None]:
+    """Probabilities *B N T S in the statistics dtype, and the tanh of the softcap where it is known."""
     if "probabilities" in saved:
-        return saved["probabilities"].astype(statistics_dtype(saved["probabilities"].dtype))
-    scores = scores_of(saved["query"], saved["key"], scale, is_causal, precision)
-    return jnp.exp(scores - saved["logsumexp"][..., None])
+        p = saved["probabilities"]
+        return p.astype(statistics_dtype(p.dtype)), saved.get("tanh")
+    scores, tanh = _scores(saved["query"], saved["key"], saved.get("bias"), saved.get("mask"), form)
+    if "logsumexp" in saved:
+        return jnp.exp(scores - saved["logsumexp"][..., None]), tanh
+    return jnp.exp(scores - saved["row_max"][..., None] - saved["log_sum"][..., None]), tanh
 
 
 def tangent(
@@ -85,28 +140,45 @@ def tangent(
     tangents: Mapping[str, Array],
     shape: tuple[int, ...],
     shardings: Mapping[str, Any],
-    *,
-    scale: float,
-    is_causal: bool,
-    precision: Any,
-    **_: Any,
+    **attrs: Any,
 ) -> Array:
-    """p * (ds - rowsum(p * ds)) @ value + p @ dvalue, with ds = scale * (dquery @ key^T + query @ dkey^T)."""
-    p = _probabilities(saved, scale, is_causal, precision)
-    dtype = p.dtype
+    """dweights @ value + weights @ dvalue, with weights = p * factors * factors_scale, dp = p * (ds - rowsum(p * ds)) and
+    ds = dbias + scale * (1 - tanh^2) * (dquery @ key^T + query @ dkey^T)."""
+    form = Form.of(attrs)
+    p, tanh = _recomputed(saved, form)
+    dtype, factors = p.dtype, saved.get("factors")
     parts = []
     if "value" in tangents:
-        parts.append(_dot(p, tangents["value"].astype(dtype), "...nts,...snh->...tnh", precision, dtype))
+        weights = weigh(p, factors, form)
+        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...snh->...tnh", form.precision, dtype))
+    moved = []
+    ds = _tangent_of_scores(saved, tangents, tanh, dtype, form)
+    if ds is not None:
+        moved.append(weigh(_through_softmax(p, _seen(ds, p.shape, saved.get("mask"), form)), factors, form))
+    if "factors" in tangents:
+        moved.append(weigh(p, tangents["factors"], form))
+    if moved:
+        values = saved["value"].astype(dtype)
+        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...snh->...tnh", form.precision, dtype))
+    return sum(parts[1:], parts[0]).astype((tangents if "value" in tangents else saved)["value"].dtype)
+
+
+def _tangent_of_scores(
+    saved: Mapping[str, Array], tangents: Mapping[str, Array], tanh: Array | None, dtype: Any, form: Form
+) -> Array | None:
+    """Before mask and causal mask; axes that only a bias's tangent lacks have size 1. None where nothing moves them."""
     pairs = []
     if "query" in tangents:
         pairs.append((tangents["query"], saved["key"]))
     if "key" in tangents:
         pairs.append((saved["query"], tangents["key"]))
+    parts = []
     if pairs:
-        moved = [_dot(q, k, "...tnh,...snh->...nts", precision, dtype) * scale for q, k in pairs]
-        weighted = _through_softmax(p, _seen(sum(moved[1:], moved[0]), is_causal))
-        parts.append(_dot(weighted, saved["value"].astype(dtype), "...nts,...snh->...tnh", precision, dtype))
-    return sum(parts[1:], parts[0]).astype(next(iter(tangents.values())).dtype)
+        moved = [_dot(q, k, "...tnh,...snh->...nts", form.precision, dtype) * form.scale for q, k in pairs]
+        parts.append(through_softcap(sum(moved[1:], moved[0]), tanh))
+    if "bias" in tangents:
+        parts.append(tangents["bias"].astype(dtype))
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def _through_softmax(p: Array, moved: Array) -> Array:
@@ -114,9 +186,16 @@ def _through_softmax(p: Array, moved: Array) -> Array:
     return p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
 
 
-def _seen(scores: Array, is_causal: bool) -> Array:
-    """0 where a row does not see a key: not even a NaN of the row's reaches that key's gradient."""
-    return jnp.where(causal_mask(*scores.shape[-2:]), scores, 0.0) if is_causal else scores
+def through_softcap(moved: Array, tanh: Array | None) -> Array:
+    """The softcap's derivative, by its tanh (None: there is no softcap), applied to `moved`."""
+    return moved if tanh is None else moved * (1.0 - jnp.square(tanh))
+
+
+def _seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: Form) -> Array:
+    """0 where a row of scores of this shape does not see a key: not even a NaN of the row's reaches that key's gradient."""
+    if mask is not None:
+        moved = jnp.where(mask, moved, 0.0)
+    return jnp.where(causal_mask(*shape[-2:]), moved, 0.0) if form.is_causal else moved
 
 
 def cotangent(
@@ -125,23 +204,41 @@ def cotangent(
     wanted: tuple[str, ...],
     shardings: Mapping[str, Any],
     *,
-    scale: float,
-    is_causal: bool,
-    precision: Any,
-    **_: Any,
+    broadcast: tuple[tuple[str, tuple[int, ...], str], ...] = (),
+    **attrs: Any,
 ) -> list[Array]:
-    """The gradients wanted, in order: dvalue = p^T @ ct, dquery = scale * ds @ key, dkey = scale * ds^T @ query."""
-    p = _probabilities(saved, scale, is_causal, precision)
-    dtype = p.dtype
+    """The gradients wanted, in order. With weights = p * factors * factors_scale and dw = ct @ value^T: dvalue = weights^T @ ct,
+    dfactors = p * dw * factors_scale, dp = dw * factors * factors_scale, dbias = ds; with dr = scale * (1 - tanh^2) * ds,
+    dquery = dr @ key, dkey = dr^T @ query. `broadcast`: (slot, shape, dtype) of dbias and dfactors.
+    """
+    form = Form.of(attrs)
+    p, tanh = _recomputed(saved, form)
+    dtype, factors = p.dtype, saved.get("factors")
     ct_wide = ct.astype(dtype)
     grads = {}
     if "value" in wanted:
-        grads["value"] = _dot(p, ct_wide, "...nts,...tnh->...snh", precision, dtype)
-    if "query" in wanted or "key" in wanted:
-        dp = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", precision, dtype)
-        ds = _seen(_through_softmax(p, dp), is_causal) * scale
-        if "query" in wanted:
-            grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", precision, dtype)
-        if "key" in wanted:
-            grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", precision, dtype)
-    return [grads[slot].astype(ct.dtype) for slot in wanted]
+        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...snh", form.precision, dtype)
+    if wanted != ("value",):
+        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", form.precision, dtype)
+        if "factors" in wanted:
+            grads["factors"] = weigh(p, dw, form)
+        if {"query", "key", "bias"} & set(wanted):
+            ds = _seen(_through_softmax(p, weigh(dw, factors, form)), p.shape, saved.get("mask"), form)
+            grads["bias"] = ds
+            ds = through_softcap(ds, tanh) * form.scale
+            if "query" in wanted:
+                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", form.precision, dtype)
+            if "key" in wanted:
+                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", form.precision, dtype)
+    narrow = {slot: own for slot, _, own in broadcast}
+    for slot, shape, _ in broadcast:
+        if slot in wanted:
+            grads[slot] = _summed_to(grads[slot], shape, shardings.get(slot))
+    return [grads[slot].astype(narrow.get(slot, ct.dtype)) for slot in wanted]
+
+
+def _summed_to(a: Array, shape: tuple[int, ...], sharding: Any = None) -> Array:
+    """The sum over the axes along which an array of `shape`, of the same rank, broadcasts to `a`."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(a.shape, shape, strict=True)) if n != m)
+    summed = jnp.sum(a, axis=axes, keepdims=True) if axes else a
+    return summed if sharding is None else jax.sharding.reshard(summed, sharding)

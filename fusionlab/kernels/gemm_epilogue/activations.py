@@ -1,7 +1,8 @@
 """The activations of `gemm_epilogue`, by name. Adding one is adding one entry to `ACTIVATIONS`.
 
 Each says what the forward must save so that the backward can multiply by its derivative: nothing, a mask, or the
-pre-activation h = x @ w + b. Three spellings of relu differ at ties and NaN, and users' code holds all three.
+pre-activation h = x @ w + b. Spellings of one function that differ at ties, infinities or NaN are several entries: users' code holds
+them all, and each is fused as itself.
 """
 
 from __future__ import annotations
@@ -37,6 +38,23 @@ class Activation:
     save: Callable[[Array], Array] | None
     scale: Callable[[Any, Array], Array]
     source: str
+
+    @property
+    def kind(self) -> str:
+        """The function it spells: "relu" for `relu_where`."""
+        return SPELLINGS.get(self.name, self.name)
+
+
+# Spellings that differ from the function of that name where it has ties, infinities or NaN, and are therefore fused as themselves.
+SPELLINGS = {
+    "relu_tie": "relu",
+    "relu_where": "relu",
+    "relu_unless": "relu",
+    "relu_times": "relu",
+    "relu_abs": "relu",
+    "silu_exp": "silu",
+    "sigmoid_exp": "sigmoid",
+}
 
 
 def _from_preactivation(name: str, formula: str, fn: Callable[[Array], Array], source: str) -> Activation:
@@ -89,6 +107,24 @@ ACTIVATIONS: dict[str, Activation] = {
             "jnp.where(h > 0, h, 0); NaN becomes 0",
         ),
         _from_preactivation(
+            "relu_unless",
+            "0 where h <= 0 else h, derivative 0 at 0",
+            lambda h: jnp.where(h <= 0, jnp.zeros_like(h), h),
+            "jnp.where(h <= 0, 0, h); NaN stays NaN, and has derivative 1",
+        ),
+        _from_preactivation(
+            "relu_times",
+            "h * (h > 0), derivative 0 at 0",
+            lambda h: h * (h > 0),
+            "h * (h > 0); -inf becomes NaN",
+        ),
+        _from_preactivation(
+            "relu_abs",
+            "(h + |h|) / 2, derivative 1/2 at 0",
+            lambda h: 0.5 * (h + jnp.abs(h)),
+            "0.5 * (h + jnp.abs(h)); -inf becomes NaN",
+        ),
+        _from_preactivation(
             "gelu_tanh",
             "h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3)))",
             lambda h: jax.nn.gelu(h, approximate=True),
@@ -102,6 +138,18 @@ ACTIVATIONS: dict[str, Activation] = {
         ),
         _from_preactivation("silu", "h / (1 + exp(-h))", jax.nn.silu, "jax.nn.silu"),
         _from_preactivation("sigmoid", "1 / (1 + exp(-h))", jax.nn.sigmoid, "jax.nn.sigmoid"),
+        _from_preactivation(
+            "silu_exp",
+            "h / (1 + exp(-h)), derivative NaN where exp(-h) overflows",
+            lambda h: h / (1 + jnp.exp(-h)),
+            "h / (1 + jnp.exp(-h))",
+        ),
+        _from_preactivation(
+            "sigmoid_exp",
+            "1 / (1 + exp(-h)), derivative NaN where exp(-h) overflows",
+            lambda h: 1 / (1 + jnp.exp(-h)),
+            "1 / (1 + jnp.exp(-h))",
+        ),
         _from_preactivation("tanh", "tanh(h)", jnp.tanh, "jnp.tanh"),
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...device import Device
@@ -35,8 +35,8 @@ class GemmEpilogue(Op):
         )
     }
 
-    def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, w, bias = _check_ranks(*operands)
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        x, w, bias = _check_ranks(**given)
         known = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None, "implementation": None}
         for key in attrs:
             if key not in known:
@@ -48,10 +48,9 @@ class GemmEpilogue(Op):
         full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
-        present: tuple[Any, ...] = tuple(a for a in (x, w, bias) if a is not None)
-        check_dtypes(self.name, dict(zip(self.slots, present, strict=False)), DTYPES)
+        check_dtypes(self.name, given, DTYPES)
         full["precision"] = canonical_precision(full["precision"])
-        return present, full
+        return dict(given), full
 
     def residual_names(self, *, activation: str, **_: Any) -> tuple[str, ...]:
         kind = ACTIVATIONS[activation].residual

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 
 from ...device import Device
@@ -39,8 +38,7 @@ class LayerNorm(Op):
         )
     }
 
-    def prepare(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(self.slots, operands, strict=False))
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         x, scale, bias = (given.get(slot) for slot in self.slots)
         known = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "implementation": None}
         for name in attrs:
@@ -52,20 +50,17 @@ class LayerNorm(Op):
         self.check_implementation(full["implementation"])
         full["axis"] = _check_shapes(x, scale, bias, full["axis"])
         full["epsilon"] = _epsilon(full["epsilon"])
-        if scale is None and bias is not None:  # operands are optional from the right
-            scale = jnp.ones(bias.shape, bias.dtype)
-        present: tuple[Any, ...] = tuple(a for a in (x, scale, bias) if a is not None)
-        _check_dtypes(dict(zip(self.slots, present, strict=False)))
-        full["dtypes"] = tuple(np.dtype(a.dtype).name for a in present)
-        return present, full
+        _check_dtypes(given)
+        full["dtypes"] = tuple(np.dtype(a.dtype).name for a in given.values())
+        return dict(given), full
 
     def residual_names(self, *, kind: str, **attrs: Any) -> tuple[str, ...]:
         return ("mean", "rstd") if kind == "layer" else ("rstd",)
 
-    def reads(self, wanted: tuple[str, ...], *, dtypes: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+    def reads(self, wanted: tuple[str, ...], *, present: tuple[str, ...], **attrs: Any) -> frozenset[str]:
         if not {"x", "scale"} & set(wanted):
             return frozenset()
-        scale = ("scale",) if "x" in wanted and len(dtypes) > 1 else ()
+        scale = ("scale",) if "x" in wanted and "scale" in present else ()
         return frozenset(("x", *scale, *self.residual_names(**attrs)))
 
     def batch(

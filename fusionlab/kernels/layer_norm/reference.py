@@ -115,6 +115,7 @@ def cotangent(
     kind: str,
     axis: int,
     dtypes: tuple[str, ...],
+    present: tuple[str, ...],
     **_: Any,
 ) -> list[Array]:
     """The gradients wanted, in order: dx = rstd * P(ct * scale), dscale = sum of ct * xhat over rows, dbias = sum of ct."""
@@ -133,5 +134,5 @@ def cotangent(
     for slot in wanted:
         if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not
             grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])
-    as_given: dict[str, str] = dict(zip(("x", "scale", "bias"), dtypes, strict=False))
+    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
     return [grads[slot].astype(as_given[slot]) for slot in wanted]

@@ -1,0 +1,174 @@
+"""Recall on the zoo: what each model holds by its configuration, against what a search recognises and accepts.
+
+    python -m benchmarks recall [--variant forward|train] [--dtype f32|bf16] [--models TEXT] [-o FILE]
+
+The truths stand in tests/zoo/truths.py, which imports nothing of fusionlab. A site is *recognised* if the search names it, fused or
+declined with a reason (a train step's backward pass reads inner values, so most of its forward sites are declined there); it is *accepted*
+if it is a candidate. What is accepted beyond the truth is wrong. Concepts that a truth calls contested are left out for that model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+CONCEPTS = (
+    *("linear", "relu", "gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"),
+    *("attention_unmasked", "attention_causal", "attention_masked", "layer_norm", "rms_norm"),
+)
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One program: per concept (truth, recognised, accepted), the reasons of what was declined, and the search's seconds."""
+
+    program: str
+    counts: dict[str, tuple[int, int, int]]
+    reasons: tuple[str, ...]
+    seconds: float
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Concept -> sites that were not recognised."""
+        return {c: n - r for c, (n, r, _) in self.counts.items() if r < n}
+
+    @property
+    def wrong(self) -> dict[str, int]:
+        """Concept -> sites that were accepted and are none."""
+        return {c: a - n for c, (n, _, a) in self.counts.items() if a > n}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One concept over all programs."""
+
+    concept: str
+    sites: int
+    recognised: int
+    accepted: int
+    wrong: int
+
+
+def zoo() -> Any:
+    """The zoo's catalogue; it lives with the tests, and needs four devices for its shard_map models."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests"))
+    from zoo import catalogue  # pyright: ignore[reportMissingImports]
+
+    return catalogue
+
+
+def outcome(program: Any) -> Outcome:
+    """Searches one program of the zoo."""
+    import fusionlab as fl
+
+    fn, args = program.make()
+    started = time.perf_counter()
+    found = fl.find(fn, *args)
+    seconds = time.perf_counter() - started
+    recognised = Counter(c for x in (*found.candidates, *found.rejections) for c in x.concepts)
+    accepted = Counter(c for x in found.candidates for c in x.concepts)
+    truth = program.truth
+    known = [c for c in CONCEPTS if c not in truth.contested]
+    counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
+    return Outcome(program.id, counts, tuple(map(str, found.rejections)), seconds)
+
+
+def outcomes(variants: Iterable[str], dtypes: Iterable[str], models: str = "") -> Iterator[Outcome]:
+    """The outcome of every program of the zoo that is asked for, in order."""
+    variants, dtypes = set(variants), set(dtypes)
+    for program in zoo().programs():
+        if program.variant in variants and program.dtype in dtypes and models in program.model.id:
+            yield outcome(program)
+
+
+def table(found: Iterable[Outcome]) -> list[Row]:
+    """Per concept: sites by the truths, and how many of them were recognised and accepted."""
+    rows = []
+    found = list(found)
+    for concept in CONCEPTS:
+        counts = [o.counts[concept] for o in found if concept in o.counts]
+        rows.append(
+            Row(
+                concept,
+                sum(n for n, _, _ in counts),
+                sum(min(n, r) for n, r, _ in counts),
+                sum(min(n, a) for n, _, a in counts),
+                sum(max(0, a - n) for n, _, a in counts),
+            )
+        )
+    return rows
+
+
+def text(rows: Iterable[Row]) -> str:
+    """The table for a reader."""
+    lines = [f"{'concept':20} {'sites':>6} {'recognised':>11} {'':>7} {'accepted':>9} {'wrong':>6}"]
+    for row in rows:
+        share = f"{100 * row.recognised / row.sites:.1f} %" if row.sites else "-"
+        lines.append(f"{row.concept:20} {row.sites:6} {row.recognised:11} {share:>7} {row.accepted:9} {row.wrong:6}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Prints the table and what was missed; 1 if anything was accepted that is no site."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks recall", description="Recall on the zoo.")
+    parser.add_argument("--variant", choices=("forward", "train"), action="append", help="default: both")
+    parser.add_argument("--dtype", choices=("f32", "bf16"), action="append", help="default: both")
+    parser.add_argument("--models", default="", help="only models whose id holds this text")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="say why the sites of a missing concept were declined"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="where the JSON record goes; none without it")
+    options = parser.parse_args(argv)
+    variants, dtypes = options.variant or ("forward", "train"), options.dtype or ("f32", "bf16")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    catalogue = zoo()
+    from tqdm.auto import tqdm
+
+    total = len(catalogue.MODELS) * len(variants) * len(dtypes)
+    found = list(
+        tqdm(outcomes(variants, dtypes, options.models), total=None if options.models else total, disable=None)
+    )
+    for o in found:
+        if o.missed or o.wrong:
+            print(f"{o.program}: missed {o.missed or '-'}, wrong {o.wrong or '-'}")
+            if options.verbose:
+                print(*(f"    {reason}" for reason in o.reasons), sep="\n")
+    rows = {v: table(o for o in found if o.program.endswith(v)) for v in variants}
+    for variant in variants:
+        print(f"\n{variant}, {', '.join(dtypes)}: {sum(o.program.endswith(variant) for o in found)} programs")
+        print(text(rows[variant]))
+    for model, why in catalogue.LEFT_OUT.items():
+        print(f"left out: {model}: {why}")
+    if options.output:
+        _save(options.output, found, rows, variants, dtypes, dict(catalogue.LEFT_OUT))
+    return int(any(o.wrong for o in found))
+
+
+def _save(output: Path, found: list[Outcome], rows: dict, variants: Any, dtypes: Any, left_out: dict[str, str]) -> None:
+    from fusionlab.evidence.record import environment, save_json
+
+    record = {
+        "benchmark": "recall",
+        "environment": environment().to_dict(),
+        "variants": list(variants),
+        "dtypes": list(dtypes),
+        "programs": len(found),
+        "table": {variant: [asdict(row) for row in rows[variant]] for variant in variants},
+        "missed": {o.program: o.missed for o in found if o.missed},
+        "wrong": {o.program: o.wrong for o in found if o.wrong},
+        "search_seconds": round(sum(o.seconds for o in found), 1),
+        "slowest": {o.program: round(o.seconds, 2) for o in sorted(found, key=lambda o: -o.seconds)[:5]},
+        "left_out": left_out,
+    }
+    save_json(output, record)
+    print(f"record: {output}")

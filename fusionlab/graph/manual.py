@@ -1,0 +1,73 @@
+"""Tracing as if inside a `shard_map` that checks which mesh axes its values vary along (check_vma).
+
+There the mesh axes a value varies along are part of its type, and JAX makes such types inside a shard_map alone. A value of
+a traced program still names its mesh: that is all it takes to be back in a body of the same kind, whatever the shard_map was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+
+from .compat import has_pending_sums, varies, varying_axes
+
+
+def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None) -> Any:
+    """`jax.make_jaxpr` at the shapes, dtypes and varying mesh axes of avals; outside every shard_map where none varies.
+
+    Args:
+      fn: arrays -> arrays.
+      avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
+      result: the type `fn`'s one result is to have. What varies along fewer mesh axes is made to vary along all of those.
+    """
+    call = fn if result is None else lambda *args: as_varying(fn(*args), result)
+    types = (*avals, *(() if result is None else (result,)))
+    mesh = next((a.sharding.mesh for a in types if varies(a)), None)
+    if mesh is None:
+        return jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
+    plain = [a.update(weak_type=False, sharding=_unsharded(mesh, a)) for a in avals]
+    return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))
+
+
+def as_varying(x: Any, aval: Any) -> Any:
+    """`x`, made to vary along the mesh axes that `aval` varies along and it does not."""
+    missing = varying_axes(aval) - varying_axes(jax.typeof(x)) if varies(aval) else None
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def has_mesh(aval: Any) -> bool:
+    """Whether `make_jaxpr` takes an aval: what it varies along are axes of its mesh, and none is to be summed over yet."""
+    if has_pending_sums(aval):
+        return False
+    return not varies(aval) or varying_axes(aval) <= set(aval.sharding.mesh.manual_axes)
+
+
+def _unsharded(mesh: Any, aval: Any) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(None for _ in aval.shape)))
+
+
+def _inside(mesh: Any, call: Callable[[], Any]) -> Any:
+    """What `call` gives inside a shard_map over the manual axes of an abstract mesh.
+
+    Nothing goes in or out of that shard_map: what is traced inside is a program of its own.
+    """
+    here = get_abstract_mesh()
+    entered = set(here.manual_axes) if here.axis_names == mesh.axis_names else set()
+    new = set(mesh.manual_axes) - entered
+    if not new:  # the search itself runs inside the shard_map
+        return call()
+    results: list[Any] = []
+
+    def body() -> tuple[()]:
+        results.append(call())
+        return ()
+
+    around = mesh.update_axis_types(dict.fromkeys(new, AxisType.Auto))
+    # Through no mesh, since a mesh of another size is not taken while there is one.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(around):
+        jax.eval_shape(jax.shard_map(body, in_specs=(), out_specs=(), axis_names=new))
+    return results[0]

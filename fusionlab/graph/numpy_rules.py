@@ -1,0 +1,328 @@
+"""What each primitive means in numpy, for `evaluate.py`: two tables, by name. A primitive in neither is not known.
+
+A rule of `PLAIN` takes the operands alone. One of `SHAPED` takes the run (its `sizes`), the equation and the operands: axis sizes
+may be reduced, and a rule that cannot follow them raises `CannotEvaluate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .compat import enable_x64, split_closed
+
+Array = np.ndarray
+Rule = Callable[[Any, Any, list[Array]], Any]
+
+
+class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
+    """The program holds something the interpreter does not know; the message says what."""
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is a floating one (numpy's `kind` does not tell ml_dtypes' floats from its narrow integers)."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def at_real_sizes(sizes: Any, eqn: Any) -> None:
+    """Raises CannotEvaluate where an operand or a result of an equation has reduced axes."""
+    for v in (*eqn.invars, *eqn.outvars):
+        shape = tuple(getattr(v.aval, "shape", ()))
+        if sizes.shape(shape) != shape:
+            raise CannotEvaluate(f"primitive {eqn.primitive.name} at reduced sizes")
+
+
+# -- primitives without shape parameters ------------------------------------------------------------------------------
+
+
+def _erf(x: Array) -> Array:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _erfc(x: Array) -> Array:
+    return np.vectorize(math.erfc, otypes=[np.float64])(x)
+
+
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def _div(a: Array, b: Array) -> Array:
+    return a / b if a.dtype.kind == "f" else np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+
+
+def _max(a: Array, b: Array) -> Array:
+    return np.maximum(a, b)  # NaN propagates, as in XLA
+
+
+def _clamp(lo: Array, x: Array, hi: Array) -> Array:
+    return np.minimum(np.maximum(x, lo), hi)
+
+
+def _select(which: Array, *cases: Array) -> Array:
+    if which.dtype.kind == "b":
+        which = which.astype(np.int32)
+    shape = np.broadcast_shapes(which.shape, *(c.shape for c in cases))
+    return np.choose(np.broadcast_to(which, shape), [np.broadcast_to(c, shape) for c in cases])
+
+
+def _identity(x: Array) -> Array:
+    return x
+
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys("copy copy_p pvary stop_gradient reduce_precision name optimization_barrier".split(), _identity),
+    **{n: getattr(np, n) for n in "exp exp2 expm1 log log1p sin cos tan tanh sinh cosh floor ceil sign abs sqrt square".split()},
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _div, "neg": np.negative,
+    "max": _max, "min": np.minimum, "pow": np.power, "rem": np.fmod, "atan2": np.arctan2, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt, "erf": _erf, "erfc": _erfc, "logistic": _logistic, "one_minus_square": lambda x: 1 - x * x,
+    "is_finite": np.isfinite, "not": lambda x: ~x, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
+    "clamp": _clamp, "select_n": _select, "sinh": np.sinh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh,
+    "shift_right_logical": lambda x, n: x >> n, "shift_left": lambda x, n: x << n, "nextafter": np.nextafter,
+    "atan": np.arctan, "asin": np.arcsin, "acos": np.arccos, "round": np.round, "mul_add": lambda a, b, c: a * b + c,
+}  # fmt: skip
+
+
+# -- primitives with parameters ---------------------------------------------------------------------------------------
+
+
+def _convert(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    dst = np.dtype(eqn.params["new_dtype"])
+    return ins[0].astype(np.float64) if is_float(dst) else ins[0].astype(dst)
+
+
+def _broadcast_in_dim(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    real, where = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
+    shape = list(run.sizes.shape(real))
+    expanded = [1] * len(shape)
+    real_in = getattr(eqn.invars[0].aval, "shape", ())
+    for d, r, s in zip(where, real_in, ins[0].shape, strict=True):
+        expanded[d] = s
+        if r == real[d]:
+            shape[d] = s
+    return np.broadcast_to(ins[0].reshape(expanded), shape)
+
+
+def _reshape(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    real_in = [int(s) for s in eqn.invars[0].aval.shape]
+    real_out = [int(s) for s in eqn.params["new_sizes"]]
+    reduced = list(ins[0].shape)
+    if 0 in real_in:
+        return ins[0].reshape(run.sizes.shape(real_out))
+    out: list[int] = []
+    i = j = 0
+    while i < len(real_in) or j < len(real_out):
+        lo_i, lo_j = i, j
+        a = b = 1
+        while i == lo_i or j == lo_j or a != b:  # the smallest groups of input and output axes with the same elements
+            if i < len(real_in) and (a <= b or j == len(real_out)):
+                a, i = a * real_in[i], i + 1
+            elif j < len(real_out):
+                b, j = b * real_out[j], j + 1
+            else:
+                break
+        out += _reshape_group(run, real_in[lo_i:i], reduced[lo_i:i], real_out[lo_j:j])
+    return ins[0].reshape(out)
+
+
+def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out: list[int]) -> list[int]:
+    elements = math.prod(reduced_in)
+    big_in = [(r, s) for r, s in zip(real_in, reduced_in, strict=True) if r != 1]
+    big_out = [r for r in real_out if r != 1]
+    if [r for r, _ in big_in] == big_out:
+        sizes = iter([s for _, s in big_in])
+        return [next(sizes) if r != 1 else 1 for r in real_out]
+    if len(big_out) == 1:
+        run.sizes.learn(big_out[0], elements)
+    shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
+    if math.prod(shape) != elements:
+        raise CannotEvaluate(f"reshape {real_in} -> {real_out} at reduced sizes {reduced_in}")
+    return shape
+
+
+def _repeats(eqn: Any, ins: list[Array], axes: Iterable[int]) -> float:
+    """How many entries of the real array each entry stands for in a sum of the first operand over `axes`."""
+    real, reduced = eqn.invars[0].aval.shape, ins[0].shape
+    return math.prod(real[int(a)] / reduced[int(a)] for a in axes if real[int(a)] != reduced[int(a)])
+
+
+def _reduce_sum(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    axes = tuple(int(a) for a in eqn.params["axes"])
+    total, times = np.asarray(np.sum(ins[0], axis=axes)), _repeats(eqn, ins, axes)
+    if times == 1:
+        return total
+    return total * times if is_float(total.dtype) else np.rint(total * times).astype(total.dtype)
+
+
+def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    lhs, rhs = ins
+    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    left = [next(letters) for _ in lhs.shape]
+    right = [next(letters) for _ in rhs.shape]
+    for i, j in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
+        right[int(j)] = left[int(i)]
+    batch = [left[int(i)] for i in lb]
+    free = [x for d, x in enumerate(left) if d not in lc and d not in lb]
+    free += [x for d, x in enumerate(right) if d not in rc and d not in rb]
+    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
+
+
+def _reduce(fn: Callable) -> Callable:
+    def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
+        return np.asarray(fn(ins[0], axis=tuple(int(a) for a in eqn.params["axes"])))
+
+    return rule
+
+
+def _iota(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    shape, axis = run.sizes.shape(eqn.params["shape"]), int(eqn.params["dimension"])
+    line = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(len(shape))])
+    kind = np.dtype(eqn.params["dtype"])
+    return np.broadcast_to(line, shape).astype(np.float64 if is_float(kind) else kind)
+
+
+def _squeeze(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    return np.squeeze(ins[0], axis=tuple(int(d) for d in eqn.params["dimensions"]))
+
+
+def _slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    p = eqn.params
+    steps = p["strides"] or (1,) * ins[0].ndim
+    return ins[0][tuple(map(slice, p["start_indices"], p["limit_indices"], steps))]
+
+
+def _pow_int(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    return ins[0] ** (ins[0].dtype.type(eqn.params["y"]) if ins[0].dtype.kind == "f" else eqn.params["y"])
+
+
+def _pad(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    out = np.full(eqn.outvars[0].aval.shape, ins[1])
+    into, source = [], []
+    for (low, _, inner), size, whole in zip(eqn.params["padding_config"], ins[0].shape, out.shape, strict=True):
+        kept = [i for i in range(size) if 0 <= low + i * (inner + 1) < whole]  # a negative padding cuts entries off
+        source.append(kept)
+        into.append([low + i * (inner + 1) for i in kept])
+    out[np.ix_(*into)] = ins[0][np.ix_(*source)]
+    return out
+
+
+def _starts(starts: list[Array], sizes: Any, shape: Any) -> tuple[slice, ...]:
+    """Where a dynamic slice lies: clamped into the array, as XLA does."""
+    at = [min(max(int(i), 0), n - s) for i, s, n in zip(starts, sizes, shape, strict=True)]
+    return tuple(slice(i, i + s) for i, s in zip(at, sizes, strict=True))
+
+
+def _dynamic_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    return ins[0][_starts(ins[1:], eqn.params["slice_sizes"], ins[0].shape)]
+
+
+def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    out = np.array(ins[0])
+    out[_starts(ins[2:], ins[1].shape, out.shape)] = ins[1]
+    return out
+
+
+def _unstack(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
+    return list(np.moveaxis(ins[0], int(eqn.params["axis"]), 0))
+
+
+def _split(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
+    ends = np.cumsum([int(s) for s in eqn.params["sizes"]])[:-1]
+    return np.split(ins[0], ends, int(eqn.params["axis"]))
+
+
+def _cumulative(fn: Callable) -> Rule:
+    def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
+        axis = int(eqn.params["axis"])
+        if eqn.params["reverse"]:
+            return np.flip(fn(np.flip(ins[0], axis), axis), axis)
+        return fn(ins[0], axis)
+
+    return rule
+
+
+def _bitcast(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    source, made = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    bits = np.ascontiguousarray(ins[0].astype(source)).view(np.dtype(made))
+    if bits.shape != eqn.outvars[0].aval.shape:
+        raise CannotEvaluate("primitive bitcast_convert_type to another width")
+    return bits.astype(np.float64) if is_float(made) else bits
+
+
+def _empty(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    """What stands for a residual of the branch of a cond that is not taken."""
+    made = eqn.outvars[0].aval
+    return np.zeros(made.shape, np.float64 if is_float(made.dtype) else made.dtype)
+
+
+def _unreduced(rule: Rule) -> Rule:
+    """A rule whose parameters hold positions, which have no meaning along a reduced axis."""
+
+    def guarded(run: Any, eqn: Any, ins: list[Array]) -> Any:
+        at_real_sizes(run.sizes, eqn)
+        return rule(run, eqn, ins)
+
+    return guarded
+
+
+# Random bits and indexed reads: run by JAX itself, floats in float64. No arithmetic on floats but the sums of a scatter.
+BOUND = frozenset(
+    "random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32 gather scatter scatter-add".split()
+)
+
+
+def bound(eqn: Any, ins: list[Any]) -> list[Any]:
+    """An equation run by JAX, eagerly."""
+    keys = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.invars]
+    kinds = [np.dtype(float) if is_float(v.aval.dtype) else v.aval.dtype for v in eqn.invars]
+    wide = any(str(kind).endswith("64") for kind in (*kinds, *(v.aval.dtype for v in eqn.outvars)))
+    params = dict(eqn.params)
+    with jax.ensure_compile_time_eval(), enable_x64(wide):
+        given = [x if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
+        if params.get("update_jaxpr") is not None:  # a scatter's sum, written down for the program's dtype
+            number = jax.ShapeDtypeStruct((), kinds[0])
+            params["update_jaxpr"] = split_closed(jax.make_jaxpr(jax.lax.add)(number, number))[0]
+        outs = eqn.primitive.bind(*given, **params)
+    outs = outs if eqn.primitive.multiple_results else [outs]
+    return [o if jnp.issubdtype(o.dtype, jax.dtypes.extended) else np.asarray(o) for o in outs]
+
+
+SHAPED: dict[str, Rule] = {
+    "convert_element_type": _convert,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _reshape,
+    "dot_general": _dot_general,
+    "reduce_sum": _reduce_sum,
+    "reduce_max": _reduce(np.max),
+    "reduce_min": _reduce(np.min),
+    "reduce_and": _reduce(np.all),
+    "reduce_or": _reduce(np.any),
+    "iota": _iota,
+    "squeeze": _squeeze,
+    "slice": _unreduced(_slice),
+    "pad": _unreduced(_pad),
+    "concatenate": _unreduced(lambda run, eqn, ins: np.concatenate(ins, int(eqn.params["dimension"]))),
+    "stack": _unreduced(lambda run, eqn, ins: np.stack(ins, int(eqn.params["axis"]))),
+    "rev": _unreduced(lambda run, eqn, ins: np.flip(ins[0], tuple(int(d) for d in eqn.params["dimensions"]))),
+    "dynamic_slice": _unreduced(_dynamic_slice),
+    "dynamic_update_slice": _unreduced(_dynamic_update_slice),
+    "cumsum": _unreduced(_cumulative(np.cumsum)),
+    "cumprod": _unreduced(_cumulative(np.cumprod)),
+    "cummax": _unreduced(_cumulative(np.maximum.accumulate)),
+    "reduce_prod": _unreduced(_reduce(np.prod)),
+    "bitcast_convert_type": _bitcast,
+    "empty2": _empty,
+    "split": _unreduced(_split),
+    "unstack": _unreduced(_unstack),
+    "integer_pow": _pow_int,
+    "transpose": lambda run, eqn, ins: np.transpose(ins[0], [int(p) for p in eqn.params["permutation"]]),
+    "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),
+    "argmax": lambda run, eqn, ins: np.argmax(ins[0], axis=int(eqn.params["axes"][0])),
+}

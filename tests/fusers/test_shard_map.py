@@ -1,0 +1,76 @@
+"""Sites in `shard_map`, with and without check_vma: found, and fused with the values and gradients of the original.
+
+The programs, and what is asserted of each, are in sharded.py. They run in one process of their own, since the number of devices is
+fixed when JAX starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from fusionlab.fusers.base import _unfit
+from fusionlab.graph.compat import has_pending_sums
+from fusionlab.graph.region import Region
+from fusionlab.graph.trace import trace
+
+from .sharded import trials
+
+TESTS = Path(__file__).resolve().parents[1]
+NAMES = [name for name, _ in trials()]
+
+
+@pytest.fixture(scope="module")
+def problems():
+    """What went wrong with each trial, None where nothing did."""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "fusers.sharded"], env=env, capture_output=True, text=True, timeout=1800, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_site_is_found_and_the_fused_program_has_the_values_and_gradients_of_the_original(problems, name):
+    assert problems[name] is None, problems[name]
+
+
+def body_of(fn, *shapes):
+    """The block of a shard_map over every argument's first axis, on a mesh of no devices."""
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    (owner,) = trace(split, *(jnp.ones(s) for s in shapes)).top.nodes
+    return owner.blocks[0]
+
+
+def test_a_site_with_a_sum_over_devices_inside_is_declined():
+    block = body_of(lambda x, y: jnp.tanh(lax.psum(x * y, "d")) + y, (4, 3), (4, 3))
+    x, y = block.inputs
+    region = Region(block, block.nodes[-1].outputs[0], {"x": x, "y": y}, block.nodes, ())
+    code, sentence = _unfit(region)
+    assert code == "region"
+    assert "sums over devices inside the site" in sentence
+    before = Region(block, block.nodes[0].outputs[0], {"x": x, "y": y}, block.nodes[:1], ())
+    assert _unfit(before) is None
+
+
+def test_a_site_whose_operand_is_owed_a_sum_is_declined():
+    block = body_of(lambda x: x * lax.pcast(lax.psum(x, "d"), "d", to="reduced").sum(), (4, 3))
+    reduced = next(v for n in block.nodes for v in n.outputs if has_pending_sums(v.aval))
+    (reader, *_) = block.users[reduced.id]
+    region = Region(block, reader.outputs[0], {"x": reduced}, (reader,), ())
+    code, sentence = _unfit(region)
+    assert code == "region"
+    assert "still to be summed" in sentence

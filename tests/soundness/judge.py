@@ -1,0 +1,279 @@
+"""Whether the fused form of a program is the program: outputs and gradients, judged against float64.
+
+Both are traced with their gradients and evaluated in numpy, without compiling: in float64, where two programs agree only if
+they are the same function, and once more with every result rounded to its own dtype, where the fused one may not be further
+from float64 than the original. A share is compiled and run in its own dtypes as well.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+import fusionlab as fl
+from fusionlab.device import Device
+from fusionlab.fusers import find_in, registry
+from fusionlab.graph.certify import Certifier
+from fusionlab.graph.evaluate import CannotEvaluate, evaluate, is_float, traced_once
+from fusionlab.kernels import meaning_of
+from fusionlab.testing.tolerances import tolerance
+
+from .generator import DRAWS, Program, transformed
+
+# In float64 all that may differ is how literals were rounded: to 2 units in the last place of the program's dtype.
+EXACT = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+# By how much an input may be off, being rounded; relative.
+_STEP = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-9}
+_TRIALS = 6
+_SHAKEN = 4.0  # a difference is none while the original moves by a quarter of it when its inputs are shaken
+_NOISE = 100.0
+_ZERO = 1e-4  # a gradient below this share of the largest may be zero in theory
+_SMALL = 0.05  # and, rounded, one below this share may be what is left of larger terms
+_GROWTH = 2.0
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was found in a program, and what became of it.
+
+    Attributes:
+      seed: of the program.
+      verdict: "same", "no site", "wrong" or "uncomparable".
+      reason: why it is wrong or cannot be compared.
+      candidates: pass -> sites fused.
+      rejections: "pass: code" -> sites declined.
+      shaken: differences that are as large when the original's inputs are shaken by a rounding.
+    """
+
+    seed: int
+    verdict: str
+    reason: str = ""
+    candidates: dict[str, int] = field(default_factory=dict)
+    rejections: dict[str, int] = field(default_factory=dict)
+    shaken: int = 0
+
+
+class Wrong(Exception):  # noqa: N818 - an answer
+    """The fused program is not the program; the message says where."""
+
+
+@dataclass
+class Pair:
+    """A program and its fused form, each with its gradients, as jaxprs of (arguments, cotangents)."""
+
+    program: Program
+    old: Any
+    new: Any
+    names: list[str]
+    cotangents: list[Any]
+    exact: bool
+    shaken: int = 0
+    inline: Any = field(default_factory=lambda: traced_once(meaning_of))
+
+    def run(self, jaxpr: Any, args: Sequence[np.ndarray], rounded: bool = False) -> list[np.ndarray]:
+        outs = evaluate(jaxpr, args, inline=self.inline, rounded=rounded)
+        return [np.asarray(a, np.float64) for a in outs]
+
+    @property
+    def coarse(self) -> str:
+        """The coarsest dtype of the program."""
+        dtypes = {p.dtype for p in self.program.params}
+        return next((d for d in ("bfloat16", "float16") if d in dtypes), "float32")
+
+    def arguments(self, draw: str) -> list[np.ndarray]:
+        rng = np.random.default_rng(self.program.seed)
+        return [*self.program.arguments(draw), *(rng.normal(size=a.shape) for a in self.cotangents)]
+
+
+def judge(program: Program, compiled: bool = False, rewrite: Callable[[Any], Callable] | None = None) -> Judgement:
+    """Judges one program.
+
+    Args:
+      program: what to judge.
+      compiled: also compile both forms and run them in their own dtypes.
+      rewrite: findings -> the fused function; None: every accepted site fused.
+    """
+    found = _find(program)
+    candidates = dict(collections.Counter(c.pass_name for c in found.candidates))
+    rejections = dict(collections.Counter(f"{r.pass_name}: {r.code}" for r in found.rejections))
+    if not candidates:
+        return Judgement(program.seed, "no site", "", candidates, rejections)
+    verdict, reason, shaken = "same", "", 0
+    try:
+        pair = _pair(program, found, rewrite or (lambda f: jex_core.jaxpr_as_fun(f.rewritten())))
+        try:
+            _compare(pair, compiled)
+        finally:
+            shaken = pair.shaken
+    except Wrong as wrong:
+        verdict, reason = "wrong", f"{wrong}; {program.text}"
+    except CannotEvaluate as unknown:
+        verdict, reason = "uncomparable", str(unknown)
+    return Judgement(program.seed, verdict, reason, candidates, rejections, shaken)
+
+
+# What the known activations look like is the same in every program; all other proofs are made anew.
+_PROFILES: dict[Any, Any] = {}
+
+
+def _find(program: Program) -> Any:
+    """`fl.find`, with what it learns of the known activations kept for the next program."""
+    certifier = Certifier(meaning_of)
+    certifier._known.update(_PROFILES)
+    passes = [(p, {}) for p in registry().values()]
+    found = find_in(fl.trace(program.fn, *program.avals), passes, Device.current(), certifier=certifier)
+    _PROFILES.update((key, known) for key, known in certifier._known.items() if key[0] == "profile")
+    return found
+
+
+def _pair(program: Program, found: Any, rewrite: Callable[[Any], Callable]) -> Pair:
+    plain = jex_core.jaxpr_as_fun(found.graph.top.jaxpr)  # as JAX traced it
+    old, new = (transformed(f, program.outer) for f in (plain, rewrite(found)))
+    outs = jax.eval_shape(old, *program.avals)
+    floats = [i for i, p in enumerate(program.params) if p.dtype != "bool"] if program.differentiable else []
+    cotangents = [o for o in outs if is_float(o.dtype)] if floats else []
+    names = [f"output {i}" for i in range(len(outs))] + [f"gradient of argument {i}" for i in floats]
+    forms = [_with_gradients(f, floats, len(program.params)) for f in (old, new)]
+    traced = [jax.make_jaxpr(f)(*program.avals, *cotangents) for f in forms]
+    exact = not any(c.notes for c in found.candidates)
+    return Pair(program, traced[0], traced[1], names, cotangents, exact)
+
+
+def _with_gradients(fn: Callable[..., list[Any]], floats: Sequence[int], count: int) -> Callable[..., list[Any]]:
+    """(arguments, a cotangent for each float output) -> outputs and gradients of the float arguments."""
+
+    def joint(*given: Any) -> list[Any]:
+        primals, cotangents = list(given[:count]), iter(given[count:])
+        if not floats:
+            return list(fn(*primals))
+
+        def of_floats(*xs: Any) -> list[Any]:
+            full = list(primals)
+            for i, x in zip(floats, xs, strict=True):
+                full[i] = x
+            return list(fn(*full))
+
+        outs, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
+        zero = lambda o: np.zeros(o.shape, jax.dtypes.float0)  # noqa: E731
+        return [*outs, *pull([next(cotangents) if is_float(o.dtype) else zero(o) for o in outs])]
+
+    return joint
+
+
+def _compare(pair: Pair, compiled: bool) -> None:
+    """Raises Wrong where the two differ."""
+    wants = {}
+    for draw in DRAWS:
+        args = pair.arguments(draw)
+        wants[draw] = pair.run(pair.old, args)
+        got = pair.run(pair.new, args)
+        for name, gap, allowed in _gaps(pair, wants[draw], got, EXACT[pair.coarse], draw):
+            _excuse(pair, draw, wants[draw], name, gap, allowed)
+    args, want = pair.arguments("normal"), wants["normal"]
+    before, after = (pair.run(j, args, rounded=True) for j in (pair.old, pair.new))
+    _no_worse(pair, want, before, after, "rounded")
+    if compiled:
+        before, after = _compiled(pair, args)
+        _no_worse(pair, want, before, after, "compiled")
+
+
+def _gaps(pair: Pair, want: list, got: list, allowed: float, draw: str) -> list[tuple[str, float, float]]:
+    """(name, relative difference, allowed) of each array that differs by more than allowed."""
+    scales = _scales(pair, want)
+    found = []
+    for name, a, b, scale in zip(pair.names, want, got, scales, strict=True):
+        if a.shape != b.shape:
+            raise Wrong(f"{name} has shape {list(b.shape)}, needed {list(a.shape)}")
+        finite = np.isfinite(a)
+        if not np.all(np.isfinite(b[finite])) or (pair.exact and draw == "normal" and np.any(np.isfinite(b[~finite]))):
+            found.append((name, np.inf, allowed))
+        else:
+            gap = float(np.max(np.abs(a[finite] - b[finite]), initial=0.0)) / scale
+            if gap > allowed:
+                found.append((name, gap, allowed))
+    return found
+
+
+def _scales(pair: Pair, arrays: list[np.ndarray], share: float = _ZERO) -> list[float]:
+    """What a difference in each array is measured by: its largest magnitude, but no less than a share of its group's."""
+    own = [float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)) for a in arrays]
+    groups = [n.split()[0] for n in pair.names]
+    largest = {g: max((o for o, h in zip(own, groups, strict=True) if h == g), default=0.0) for g in groups}
+    return [max(o, share * largest[g], 1e-12) for o, g in zip(own, groups, strict=True)]
+
+
+def _excuse(pair: Pair, draw: str, want: list, name: str, gap: float, allowed: float) -> None:
+    """Raises Wrong unless the original itself is as unsteady there: a tie that rounding decides, a sum that cancels."""
+    index = pair.names.index(name)
+    scale, args = _scales(pair, want)[index], pair.arguments(draw)
+    rounding = _furthest(pair.run(pair.old, args, rounded=True)[index], want[index]) / scale
+    noise = _NOISE * rounding * 2.0**-52 / _STEP[pair.coarse]  # what is left of it in float64
+    moved = 0.0
+    for near in _shaken(pair, args):
+        moved = max(moved, _furthest(pair.run(pair.old, near)[index], want[index]) / scale)
+    if gap > allowed + _SHAKEN * moved + noise:
+        raise Wrong(f"{name} differs by {gap:.2g} at {draw} inputs (allowed {allowed:.0e}, shaken {moved:.1g})")
+    pair.shaken += 1
+
+
+def _shaken(pair: Pair, args: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """The arguments, each off by a rounding; zeros stay zeros."""
+    rng, step = np.random.default_rng(0), _STEP[pair.coarse]
+    for _ in range(_TRIALS):
+        yield [a * (1 + step * rng.uniform(-1, 1, a.shape)) if a.dtype.kind == "f" else a for a in args]
+
+
+def _furthest(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest difference; infinite where one is finite and the other is not."""
+    finite = np.isfinite(want)
+    if not np.array_equal(finite, np.isfinite(got)):
+        return np.inf
+    return float(np.max(np.abs(got[finite] - want[finite]), initial=0.0))
+
+
+def _no_worse(pair: Pair, want: list, before: list, after: list, where: str) -> None:
+    """Raises Wrong where `after` is more than twice as far from `want` as `before`, and out of tolerance."""
+    row = tolerance(pair.coarse, 128)
+    allowed = row.atol + row.rtol
+    scales = _scales(pair, want, _SMALL)
+    for index, (w, b, a, scale) in enumerate(zip(want, before, after, scales, strict=True)):
+        old, new = _furthest(b, w) / scale, _furthest(a, w) / scale
+        if np.isinf(old) or new <= allowed + _GROWTH * old:
+            continue
+        if where == "rounded":  # the worst of several roundings, for one may be lucky
+            old, new = _worst(pair, index, scale)
+        if new > allowed + _GROWTH * old:
+            raise Wrong(f"{pair.names[index]} is {new:.2g} from float64 {where}, the original {old:.2g}")
+        pair.shaken += 1
+
+
+def _worst(pair: Pair, index: int, scale: float) -> tuple[float, float]:
+    """The largest errors of both forms, rounded, over shaken normal inputs."""
+    old = new = 0.0
+    for args in _shaken(pair, pair.arguments("normal")):
+        want = pair.run(pair.old, args)[index]
+        old = max(old, _furthest(pair.run(pair.old, args, rounded=True)[index], want) / scale)
+        new = max(new, _furthest(pair.run(pair.new, args, rounded=True)[index], want) / scale)
+    return old, new
+
+
+def _compiled(pair: Pair, args: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Both forms compiled, in the program's own dtypes: `fl.fuse` of the function as a user would run it."""
+    program, count = pair.program, len(pair.program.params)
+    floats = [i for i, p in enumerate(program.params) if p.dtype != "bool"] if program.differentiable else []
+    dtypes = [p.dtype for p in program.params] + [o.dtype for o in pair.cotangents]
+    given = [jnp.asarray(a, d) for a, d in zip(args, dtypes, strict=True)]
+    forms = []
+    for f in (program.fn, fl.fuse(program.fn)):
+        whole = _with_gradients(transformed(f, program.outer), floats, count)
+        outs = jax.jit(whole, compiler_options=QUICK)(*given)
+        forms.append([np.asarray(o, np.float64) for o in outs])
+    return forms[0], forms[1]

@@ -1,0 +1,201 @@
+"""Programs that are nearly softmax(scale * q k^T) v, and what is wrong with each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from .near_miss import NearMiss, normal
+
+# Batch, length, heads and width all but the batch are of one size: sizes do not tell the axes apart.
+QKV = normal((2, 4, 4, 4), (2, 4, 4, 4), (2, 4, 4, 4), seed=3)
+PLAIN = normal((5, 4), (5, 4), (5, 4), seed=4)
+HEADS, BIAS = normal((1, 4, 1, 1), (4, 4), seed=5)
+TRIL = np.tril(np.ones((4, 4), bool))
+DATA = np.array([[1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]], bool)
+KEY = np.arange(2, dtype=np.uint32)
+softmax = jax.nn.softmax
+
+
+def scores(q: Any, k: Any, **rest: Any) -> Any:
+    return jnp.einsum("bthd,bshd->bhts", q, k, **rest) * 0.5
+
+
+def attend(weights: Any = softmax, weigh: str = "bhts,bshd->bthd") -> Any:
+    """Attention with another function of the scores, or another product with v."""
+    return lambda q, k, v: jnp.einsum(weigh, weights(scores(q, k)), v)
+
+
+def over(e: Any, total: Any) -> Any:
+    return e / total
+
+
+def exps(s: Any, shift: Any = None) -> Any:
+    """Exponentials of the scores less their maximum, or less something else."""
+    return jnp.exp(s - (s.max(-1, keepdims=True) if shift is None else shift))
+
+
+def normalised(total: Any, shift: Any = lambda s: s.max(-1, keepdims=True)) -> Any:
+    """Weights by hand, their sum and what is subtracted being given."""
+    return lambda s: (e := exps(s, shift(s))) / total(e)
+
+
+def last(e: Any) -> Any:
+    return e.sum(-1, keepdims=True)
+
+
+def masked(fill: Any, keep: Any = TRIL) -> Any:
+    return attend(lambda s: softmax(jnp.where(keep, s, fill)))
+
+
+@jax.custom_vjp
+def reversed_gradient(h: Any) -> Any:
+    return h
+
+
+reversed_gradient.defvjp(lambda h: (h, None), lambda _, ct: (-ct,))
+
+
+@jax.custom_jvp
+def own_exp(s: Any) -> Any:
+    return jnp.exp(s)
+
+
+own_exp.defjvp(lambda p, t: (jnp.exp(p[0]), t[0]))
+
+
+def weights_returned(q: Any, k: Any, v: Any) -> Any:
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bshd->bthd", p, v), p
+
+
+def scores_returned(q: Any, k: Any, v: Any) -> Any:
+    s = scores(q, k)
+    return jnp.einsum("bhts,bshd->bthd", softmax(s), v), s
+
+
+def weights_summed(q: Any, k: Any, v: Any) -> Any:
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bshd->bthd", p, v) + jnp.sum(p)
+
+
+def weights_weigh_twice(q: Any, k: Any, v: Any) -> Any:
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bshd->bthd", p, v) + jnp.einsum("bhts,bshd->bthd", p, jnp.sin(v))
+
+
+def scores_dropped(q: Any, k: Any, v: Any, key: Any) -> Any:
+    s = scores(q, k)
+    keep = jax.random.bernoulli(key, 0.9, s.shape)
+    return jnp.einsum("bhts,bshd->bthd", softmax(jnp.where(keep, s / 0.9, 0.0)), v)
+
+
+def exponentials_dropped(q: Any, k: Any, v: Any, key: Any) -> Any:
+    e = exps(scores(q, k))
+    e = jnp.where(jax.random.bernoulli(key, 0.9, e.shape), e, 0.0)
+    return jnp.einsum("bhts,bshd->bthd", e / last(e), v)
+
+
+def near(name: str, code: str | None, fn: Any, args: tuple[Any, ...] = QKV, **rest: Any) -> NearMiss:
+    return NearMiss(name, "dot_product_attention", code, fn, args, mapped=rest.pop("mapped", (0, 1, 2)), **rest)
+
+
+AXES = (
+    near("softmax over the queries", "axes", attend(lambda s: softmax(s, axis=2))),
+    near("softmax over the heads", "axes", attend(lambda s: softmax(s, axis=1))),
+    near("softmax over queries and keys", "axes", attend(lambda s: softmax(s, axis=(2, 3)))),
+    near("weights contracted over the queries", "axes", attend(weigh="bhts,bthd->bshd")),
+    near("weights contracted over the heads too", "axes", attend(weigh="bhts,bshd->btd")),
+    near("no width", "axes", attend(), tuple(a[..., :0] for a in QKV)),
+    near("no batch", "axes", attend(), tuple(a[:0] for a in QKV)),
+)  # fmt: skip
+
+SOFTMAX = (
+    near("exp(s - 2 max)", "scalar", attend(normalised(last, lambda s: 2 * s.max(-1, keepdims=True)))),
+    near("the maximum of the queries", "structure", attend(normalised(last, lambda s: s.max(-2, keepdims=True))),
+         says="is made of the scores themselves", edit="subtract the maximum over the keys, once", repaired=attend()),
+    near("normalised over the queries", "axes", attend(normalised(lambda e: e.sum(-2, keepdims=True)))),
+    near("normalised by the sum of squares", "structure", attend(normalised(lambda e: (e * e).sum(-1, keepdims=True)))),
+    near("normalised by the root of squares", "structure",
+         attend(normalised(lambda e: jnp.sqrt((e * e).sum(-1, keepdims=True))))),
+    near("not normalised", "structure", attend(lambda s: exps(s))),
+    near("one plus the sum", "structure", attend(normalised(lambda e: 1 + last(e)))),
+    near("an epsilon with the sum", "structure", attend(normalised(lambda e: last(e) + 1e-6))),
+    near("sigmoid attention", "structure", attend(lambda s: jnp.exp(s) / (1 + jnp.exp(s)))),
+    near("weights squared", "structure", attend(lambda s: softmax(s) ** 2)),
+    near("the root of the weights", "structure", attend(lambda s: jnp.sqrt(softmax(s)))),
+    near("weights and the identity", "structure", attend(lambda s: softmax(s) + jnp.eye(4))),
+    near("weights less their mean", "structure", attend(lambda s: softmax(s) - 0.25)),
+    near("weights above 0.1", "structure", attend(lambda s: jnp.maximum(softmax(s), 0.1))),
+    near("scores clipped", "structure", attend(lambda s: softmax(jnp.clip(s, -1, 1)))),
+    near("scores squared", "structure", attend(lambda s: softmax(s * s))),
+    near("scores above 0", "structure", attend(lambda s: softmax(jax.nn.relu(s)))),
+)  # fmt: skip
+
+SCALARS = (
+    near("a factor on the weights", "structure", attend(lambda s: 2 * softmax(s)), says="a factor that the values do not"),
+    near("masked with 0.5", "scalar", masked(0.5), says="which still gives them weight", edit="fill with -jnp.inf",
+         repaired=masked(-jnp.inf)),
+    near("masked with 0", "scalar", masked(0.0), says="which still gives them weight", edit="fill with -jnp.inf",
+         repaired=masked(-1e30)),
+    near("masked with -100", "scalar", masked(-100.0), says="which still gives them weight", edit="fill with -jnp.inf",
+         repaired=masked(-1e9)),
+    near("masked with infinity", "scalar", masked(jnp.inf), says="which still gives them weight", edit="fill with -jnp.inf",
+         repaired=masked(-jnp.inf)),
+    near("masked keys lowered by 10", "mask", attend(lambda s: softmax(jnp.where(TRIL, s, s - 10)))),
+)  # fmt: skip
+
+MASKED = ("softmax(0.5 * q @ k.T, mask) @ v",)
+MASKS = (
+    near("scores multiplied after they are masked", "mask",
+         lambda q, k, v, t: attend(lambda s: softmax(jnp.where(TRIL, s, -1e9) * t))(q, k, v), (*QKV, HEADS),
+         mapped=(0, 1, 2), says="after they are masked"),
+    near("scores capped after they are masked", "mask", attend(lambda s: softmax(30 * jnp.tanh(jnp.where(TRIL, s, -1e9) / 30))),
+         says="after they are masked"),
+    near("scores dropped at random", "scalar", scores_dropped, (*QKV, KEY), mapped=(0, 1, 2), says="which still gives them weight"),
+    near("exponentials dropped at random", "dropout", exponentials_dropped, (*QKV, KEY), mapped=(0, 1, 2)),
+    near("a bias after the mask", "mask",
+         lambda q, k, v, b: attend(lambda s: softmax(jnp.where(DATA, s, -1e9) + b))(q, k, v), (*QKV, BIAS),
+         mapped=(0, 1, 2), says="after they are masked"),
+    near("two masks of different fills", "mask",
+         lambda q, k, v, m: attend(lambda s: softmax(jnp.where(m, jnp.where(DATA, s, -1e9), -jnp.inf)))(q, k, v),
+         (*QKV, DATA.T), mapped=(0, 1, 2), says="different scores"),
+    near("causal, shifted by one", None, masked(-1e9, np.tri(4, k=1, dtype=bool)), also=MASKED),
+    near("causal, turned around", None, masked(-1e9, TRIL.T), also=MASKED),
+    near("causal, one entry missing", None, masked(-1e9, TRIL & ~np.eye(4, k=-2, dtype=bool)), also=MASKED),
+)  # fmt: skip
+
+GRADIENT = (
+    near("gradient stopped at the weights", "stop_gradient", attend(lambda s: lax.stop_gradient(softmax(s)))),
+    near("gradient stopped at the scores", "stop_gradient", attend(lambda s: softmax(lax.stop_gradient(s)))),
+    near("gradient stopped at the sum", "stop_gradient", attend(normalised(lambda e: lax.stop_gradient(last(e))))),
+    near("gradient reversed at the scores", "custom_rule", attend(lambda s: softmax(reversed_gradient(s)))),
+    near("gradient reversed at the weights", "custom_rule", attend(lambda s: reversed_gradient(softmax(s)))),
+    near("an exponential with a derivative of its own", None, attend(lambda s: (e := own_exp(s)) / last(e))),
+    near("weights that are named", "named_residual", attend(lambda s: checkpoint_name(softmax(s), "weights"))),
+    near("scores that are named", "named_residual", attend(lambda s: softmax(checkpoint_name(s, "scores")))),
+)  # fmt: skip
+
+ESCAPES_AND_DTYPES = (
+    near("weights returned", "escapes", weights_returned, says="is also returned", edit="return or reuse the attention weights",
+         repaired=lambda q, k, v: (attend()(q, k, v), softmax(scores(k, q)))),
+    near("scores returned", "escapes", scores_returned, says="is also returned", edit="return or reuse",
+         repaired=lambda q, k, v: (attend()(q, k, v), jnp.sum(q))),
+    near("weights summed", "escapes", weights_summed, says="is also read by"),
+    near("weights used twice", "escapes", weights_weigh_twice, says="is also read by"),
+    near("float16", "dtype", attend(), tuple(a.astype(np.float16) for a in QKV), says="float16",
+         edit="cast q, k and v to bfloat16 or float32", repaired=lambda q, k, v: attend()(*(a.astype(np.float32) for a in (q, k, v)))),
+    near("values of another dtype", "dtype", attend(), (*QKV[:2], QKV[2].astype(jnp.bfloat16)), says="bfloat16, float32",
+         edit="cast q, k and v", repaired=lambda q, k, v: attend()(q, k, v.astype(np.float32))),
+    near("weights rounded to bf16", "dtype", attend(lambda s: softmax(s).astype(jnp.bfloat16).astype(np.float32))),
+    near("scores rounded to bf16", "dtype", attend(lambda s: softmax(s.astype(jnp.bfloat16).astype(np.float32)))),
+    near("two precisions", "structure",
+         lambda q, k, v: jnp.einsum("bhts,bshd->bthd", softmax(scores(q, k, precision="highest")), v), says="different precisions"),
+)  # fmt: skip
+
+CORPUS = (*AXES, *SOFTMAX, *SCALARS, *MASKS, *GRADIENT, *ESCAPES_AND_DTYPES)
