@@ -347,8 +347,7 @@ class _Site(Site):
     def known_after(self, value: Value) -> str | None:
         """The last known activation of a value."""
         nodes = cone(self.view, value)
-        ends = (n.outputs[0] for n in reversed(nodes) if n.primitive in NONLINEAR or n.primitive == "custom_jvp_call")
-        names = (recognise(self.view, value, v, KNOWN, self.search.certifier).name for v in ends)
+        names = (recognise(self.view, value, n.outputs[0], KNOWN, self.search.certifier).name for n in reversed(nodes))
         return next((n for n in names if n), None)
 
     def set_apart(self, linear: _Linear) -> Rejection | None:

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..graph.canonical import View
-from ..graph.ir import Value
+from ..graph.ir import Node, Value
 from ..graph.match import Match
-from ..graph.region import NotARegion, Region
+from ..graph.region import VIEWS, NotARegion, Region
 
 Axes = tuple[int | None, ...]
 
@@ -53,14 +53,39 @@ def axes_beside(match: Match, view: View, region: Region, leaf: str) -> Axes:
     value = region.leaves[leaf]
     axes = axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
     of_node = {t: p for p, t in match.nodes.items()}
-    for node in region.nodes:
+    inside = {n.id for n in (*region.nodes, *region.support)}
+    return tuple(_met(match, view, inside, of_node, value, d) if c == BROADCAST else c for d, c in enumerate(axes))
+
+
+def _met(match: Match, view: View, inside: set[int], of_node: Mapping[int, int], value: Value, axis: int) -> int | None:
+    """The class of the axis that an axis of `value` meets where the site reads it, through views; else `BROADCAST`."""
+    for node in view.block.users.get(value.id, ()):
         made = node.outputs[0]
-        pattern_node = of_node.get(view.ref[made.id].nid)
-        if BROADCAST not in axes or value not in node.inputs or made.shape != value.shape or pattern_node is None:
+        if node.id not in inside:
             continue
-        met = axes_of(match, view, pattern_node, made, broadcast=True)
-        axes = tuple(m if a == BROADCAST else a for a, m in zip(axes, met, strict=True))
-    return axes
+        if node.primitive in VIEWS:
+            at = _moved(node, axis)
+            met = BROADCAST if at is None else _met(match, view, inside, of_node, made, at)
+        else:
+            pattern_node = of_node.get(view.ref[made.id].nid)
+            alike = pattern_node is not None and made.shape == value.shape
+            met = axes_of(match, view, pattern_node, made, broadcast=True)[axis] if alike else BROADCAST  # type: ignore[arg-type]
+        if met != BROADCAST:
+            return met
+    return BROADCAST
+
+
+def _moved(node: Node, axis: int) -> int | None:
+    """Where a view puts an axis of its operand; None for a reshape that makes other axes."""
+    if node.primitive == "broadcast_in_dim":
+        return int(node.params["broadcast_dimensions"][axis])
+    if node.primitive == "transpose":
+        return [int(p) for p in node.params["permutation"]].index(axis)
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if [s for s in before if s != 1] != [s for s in after if s != 1]:
+        return None
+    number = sum(s != 1 for s in before[:axis])
+    return [d for d, s in enumerate(after) if s != 1][number]
 
 
 def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from .near_miss import NearMiss, normal
 
 # Batch, length, heads and width all but the batch are of one size: sizes do not tell the axes apart.
 QKV = normal((2, 4, 4, 4), (2, 4, 4, 4), (2, 4, 4, 4), seed=3)
-PLAIN = normal((5, 4), (5, 4), (5, 4), seed=4)
 HEADS, BIAS = normal((1, 4, 1, 1), (4, 4), seed=5)
 TRIL = np.tril(np.ones((4, 4), bool))
 DATA = np.array([[1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]], bool)
@@ -29,10 +28,6 @@ def scores(q: Any, k: Any, **rest: Any) -> Any:
 def attend(weights: Any = softmax, weigh: str = "bhts,bshd->bthd") -> Any:
     """Attention with another function of the scores, or another product with v."""
     return lambda q, k, v: jnp.einsum(weigh, weights(scores(q, k)), v)
-
-
-def over(e: Any, total: Any) -> Any:
-    return e / total
 
 
 def exps(s: Any, shift: Any = None) -> Any:

@@ -23,7 +23,7 @@ class NearMiss:
       says: what the rejection's sentence must say (a part of it).
       also: the formulas of the sites that are rightly found in it, in program order.
       edit: what the rejection must suggest (a part of it).
-      repaired: the program with the suggested edit applied, in which the pass finds `finds` sites more than in `also`.
+      repaired: the program with the suggested edit applied, in which the pass finds one site, another than those of `also`.
       mapped: positions of the arguments that scan and vmap go over.
       forms: the forms in which it is a near-miss (see `FORMS`).
     """

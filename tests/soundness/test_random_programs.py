@@ -1,6 +1,6 @@
 """Random programs: every accepted site leaves outputs and gradients as they are; and the judge that says so can say otherwise.
 
-60 programs a run, other ones on every Python; FUSIONLAB_SEEDS=start:count runs those instead. Many more at once:
+60 programs a run; FUSIONLAB_SEEDS=start:count runs those seeds instead. Many more at once, with a record:
 `python -m benchmarks random_programs`.
 """
 
