@@ -74,7 +74,11 @@ def outcome(program: Any) -> Outcome:
     fn, args = program.make()
     started = time.perf_counter()
     found = fl.find(fn, *args)
-    seconds = time.perf_counter() - started
+    return counted(program, found, time.perf_counter() - started)
+
+
+def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
+    """The findings of a program of the zoo against its truth."""
     recognised = Counter(c for x in (*found.candidates, *found.rejections) for c in x.concepts)
     accepted = Counter(c for x in found.candidates for c in x.concepts)
     truth = program.truth
