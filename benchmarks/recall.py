@@ -21,7 +21,7 @@ from typing import Any
 
 CONCEPTS = (
     *("linear", "relu", "gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"),
-    *("attention_unmasked", "attention_causal", "attention_masked", "layer_norm", "rms_norm"),
+    *("attention", "attention_unmasked", "attention_causal", "attention_masked", "layer_norm", "rms_norm"),
 )
 ROOT = Path(__file__).parent.parent
 
@@ -79,12 +79,28 @@ def outcome(program: Any) -> Outcome:
 
 def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
     """The findings of a program of the zoo against its truth."""
-    recognised = Counter(c for x in (*found.candidates, *found.rejections) for c in x.concepts)
-    accepted = Counter(c for x in found.candidates for c in x.concepts)
+    again = _recomputed(found.graph)
+    candidates = [c for c in found.candidates if not c.node_ids <= again]
+    rejections = [r for r in found.rejections if not r.site_ids <= again]
+    recognised = Counter(c for x in (*candidates, *rejections) for c in x.concepts)
+    accepted = Counter(c for x in candidates for c in x.concepts)
     truth = program.truth
     known = [c for c in CONCEPTS if c not in truth.contested]
     counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
     return Outcome(program.id, counts, tuple(map(str, found.rejections)), seconds)
+
+
+def _recomputed(graph: Any) -> frozenset[int]:
+    """The nodes of the backward pass of a remat: the forward pass again, whose sites the truths do not count twice."""
+    found: set[int] = set()
+    stack = [(graph.top, False)]
+    while stack:
+        block, inside = stack.pop()
+        for node in block.nodes:
+            again = inside or bool(node.params.get("differentiated"))
+            found.update({node.id} if inside else ())
+            stack.extend((child, again) for child in node.blocks)
+    return frozenset(found)
 
 
 def outcomes(variants: Iterable[str], dtypes: Iterable[str], models: str = "") -> Iterator[Outcome]:

@@ -317,6 +317,7 @@ class _Site(Site):
             problem = problem or self.escaping(leak, edit, nodes, known.name, _concepts(False, known.name))
         if problem is None and first_unknown is not None:
             problem = self.unknown(linear, nodes, *first_unknown)
+        problem = problem or self.custom_rule(linear)
         return None, None, problem
 
     def unknown(self, linear: _Linear, nodes: list[Node], node: Node, known: Recognised) -> Rejection | None:
@@ -340,7 +341,7 @@ class _Site(Site):
         for user in self.search.block.users.get(value.id, ()):
             if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
                 return value_name(self.view, user, KNOWN, self.search.certifier)
-            if user.primitive in ("name", "convert_element_type", "stop_gradient"):
+            if user.primitive in ("name", "reduce_precision", "convert_element_type", "stop_gradient"):
                 return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
         return None
 
@@ -361,7 +362,7 @@ class _Site(Site):
             if user.primitive == "stop_gradient":
                 sentence = f"{anchor_text(user)} stops the gradient of the linear result"
                 return self.rejection("stop_gradient", sentence, [user], None, None, [user])
-            if user.primitive == "name" and self.goes_on(linear, user.outputs[0]):
+            if user.primitive in ("name", "reduce_precision") and self.goes_on(linear, user.outputs[0]):
                 sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
                 edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
                 return self.rejection("named_residual", sentence, [user], None, edit, [user])
@@ -380,7 +381,9 @@ class _Site(Site):
         users = self.search.block.users.get(value.id, ())
         added = [a for u in users if u.primitive == "add" for a in u.inputs if a is not value]
         ends = (n.primitive in NONLINEAR or n.primitive == "custom_jvp_call" for n in cone(self.view, value))
-        return any(ends) or (not linear.bias and any(map(self.given, added)))
+        if any(ends) or (not linear.bias and any(map(self.given, added))):
+            return True
+        return any(self.goes_on(linear, u.outputs[0]) for u in users if u.primitive in ("name", "reduce_precision"))
 
     def leak(self, start: Value, end: Value) -> Escape | None:
         """Who else reads the linear result or an inner value of the activation; None when nobody does."""

@@ -7,6 +7,7 @@ stands inside them, with their own parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,12 +64,13 @@ def slice_jaxpr(
 ) -> Any:
     """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`.
 
-    `known` gives the value of scalar block inputs (by id) that are literals at the call. Where values vary along mesh axes it is
+    `known` gives the value of block inputs (by id) that are literals at the call, or literals broadcast. Where values vary along mesh axes it is
     to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same everywhere.
     """
     emitter = _Emitter({})
     eqns: list[Any] = []
-    env = _literals(block, known or {}, None if constant else eqns)
+    read = {a.id for n in nodes for a in n.inputs if isinstance(a, Value)} | {output.id}
+    env = _literals(block, {i: c for i, c in (known or {}).items() if i in read}, eqns, constant)
     env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
     consts = [(v, c) for v, c in block.consts if v.id not in env]
     env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
@@ -85,17 +87,21 @@ def slice_jaxpr(
     return jex_core.ClosedJaxpr(new, [c for _, c in consts])
 
 
-def _literals(block: Block, known: Mapping[int, Any], eqns: list | None) -> dict[int, Any]:
-    """An atom for each known scalar; `eqns` gets the equations that make it vary along mesh axes where its type does."""
+def _literals(block: Block, known: Mapping[int, Any], eqns: list, constant: bool) -> dict[int, Any]:
+    """An atom for each known value; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless `constant`)."""
     avals = {v.id: v.aval for v in block.inputs}
     env: dict[int, Any] = {}
     for i, value in known.items():
-        scalar = np.asarray(value, avals[i].dtype)[()]
-        env[i] = jex_core.Literal(scalar, avals[i])
-        if eqns is not None and varying_axes(avals[i]):
-            made, _ = split_closed(make_jaxpr(lambda scalar=scalar: scalar, [], avals[i]))
-            eqns += made.eqns
-            env[i] = made.outvars[0]
+        aval = avals[i]
+        scalar = np.asarray(value, aval.dtype)[()]
+        varies = not constant and varying_axes(aval)
+        if not aval.shape and not varies:
+            env[i] = jex_core.Literal(scalar, aval)
+            continue
+        fill = functools.partial(jax.lax.full, aval.shape, scalar)
+        made, _ = split_closed(make_jaxpr(fill, [], aval) if varies else jax.make_jaxpr(fill)())
+        eqns += made.eqns
+        env[i] = made.outvars[0]
     return env
 
 

@@ -83,6 +83,14 @@ def _convert(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [elementwise(view, "cast", name, [aligned(node, 0, ins[0])], sizes)]
 
 
+def _reduce_precision(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Nothing where it keeps all of its dtype's bits: remat marks what it saves so."""
+    kept = jnp.finfo(node.outputs[0].dtype)
+    if node.params["exponent_bits"] >= kept.nexp and node.params["mantissa_bits"] >= kept.nmant:
+        return [ins[0]]
+    return view.opaque(node, ins)
+
+
 def _broadcast(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     shape, in_shape = node.outputs[0].shape, node.inputs[0].shape
     full: list[int | None] = [None] * len(shape)
@@ -265,7 +273,7 @@ def is_jax_rule(node: Node) -> bool:
 
 
 def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
-    """Which inputs of a region's body are scalars known at the call: scan constants, and all operands of remat, jit, shard_map."""
+    """Which inputs of a region's body are literals at the call, broadcast or not: scan constants, and all operands of remat, jit, shard_map."""
     if node.primitive == "scan":
         count = scan_counts(node.params)[0]
     elif node.primitive in ("remat2", "remat", "checkpoint", "shard_map", "jit", "pjit"):
@@ -273,7 +281,7 @@ def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
     else:
         return {}
     refs = [view.read(a) for a in node.inputs[:count]]
-    return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r) and not r.dims and not node.inputs[i].shape}
+    return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
 
 
 RULES: dict[str, Rule] = {
@@ -284,6 +292,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
     "stop_gradient": _stop_gradient,
     "convert_element_type": _convert,
+    "reduce_precision": _reduce_precision,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "add": _add(1),
