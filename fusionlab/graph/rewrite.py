@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as jex_core
 
@@ -64,8 +65,9 @@ def slice_jaxpr(
 ) -> Any:
     """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`.
 
-    `known` gives the value of block inputs (by id) that are literals at the call, or literals broadcast. Where values vary along mesh axes it is
-    to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same everywhere.
+    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
+    axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
+    everywhere.
     """
     emitter = _Emitter({})
     eqns: list[Any] = []

@@ -273,7 +273,7 @@ def is_jax_rule(node: Node) -> bool:
 
 
 def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
-    """Which inputs of a region's body are literals at the call, broadcast or not: scan constants, and all operands of remat, jit, shard_map."""
+    """Which inputs of a region's body are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
     if node.primitive == "scan":
         count = scan_counts(node.params)[0]
     elif node.primitive in ("remat2", "remat", "checkpoint", "shard_map", "jit", "pjit"):
