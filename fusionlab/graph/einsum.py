@@ -26,10 +26,10 @@ def split_rows(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref | None:
         free = [x for x in dot.params if x in of_label and x not in other.axes]
         if any(len(g) != 1 for x, g in of_label.items() if x not in free):
             continue
-        size = {("m", slot): source[slot] for slot in range(len(source))}
+        size: dict[Any, int] = {("m", slot): source[slot] for slot in range(len(source))}
         size |= dict(zip(other.axes, view.nodes[other.nid].shape, strict=True))
         name = {x: [("m", slot) for slot in g] if x in free else [x] for x, g in of_label.items()}
-        out = [y for d in ref.dims for y in (name.get(dot.params[d], [dot.params[d]]) if d >= 0 else [None])]
+        out: list[Any] = [y for d in ref.dims for y in (name.get(dot.params[d], [dot.params[d]]) if d >= 0 else [None])]
         if None in out or tuple(size[y] for y in out) != sizes:
             continue
         by_slot = {slot: name[x][k] for x, g in of_label.items() for k, slot in enumerate(g)}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import jax
 import pytest
-from benchmarks.recall import Outcome, counted
 from zoo.catalogue import Program, programs
 
 import fusionlab as fl
+from benchmarks.recall import Outcome, counted
 
 PROGRAMS = tuple(programs())
 OFTEN = [p for p in PROGRAMS if p.dtype == "f32" and p.variant == "forward"]

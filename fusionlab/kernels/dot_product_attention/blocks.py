@@ -24,7 +24,7 @@ class Broadcast:
       entry: for each head, its entry; int32.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     per_head: bool
     entry: np.ndarray
 
@@ -35,7 +35,7 @@ class Broadcast:
         entries = np.arange(np.prod(own, dtype=np.int64), dtype=np.int32).reshape(own)
         return cls((entries.size, *shape[-2:]), own[-1] > 1, np.broadcast_to(entries, leading).reshape(-1))
 
-    def window(self, entry: Array, first: Array, scores: tuple[int, int, int]) -> tuple[list[Any], list[int]]:
+    def window(self, entry: Array, first: Array, scores: tuple[int, ...]) -> tuple[list[Any], list[int]]:
         """Starts and sizes of the part that a block of scores of this shape sees.
 
         `entry` is that of the block's first head, `first` its first row.
@@ -46,7 +46,7 @@ class Broadcast:
         sizes = [heads if self.per_head else 1, rows if t > 1 else 1, keys if s > 1 else 1]
         return [entry, first if t > 1 else zero, zero], sizes
 
-    def take(self, whole: Array, entry: Array, first: Array, scores: tuple[int, int, int]) -> Array:
+    def take(self, whole: Array, entry: Array, first: Array, scores: tuple[int, ...]) -> Array:
         return lax.dynamic_slice(whole, *self.window(entry, first, scores))
 
     def add(self, whole: Array, block: Array, entry: Array, first: Array) -> Array:
@@ -65,7 +65,7 @@ class Cut:
     wholes: Mapping[str, Array]
     entry: Mapping[str, Array]
 
-    def __call__(self, slot: str, first: Array, scores: tuple[int, int, int]) -> Array | None:
+    def __call__(self, slot: str, first: Array, scores: tuple[int, ...]) -> Array | None:
         """The part that a block of scores of this shape, whose first row is `first`, sees; None for an absent operand."""
         if slot not in self.wholes:
             return None
