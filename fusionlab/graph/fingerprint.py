@@ -240,7 +240,7 @@ def distance(got: np.ndarray, want: np.ndarray, points: np.ndarray, noisy: bool 
         size = np.abs(want)
         size = np.where(size > 0, size * (1 + np.abs(np.log(size))), 0.0)
         size = np.maximum(size, np.where(points <= _NEAR, np.minimum(1.0, points), 0.0))
-        excess = np.abs(got - want) - np.where((points <= _FAR) & noisy, _NOISE, _FAR_NOISE)
+        excess = np.abs(got - want) - (np.where(points <= _FAR, _NOISE, _FAR_NOISE) if noisy else 0.0)
         ratio = np.where(excess <= 0, 0.0, excess / size)
     return float(np.max(ratio, initial=0.0))
 

@@ -100,11 +100,15 @@ def _literals(block: Block, known: Mapping[int, Any], eqns: list, constant: bool
         if not aval.shape and not varies:
             env[i] = jex_core.Literal(scalar, aval)
             continue
-        fill = functools.partial(jax.lax.full, aval.shape, scalar)
+        fill = functools.partial(_filled, aval.shape, scalar)
         made, _ = split_closed(make_jaxpr(fill, [], aval) if varies else jax.make_jaxpr(fill)())
         eqns += made.eqns
         env[i] = made.outvars[0]
     return env
+
+
+def _filled(shape: tuple[int, ...], scalar: Any) -> Any:
+    return jax.lax.full(shape, scalar) if shape else scalar
 
 
 class _Emitter:
