@@ -165,6 +165,7 @@ class _Site(Site):
         region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
+        self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
         factor = self.view.ref[root.id].coef / self.carried(region, [n for n in ("v", "factors") if n in region.leaves])
         if "factors" not in region.leaves and not close(factor, 1.0):
             raise NotARegion("its result carries a factor that the values do not")

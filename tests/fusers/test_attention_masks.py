@@ -209,6 +209,25 @@ def test_what_happens_to_the_probabilities_becomes_factors(name):
     assert site.concepts == ("attention", "attention_masked")
 
 
+@pytest.mark.parametrize("implementation", [None, "xla", "xla_blockwise"])
+def test_weights_of_a_row_that_sees_nothing_stay_zero_where_the_program_makes_them_zero(implementation):
+    """softmax of a row of -inf is NaN; selecting 0 there is a common way out of it, and a product with 0 is none."""
+
+    def attend(q, k, v, m):
+        p = jax.nn.softmax(jnp.where(m, jnp.einsum("bthd,bshd->bhts", q, k), -jnp.inf))
+        return jnp.einsum("bhts,bshd->bthd", jnp.where(m, p, 0.0), v)
+
+    blind = jnp.asarray(SEEN)
+    got = fl.fuse(attend, implementation=implementation)(Q, K, V, blind)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, attend(Q, K, V, blind), rtol=1e-5, atol=1e-6)
+    out = fl.ops.dot_product_attention(
+        Q, K, V, mask=blind, factors=blind, mask_value=-np.inf, implementation=implementation
+    )
+    assert np.isfinite(out).all()
+    assert not np.asarray(out)[0, 2].any()
+
+
 def test_weights_that_are_all_one_are_no_factors():
     site = fused(attention(lambda s: s, lambda p: jnp.einsum("bhts,h->bhts", p, jnp.ones(3))))
     assert set(site.leaves) == {"q", "k", "v"}

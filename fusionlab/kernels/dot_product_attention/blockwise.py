@@ -89,7 +89,14 @@ def forward(
                 top = jnp.max(scores, axis=-1, keepdims=True)
                 p = jnp.exp(scores - top)
                 total = jnp.sum(p, axis=-1, keepdims=True)
-                out = _mm(weigh(p, cut("factors", first, p.shape), form), v, form) / total
+                factors = cut("factors", first, p.shape)
+                out = _mm(weigh(p, factors, form), v, form)
+                if (
+                    factors is not None and factors.dtype == jnp.bool_
+                ):  # 0 of a row that sees nothing, whose total is NaN
+                    out = jnp.where(out == 0, out, out / total)
+                else:
+                    out = out / total
                 log = jnp.log(total)
                 found = (top + log,) if saves == "logsumexp" else (top, log)
                 found = out, *(a[..., 0] for a in found)

@@ -117,10 +117,10 @@ def forward(
 
 
 def weigh(p: Array, factors: Array | None, form: Form) -> Array:
-    """p * factors * factors_scale in p's dtype."""
+    """p * factors * factors_scale in p's dtype; where booleans are False it is 0, whatever p is (a row that sees nothing has NaN)."""
     if factors is None:
         return p
-    weights = p * factors.astype(p.dtype)
+    weights = jnp.where(factors, p, 0) if factors.dtype == jnp.bool_ else p * factors.astype(p.dtype)
     return weights if form.factors_scale == 1.0 else weights * form.factors_scale
 
 
