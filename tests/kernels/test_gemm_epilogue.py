@@ -153,7 +153,7 @@ def test_absent_bias_is_no_bias(x64):
         ("relu_tie", 0.5),
         ("relu_unless", 0.0),
         ("relu_times", 0.0),
-        ("relu_abs", 0.5),
+        ("relu_abs", 1.0),
     ],
 )
 def test_gradients_at_rows_of_zeros_are_the_activations_own(activation, slope):

@@ -120,7 +120,7 @@ ACTIVATIONS: dict[str, Activation] = {
         ),
         _from_preactivation(
             "relu_abs",
-            "(h + |h|) / 2, derivative 1/2 at 0",
+            "(h + |h|) / 2, derivative 1 at 0",
             lambda h: 0.5 * (h + jnp.abs(h)),
             "0.5 * (h + jnp.abs(h)); -inf becomes NaN",
         ),
