@@ -94,7 +94,8 @@ class _Run:
 
     def block(self, jaxpr: Any, env: dict[Any, Array]) -> list[Array]:
         def read(a: Any) -> Array:
-            return promote(np.asarray(a.val)) if isinstance(a, jex_core.Literal) else env[a]
+            # A weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1).
+            return promote(np.asarray(a.val, a.aval.dtype)) if isinstance(a, jex_core.Literal) else env[a]
 
         for eqn in jaxpr.eqns:
             number = self.of_literals(eqn)

@@ -56,6 +56,12 @@ def _div(a: Array, b: Array) -> Array:
     return a / b if a.dtype.kind == "f" else np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
 
 
+def _shift_right_logical(x: Array, n: Array) -> Array:
+    """Zeros come in from the left, also for a negative number."""
+    x, n = np.asarray(x), np.asarray(n)
+    return (x.view(f"u{x.itemsize}") >> n.view(f"u{n.itemsize}")).view(x.dtype)
+
+
 def _max(a: Array, b: Array) -> Array:
     return np.maximum(a, b)  # NaN propagates, as in XLA
 
@@ -84,8 +90,8 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "is_finite": np.isfinite, "not": lambda x: ~x, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
     "clamp": _clamp, "select_n": _select, "sinh": np.sinh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh,
-    "shift_right_logical": lambda x, n: x >> n, "shift_left": lambda x, n: x << n, "nextafter": np.nextafter,
-    "atan": np.arctan, "asin": np.arcsin, "acos": np.arccos, "round": np.round, "mul_add": lambda a, b, c: a * b + c,
+    "shift_right_logical": _shift_right_logical, "shift_left": lambda x, n: x << n, "nextafter": np.nextafter,
+    "atan": np.arctan, "asin": np.arcsin, "acos": np.arccos, "mul_add": lambda a, b, c: a * b + c,
 }  # fmt: skip
 
 
@@ -179,6 +185,13 @@ def _reduce(fn: Callable) -> Callable:
         return np.asarray(fn(ins[0], axis=tuple(int(a) for a in eqn.params["axes"])))
 
     return rule
+
+
+def _round(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    (x,) = ins
+    if eqn.params["rounding_method"] == jax.lax.RoundingMethod.TO_NEAREST_EVEN:
+        return np.round(x)
+    return np.copysign(np.floor(np.abs(x) + 0.5), x)
 
 
 def _iota(run: Any, eqn: Any, ins: list[Array]) -> Array:
@@ -295,6 +308,7 @@ def bound(eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 SHAPED: dict[str, Rule] = {
+    "round": _round,
     "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,

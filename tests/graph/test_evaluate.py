@@ -313,3 +313,20 @@ def test_a_fused_op_is_evaluated_by_its_meaning():
         evaluate(closed, [X, w, b])
     (out,) = evaluate(closed, [X, w, b], None, meaning_of)
     np.testing.assert_allclose(out, np.maximum(X @ w + b, 0), rtol=1e-13)
+
+
+def test_bits_and_rounding_are_the_programs():
+    """Zeros come in from the left of a negative integer; halves go away from zero, or to even where that is asked for."""
+    x = jnp.array([-8, 7], jnp.int32)
+    closed = jax.make_jaxpr(lambda x: lax.shift_right_logical(x, jnp.ones_like(x)))(x)
+    np.testing.assert_array_equal(evaluate(closed, [np.asarray(x)])[0], [2147483644, 3])
+    halves = np.array([-1.5, -0.5, 0.5, 2.5])
+    away = jax.make_jaxpr(lax.round)(halves)
+    even = jax.make_jaxpr(lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN))(halves)
+    np.testing.assert_array_equal(evaluate(away, [halves])[0], [-2, -1, 1, 3])
+    np.testing.assert_array_equal(evaluate(even, [halves])[0], [-2, 0, 0, 2])
+
+
+def test_a_weakly_typed_literal_is_the_number_its_dtype_holds():
+    closed = jax.make_jaxpr(lambda: jnp.full(3, 0.1, jnp.float32))()
+    np.testing.assert_array_equal(evaluate(closed, [])[0], np.full(3, np.float32(0.1), np.float64))
