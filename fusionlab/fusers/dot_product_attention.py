@@ -33,6 +33,12 @@ from .site import Site
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
 _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
+# What would make a site of a near miss, by its code.
+_EDITS = {
+    "axes": "take the softmax over the keys (axis=-1), and contract the weights with v over the keys",
+    "stop_gradient": "leave out the stop_gradient, or stop the gradient of q, k or v instead",
+    "named_residual": "name q, k, v or the result instead, with jax.ad_checkpoint.checkpoint_name",
+}
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
@@ -110,7 +116,10 @@ class _Site(Site):
     def examine(self) -> Candidate | Rejection:
         try:
             found = self.read()
-            return self.near_miss(found) if isinstance(found, Miss) else self.named(self.candidate(found), found)
+            if isinstance(found, Miss):
+                problem = self.near_miss(found)
+                return replace(problem, edit=_EDITS.get(problem.code))
+            return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
 
