@@ -8,6 +8,7 @@ declined, since where it switches is not known.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -178,10 +179,8 @@ def _recognise(
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
     errors: dict[str, tuple[float, float]] = {}
     gaps: dict[str, float] = {}
-    like = Value(-1, jax.ShapeDtypeStruct((2,), start.dtype))
     for name, reference in known.items():
-        key = ("profile", name, str(start.dtype), points.tobytes(), twice)
-        theirs = certifier.once(key, lambda f=reference: profile(f, like, points, certifier.inline, twice))
+        theirs = _known_profile(reference, str(start.dtype), points.tobytes(), twice)
         gaps[name] = _gap(mine.value, theirs.value)
         # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise.
         noisy = all(c == 0 for c in switches)
@@ -190,6 +189,13 @@ def _recognise(
             distance(mine.slope, theirs.slope, mine.slope_points, noisy),
         )
     return _verdict(errors, gaps, TOLERANCE.get(np.dtype(start.dtype).name, 1e-6))
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_profile(reference: Callable[..., Any], dtype: str, points: bytes, twice: bool) -> Profile:
+    """The profile of a known function: the same in every search of a process."""
+    like = Value(-1, jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
+    return profile(reference, like, np.frombuffer(points), lambda eqn: None, twice)
 
 
 def value_name(view: View, node: Node, known: Mapping[str, Callable[..., Any]], certifier: Certifier) -> str | None:
