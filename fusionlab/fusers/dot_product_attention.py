@@ -187,7 +187,9 @@ class _Site(Site):
         dropped = masks.dropped | self.dropped(region, factor)
         scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
         changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
-        self.kind = "masked" if changed else "unmasked" if masks.row is None else "causal"
+        only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
+        masked = "causal" if only_masks else "masked"
+        self.kind = masked if changed else "unmasked" if masks.row is None else "causal"
         if read.tail.change == "where" and masks.masks:
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
@@ -263,6 +265,8 @@ class _Site(Site):
 
 def _notes(read: _Reading, masks: Masking) -> Iterator[str]:
     """What the fused op does otherwise than the site on numbers a model is not meant to see."""
+    if masks.causal_outside:
+        yield "its mask is causal, but made outside the loop, so that the fused op takes it as data"
     if masks.row is not None and masks.fill > _SAFE_FILL:
         yield f"masked scores become {masks.fill:g}: right while no score is as low"
     if read.tail.softmax == "softmax without max":

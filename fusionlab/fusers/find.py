@@ -90,17 +90,17 @@ def _implementations(pass_: Pass) -> Mapping[str, Any]:
 
 def _views(graph: Graph) -> Iterator[tuple[View, Node | None]]:
     """The canonical view of every block worth searching, with the user's custom rule it stands in (None: in none)."""
-    stack: list[tuple[Block, dict[int, Any], Node | None]] = [(graph.top, {}, None)]
+    stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]
     while stack:
-        block, literals, owner = stack.pop()
-        view = View(block, literals)
+        block, literals, owner, outer = stack.pop()
+        view = View(block, literals, outer)
         yield view, owner
         for node in reversed(block.nodes):
             if node.primitive not in SEARCHED or is_jax_rule(node):
                 continue
             inner = node if node.primitive in ("custom_vjp_call", "custom_jvp_call") else owner
             known = literal_inputs(view, node)
-            stack.extend((child, known, inner) for child in reversed(node.blocks))
+            stack.extend((child, known, inner, (view, node)) for child in reversed(node.blocks))
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:

@@ -43,6 +43,7 @@ class Masking:
       masks: leaf -> whether True is hidden, of the masks that are operands; all of them put `mask_value`.
       biases: leaves that are added to the scores.
       dropped: leaves that say nothing, or no more than `row`.
+      causal_outside: whether the operands come to a causal mask that is made outside the block (a scan's body is given it).
     """
 
     row: int | None = None
@@ -51,6 +52,7 @@ class Masking:
     mask_value: float = -math.inf
     biases: tuple[str, ...] = ()
     dropped: frozenset[str] = frozenset()
+    causal_outside: bool = False
 
 
 def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo) -> Masking | str:
@@ -82,6 +84,7 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
     fills = {found.scalars[s.scalar] for s in operands if s.scalar}
     if len(fills) > 1:
         return f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
+    outside = [constant_mask(view, found, s, leaves[s.leaf or ""], memo, outside=True) for s in operands]
     chosen = told[fixed[0]] if fixed else None
     return Masking(
         chosen.row if chosen else None,
@@ -90,6 +93,7 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
         next(iter(fills), -math.inf),
         tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
         frozenset(s.leaf for s in told if s.leaf and s not in operands),
+        all(outside) and any(c.row is not None for c in outside if c),
     )
 
 
@@ -114,12 +118,15 @@ def _rank(rank: Mapping[str, int], step: Step, fixed: Sequence[Step]) -> int:
     return 3 if step in fixed else rank[step.kind]
 
 
-def constant_mask(view: View, found: Match, step: Step, value: Value, memo: Memo) -> Constant | None:
+def constant_mask(
+    view: View, found: Match, step: Step, value: Value, memo: Memo, outside: bool = False
+) -> Constant | None:
     """What the mask of a step says, if it is a constant that hides nothing or is causal; None for any other.
 
     Its booleans are told by `step.kind`: "kept" (True sees), "hidden" (True is hidden) or "added" (floats added to the scores).
+    `outside` as for `constant_array`.
     """
-    array = constant_array(view, value, memo)
+    array = constant_array(view, value, memo, outside)
     if array is None:
         return None
     added = step.kind == "added"

@@ -71,8 +71,11 @@ class View:
     Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order).
     """
 
-    def __init__(self, block: Block, literal_inputs: dict[int, Coef] | None = None) -> None:
+    def __init__(
+        self, block: Block, literal_inputs: dict[int, Coef] | None = None, outer: tuple[View, Node] | None = None
+    ) -> None:
         self._start(block)
+        self.outer = outer
         for i, value in enumerate(block.inputs):
             coef = (literal_inputs or {}).get(i)
             if coef is not None:
@@ -87,6 +90,7 @@ class View:
         self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
         self.ref: dict[int, Ref] = {}
         self.values_of: dict[int, list[Value]] = {}
+        self.outer: tuple[View, Node] | None = None  # the view of the block that holds this one's node, and that node
         self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
         self._table: dict[Any, int] = {("one", (), (), (), ()): ONE}
         self._unique = itertools.count()

@@ -16,6 +16,7 @@ from .canonical import ONE, View
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
 from .rewrite import slice_jaxpr
+from .rules import passed_whole
 from .signature import Memo, node_signature
 
 VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims pvary".split())
@@ -231,16 +232,18 @@ def escapes(region: Region) -> list[Escape]:
     return found
 
 
-def constant_array(view: View, value: Value, memo: Memo) -> np.ndarray | None:
+def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
     """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
 
     Computed by JAX in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
-    the one its formula suggests. `memo` remembers the result, since layers repeat their masks.
+    the one its formula suggests. `memo` remembers the result, since layers repeat their masks. With `outside`, operands that a
+    scan or a remat is given may be such constants of the block around it: to be told, but not to be computed in their place.
     """
     if math.prod(value.shape) > _CONSTANT_LIMIT:
         return None
     block = view.block
     consts = {v.id: c for v, c in block.consts}
+    given: dict[int, tuple[Value, np.ndarray]] = {}
     nodes: dict[int, Node] = {}
     stack = [value]
     while stack:
@@ -248,10 +251,16 @@ def constant_array(view: View, value: Value, memo: Memo) -> np.ndarray | None:
         if v.id in view.known_inputs:
             continue
         node = block.producer.get(v.id)
-        if node is None:
-            if not isinstance(consts.get(v.id), np.ndarray | np.generic) and not _concrete(consts.get(v.id)):
+        if (
+            node is None
+            and not isinstance(consts.get(v.id), np.ndarray | np.generic)
+            and not _concrete(consts.get(v.id))
+        ):
+            array = _from_outside(view, v, memo) if outside else None
+            if array is None:
                 return None
-        elif node.id not in nodes:
+            given[v.id] = v, array
+        elif node is not None and node.id not in nodes:
             if node.eqn.effects or (node.blocks and node.primitive != "custom_jvp_call"):
                 return None
             if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
@@ -259,18 +268,32 @@ def constant_array(view: View, value: Value, memo: Memo) -> np.ndarray | None:
             nodes[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     if not nodes:
-        return np.asarray(consts[value.id]) if value.id in consts else None
+        return given[value.id][1] if given else np.asarray(consts[value.id]) if value.id in consts else None
     ordered = [nodes[i] for i in sorted(nodes)]
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((i, ("const", id(c))) for i, c in consts.items())
+    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in given.items())
     key = ("constant", tuple(node_signature(n, number) for n in ordered), number[value.id])
-    return memo.once(key, lambda: _compute(view, ordered, value))
+    return memo.once(key, lambda: _compute(view, ordered, value, tuple(given.values())))
 
 
-def _compute(view: View, nodes: list[Node], value: Value) -> np.ndarray:
-    fn = jex_core.jaxpr_as_fun(slice_jaxpr(view.block, nodes, (), value, view.known_inputs, constant=True))
+def _from_outside(view: View, value: Value, memo: Memo) -> np.ndarray | None:
+    """The constant that a block's input is in the block around it, if it is one."""
+    if view.outer is None:
+        return None
+    outer, node = view.outer
+    index = next((i for i, v in enumerate(view.block.inputs[: passed_whole(node)]) if v.id == value.id), None)
+    atom = None if index is None else node.inputs[index]
+    if not isinstance(atom, Value) or atom.shape != value.shape:
+        return None
+    return constant_array(outer, atom, memo, outside=True)
+
+
+def _compute(view: View, nodes: list[Node], value: Value, given: tuple[tuple[Value, np.ndarray], ...]) -> np.ndarray:
+    inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
+    closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
     with jax.ensure_compile_time_eval():
-        return np.asarray(fn()[0])
+        return np.asarray(jex_core.jaxpr_as_fun(closed)(*arrays)[0])
 
 
 def _concrete(const: Any) -> bool:

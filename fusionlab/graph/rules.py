@@ -272,15 +272,16 @@ def is_jax_rule(node: Node) -> bool:
     return bool(functions) and all(is_jax_file(f.__code__.co_filename) for f in functions)
 
 
+def passed_whole(node: Node) -> int:
+    """How many of a region's first operands its body reads as they are, and the same each time."""
+    if node.primitive == "scan":
+        return scan_counts(node.params)[0]
+    return len(node.inputs) if node.primitive in ("remat2", "remat", "checkpoint", "shard_map", "jit", "pjit") else 0
+
+
 def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
     """Which inputs of a region's body are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
-    if node.primitive == "scan":
-        count = scan_counts(node.params)[0]
-    elif node.primitive in ("remat2", "remat", "checkpoint", "shard_map", "jit", "pjit"):
-        count = len(node.inputs)
-    else:
-        return {}
-    refs = [view.read(a) for a in node.inputs[:count]]
+    refs = [view.read(a) for a in node.inputs[: passed_whole(node)]]
     return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
 
 

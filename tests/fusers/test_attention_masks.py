@@ -271,3 +271,22 @@ def test_masks_stay_on_their_heads_under_vmap_and_scan():
     assert len(found.candidates) == 1
     found = agree(lambda *a: jax.lax.map(lambda x: fn(*x), a), *stacked, masks, passes=ATTENTION, factor=2)
     assert len(found.candidates) == 1
+
+
+def test_a_causal_mask_made_outside_a_loop_is_told_and_taken_as_data():
+    n = normal((2, 6, 3, 4), (2, 6, 3, 4), (2, 6, 3, 4), seed=1)
+
+    def attend(q, k, v):
+        mask = jnp.tril(jnp.ones((6, 6), bool))
+
+        def body(x, _):
+            s = jnp.where(mask, jnp.einsum("bthd,bshd->bhts", x, k) * 0.5, -1e9)
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v), None
+
+        return jax.lax.scan(body, q, None, length=2)[0]
+
+    found = agree(attend, *n, passes=ATTENTION, factor=4)
+    (site,) = found.candidates
+    assert site.concepts == ("attention", "attention_causal")
+    assert "mask0" in site.leaves
+    assert any("its mask is causal, but made outside the loop" in note for note in site.notes)
