@@ -94,8 +94,12 @@ class _Run:
 
     def block(self, jaxpr: Any, env: dict[Any, Array]) -> list[Array]:
         def read(a: Any) -> Array:
-            # A weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1).
-            return promote(np.asarray(a.val, a.aval.dtype)) if isinstance(a, jex_core.Literal) else env[a]
+            if not isinstance(a, jex_core.Literal):
+                return env[a]
+            aval: Any = (
+                a.aval
+            )  # a weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1)
+            return promote(np.asarray(a.val, aval.dtype))
 
         for eqn in jaxpr.eqns:
             number = self.of_literals(eqn)
