@@ -18,6 +18,7 @@ from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import VIEWS, Escape, NotARegion, Region, cut, escapes
+from ..graph.rules import passed_whole
 from ..graph.scopes import is_backward, is_differentiated
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
@@ -220,6 +221,16 @@ class _Site(Site):
             atom = maker.inputs[0]
         return True
 
+    def given_broadcast(self, atom: Any) -> bool:
+        """Whether an operand is an input of the block that is broadcast where the block's own node reads it (a hoisted bias)."""
+        view, index = self.view, None
+        if view.outer is not None and isinstance(atom, Value):
+            index = next((i for i, v in enumerate(view.block.inputs) if v.id == atom.id), None)
+        if view.outer is None or index is None or index >= passed_whole(view.outer[1]):
+            return False
+        outer, node = view.outer
+        return min(outer.read(node.inputs[index]).dims, default=0) < 0
+
     def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
         """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
         axes = axes_of(found, self.view, found.pattern.root, total)
@@ -246,6 +257,10 @@ class _Site(Site):
             return self.batch_of_weights(node.outputs[0]) if is_bias else None
         if span >= len(dot.shape) and not self.given(other):
             return None  # a residual connection: what is added was computed elsewhere
+        if span >= len(dot.shape) and self.given_broadcast(other):
+            sentence = f"{anchor_text(node)} adds a bias that the loop around is given broadcast to every row"
+            edit = "broadcast the bias inside the loop"
+            return self.rejection("bias", sentence, [node], (1, 2), edit, concepts=_concepts(True, None))
         if span >= len(dot.shape):
             sentence = (
                 f"{anchor_text(node)} adds a full tensor {list(other.shape)}, not a bias along the output features"

@@ -441,3 +441,17 @@ def test_a_program_that_is_differentiated_already_is_told_to_fuse_before_that(tr
     assert all(
         r.edit == "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))" for r in found.rejections
     )
+
+
+def test_a_bias_that_a_loop_is_given_broadcast_is_told():
+    """`jax.grad` hoists what does not change out of a scan, the broadcast of a bias too."""
+    w, b = normal((4, 4), (4,))
+
+    def loop(x):
+        full = jnp.broadcast_to(b, x.shape)
+        return jax.lax.scan(lambda h, _: (jnp.sin(h @ w + full), None), x, None, length=3)[0]
+
+    found = fl.find(loop, *normal((5, 4)), passes="gemm_epilogue")
+    (rejection,) = found.rejections
+    assert (rejection.code, rejection.concepts) == ("bias", ("linear",))
+    assert "given broadcast to every row" in rejection.sentence
