@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...device import Device
+
 Array = Any
 
 
@@ -61,6 +63,11 @@ def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
 
 
 def _dot(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array:
+    """einsum in `dtype`. On a CPU 16-bit operands are widened first: XLA has no such product for every layout there, and the same
+    numbers come out, since products of 16-bit floats are exact in float32.
+    """
+    if Device.current().platform == "cpu":
+        a, b = a.astype(dtype), b.astype(dtype)
     return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=dtype)
 
 
