@@ -184,13 +184,14 @@ class _Site(Site):
         masks = read_masks(self.view, found, region.leaves, read.steps, self.search.certifier)
         if isinstance(masks, str):
             return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
+        factor *= found.scalars.get("factor", 1.0)
         dropped = masks.dropped | self.dropped(region, factor)
         scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
         changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
         only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
         masked = "causal" if only_masks else "masked"
         self.kind = masked if changed else "unmasked" if masks.row is None else "causal"
-        if read.tail.change == "where" and masks.masks:
+        if read.tail.change == "where" and (masks.masks or masks.row is not None):
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
@@ -200,7 +201,6 @@ class _Site(Site):
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
             return self.escaping(leaks[0], edit, region.nodes)
         region = _without(region, dropped)
-        factor *= found.scalars.get("factor", 1.0)
         attrs = _attributes(read, region, self.scale(read, region), masks, factor) | {
             "precision": self.precision(region)
         }
@@ -362,7 +362,7 @@ def _plan(search: Search, read: _Reading, region: Region, masks: Masking, attrs:
                 q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
         biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
         seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
-        if read.tail.change == "where":
+        if _of_some_keys(read, region):
             seen.append(layout.on_scores("factors", inputs))
         factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
         return _trimmed(q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors)
@@ -371,7 +371,7 @@ def _plan(search: Search, read: _Reading, region: Region, masks: Masking, attrs:
         return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
 
     op = OPS["dot_product_attention"]
-    masked = bool(masks.masks) or read.tail.change == "where"
+    masked = bool(masks.masks) or _of_some_keys(read, region)
     shown = {"bias": bool(masks.biases), "mask": masked, "factors": "factors" in region.leaves}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
 
@@ -389,12 +389,17 @@ def _bias_factor(view: View, found: Match, region: Region, name: str) -> float:
     return float(on_edge) / float(view.ref[region.leaves[name].id].coef)
 
 
+def _of_some_keys(read: _Reading, region: Region) -> bool:
+    """Whether the softmax leaves keys out by `where=`: its factors are its mask."""
+    return read.tail.change == "where" and "factors" in region.leaves
+
+
 def _attributes(read: _Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
     """The op's attributes; those of operands that are absent keep their defaults."""
     attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.row is not None}
     if "cap" in read.match.scalars:
         attrs["softcap"] = read.match.scalars["cap"]
-    if read.tail.change == "where":  # no key of a row that sees none is -inf, so that the factors make its weights 0
+    if _of_some_keys(read, region):  # no key of a row that sees none is -inf, so that the factors make its weights 0
         attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
     elif masks.masks and masks.mask_value != -math.inf:
         attrs["mask_value"] = masks.mask_value

@@ -75,7 +75,7 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
     }
     data = [s for s, c in told.items() if c is None]
     causal = [s for s, c in told.items() if c is not None and c.row is not None]
-    fixed = [s for s in causal if not data or told[s].fill == -math.inf][:1]  # type: ignore[union-attr]
+    fixed = [s for s in causal if not data or (told[s].fill == -math.inf and not _hidden_later(found, s, data))][:1]  # type: ignore[union-attr]
     operands = [s for s in told if s in data or (s in causal and s not in fixed)]
     problem = _order(found, steps, operands, fixed)
     if problem is not None:
@@ -95,6 +95,11 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
         frozenset(s.leaf for s in told if s.leaf and s not in operands),
         all(outside) and any(c.row is not None for c in outside if c),
     )
+
+
+def _hidden_later(found: Match, step: Step, data: Sequence[Step]) -> bool:
+    """Whether a mask outside of `step` puts a finite score: also on keys that `step` has hidden, which a blind row then weighs."""
+    return any(s.scalar and s.number < step.number and found.scalars[s.scalar] != -math.inf for s in data)
 
 
 def _order(found: Match, steps: Steps, operands: Sequence[Step], fixed: Sequence[Step]) -> str | None:

@@ -290,3 +290,33 @@ def test_a_causal_mask_made_outside_a_loop_is_told_and_taken_as_data():
     assert site.concepts == ("attention", "attention_causal")
     assert "mask0" in site.leaves
     assert any("its mask is causal, but made outside the loop" in note for note in site.notes)
+
+
+def test_a_finite_mask_outside_a_causal_one_of_minus_infinity_is_declined():
+    """A row whose visible keys are all masked weighs the masked keys after it too, as many as the mask hides."""
+    fn = attention(lambda s, m: jnp.where(m, jnp.where(CAUSAL, s, -jnp.inf), -1e9))
+    (rejection,) = fl.find(fn, Q, K, V, SEEN, passes=ATTENTION).rejections
+    assert rejection.code == "mask"
+    assert "its masks put different scores" in rejection.sentence
+    blind = jnp.zeros((6, 7), bool)
+    np.testing.assert_allclose(fl.fuse(fn)(Q, K, V, blind), fn(Q, K, V, blind), rtol=1e-5, atol=1e-6)
+
+
+def test_a_softmax_of_some_keys_takes_no_further_mask_and_a_mask_of_all_keys_is_none():
+    def attend(change, keys):
+        def fn(q, k, v):
+            s = change(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5)
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, where=keys), v)
+
+        return fn
+
+    seen = np.asarray(KEYS)
+    assert fused(attend(lambda s: s, seen)).concepts == ("attention", "attention_masked")
+    assert fused(attend(lambda s: s, np.ones((6, 7), bool))).concepts == ("attention", "attention_unmasked")
+    found = fl.find(attend(lambda s: jnp.where(CAUSAL, s, -1e9), seen), Q, K, V, passes=ATTENTION)
+    assert [r.code for r in found.rejections] == ["mask"]
+
+
+def test_a_selection_of_all_probabilities_keeps_their_factor():
+    site = fused(attention(lambda s: s, lambda p: jnp.where(np.ones((6, 7), bool), p / 0.9, 0.0)))
+    assert site.attrs["factors_scale"] == pytest.approx(1 / 0.9)
