@@ -365,7 +365,7 @@ def _plan(search: Search, read: _Reading, region: Region, masks: Masking, attrs:
         if _of_some_keys(read, region):
             seen.append(layout.on_scores("factors", inputs))
         factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
-        return _trimmed(q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors)
+        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors
 
     def finish(out: Any) -> Any:
         return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
@@ -414,9 +414,3 @@ def _all_of(masks: list[Any]) -> Any:
     for mask in masks[1:]:
         seen = seen & mask
     return seen
-
-
-def _trimmed(*operands: Any) -> tuple[Any, ...]:
-    """Without the absent operands at the end."""
-    present = [i for i, x in enumerate(operands) if x is not None]
-    return operands[: present[-1] + 1]

@@ -31,8 +31,8 @@ from .site import FUSE_FIRST, Site
 LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
 PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
 KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
-# Functions that make an elementwise cone an activation rather than a scaling.
 _FLOATS = "cast x, w and b to bfloat16 or float32"
+# Functions that make an elementwise cone an activation rather than a scaling.
 NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split())
 
 
@@ -355,7 +355,7 @@ class _Site(Site):
         """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
         for user in self.search.block.users.get(value.id, ()):
             if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
-                return value_name(self.view, user, KNOWN, self.search.certifier)
+                return value_name(user, KNOWN, self.search.certifier)
             if user.primitive in ("name", "reduce_precision", "convert_element_type", "stop_gradient"):
                 return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
         return None

@@ -198,7 +198,7 @@ def _known_profile(reference: Callable[..., Any], dtype: str, points: bytes, twi
     return profile(reference, like, np.frombuffer(points), lambda eqn: None, twice)
 
 
-def value_name(view: View, node: Node, known: Mapping[str, Callable[..., Any]], certifier: Certifier) -> str | None:
+def value_name(node: Node, known: Mapping[str, Callable[..., Any]], certifier: Certifier) -> str | None:
     """The known function that a node with a custom rule computes, whatever its rule says of the derivative."""
     body = node.blocks[0] if node.blocks else None
     if body is None or len(body.inputs) != 1 or len(body.outputs) != 1 or not isinstance(body.outputs[0], Value):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
-from ..arrays import batch_to_front, canonical_precision, check_dtypes
+from ..arrays import batch_of_rows, canonical_precision, check_dtypes
 from ..implementation import Implementation
 from ..op import Op
 from . import reference
@@ -65,14 +65,8 @@ class GemmEpilogue(Op):
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """A batch of rows is more rows; a batch of weights, or of their gradients, is not this op."""
-        if any(d is not None and n not in _ROWS for n, d in zip(names, dims, strict=True)):
-            return None
-        if role == "cotangent" and any(params["live"][1:]):
-            return None
-        rows = [i for i, n in enumerate(names) if n in _ROWS]
-        for i, v in zip(rows, batch_to_front([values[i] for i in rows], [dims[i] for i in rows]), strict=True):
-            values[i] = v
-        return values, params | {"x_contract": params["x_contract"] + 1}
+        found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
+        return None if found is None else (found, params | {"x_contract": params["x_contract"] + 1})
 
     def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if device.platform == "cpu":

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
-from ..arrays import batch_to_front, check_dtypes
+from ..arrays import batch_of_rows, check_dtypes
 from ..implementation import Implementation
 from ..op import Op
 from . import reference
@@ -67,14 +67,8 @@ class LayerNorm(Op):
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """A batch of rows is more rows; a batch of scales or biases, or of their gradients, is not this op."""
-        if any(d is not None and n not in _ROWS for n, d in zip(names, dims, strict=True)):
-            return None
-        if role == "cotangent" and any(params["live"][1:]):
-            return None
-        rows = [i for i, n in enumerate(names) if n in _ROWS]
-        for i, v in zip(rows, batch_to_front([values[i] for i in rows], [dims[i] for i in rows]), strict=True):
-            values[i] = v
-        return values, params | {"axis": params["axis"] + 1}
+        found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
+        return None if found is None else (found, params | {"axis": params["axis"] + 1})
 
     def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         return "xla", "what XLA runs anyway: the only implementation there is"
