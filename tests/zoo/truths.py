@@ -40,6 +40,12 @@ checkpoint names) stand between two steps. Slicing, splitting, concatenating and
 `lerp_moments`: the same, inside the optimizer: Adam's two moments of each parameter, with numbers for `w`. A search that
     knows 0.1 for 1 - 0.9 finds `lerp + lerp_moments`.
 
+Larger structures, counted apart (`Truth.structures`), by the same rules:
+
+`glu_pair`: two learned products of one value, one of them activated, multiplied with each other entry by entry.
+`qkv_siblings`: three learned products of one value that are the queries, keys and values of one attention.
+`row_parallel`: a learned product that is summed over the devices before its bias is added.
+
 f32 and bf16 have the same sites. Where a bf16 program differs it has further casts (statistics and softmaxes in f32, f32
 parameters that are cast where they are used), and literals rounded to bf16 (0.044715 to 0.04468).
 """
@@ -73,6 +79,7 @@ CONCEPTS = (
     *("linear", "linear_no_bias", *ACTIVATIONS, "attention", *KINDS),
     *("softmax", "layer_norm", "rms_norm", "lerp", "lerp_moments"),
 )
+STRUCTURES = ("glu_pair", "qkv_siblings", "row_parallel")
 Variant = Literal["forward", "train"]
 
 
@@ -86,12 +93,14 @@ class Truth:
         evidence: how many primitives of a kind (`dot`, `exp`, `tanh`, `logistic`, `erf`, `root`) the forward program has
             beyond those that its sites imply in their usual spelling; fewer where negative.
         contested: what another reading would count otherwise: the concept, and why.
+        structures: the number of each of `STRUCTURES` where the configuration tells it; else no entry.
     """
 
     sites: Mapping[str, int]
     leaves: int
     evidence: Mapping[str, int]
     contested: Mapping[str, str] = field(default_factory=dict)
+    structures: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tally(Counter):
@@ -297,6 +306,30 @@ def tally(config: Config) -> Tally:
     return FORMULAS[type(config)](config)
 
 
+def structures(config: Config) -> dict[str, int]:
+    """How often larger structures stand in the forward program, for those that the configuration decides."""
+    match config:
+        case Composite():
+            parts = [structures(part) for _, part in config.parts]
+            told = [name for name in STRUCTURES if all(name in part for part in parts)]
+            return {n: sum(times * structures(part)[n] for times, part in config.parts) for n in told}
+        case Glu():
+            gated = config.blocks if config.activation in ACTIVATIONS and not config.fused else 0
+            return {"glu_pair": gated, "qkv_siblings": 0, "row_parallel": 0}
+        case Transformer(stacked=True):
+            return {"row_parallel": 0}
+        case Transformer():
+            places = (1 if config.places == "once" else config.layers) + config.decoder_layers
+            gated = places if config.glu and config.activation in ACTIVATIONS else 0
+            return {"glu_pair": gated, "qkv_siblings": 0 if config.fused_qkv else places, "row_parallel": 0}
+        case Parallel():
+            attended = int(config.attention)
+            return {"glu_pair": 0, "qkv_siblings": attended, "row_parallel": 1 + attended}
+        case Attention():  # whether the projections are apart, and of one value, is not said
+            return {"glu_pair": 0, "row_parallel": 0}
+    return dict.fromkeys(STRUCTURES, 0)
+
+
 SUM_OF_TWO = "the bias of `x @ w + h @ u + b` may be seen as that of one of the two products"
 SLICE = "the activation of a slice of a linear's result, each slice with one of its own or with none"
 BATCHED = "the weights share an axis with the data (experts, ensembles): a batched product with a bias for each"
@@ -337,4 +370,4 @@ def truth(config: Config, variant: Variant = "forward") -> Truth:
         numbers = numbers + Tally(lerp=averages, lerp_moments=moments)
     sites = {concept: numbers[concept] for concept in CONCEPTS}
     evidence = {name[1:]: number for name, number in numbers.items() if name.startswith("+") and number}
-    return Truth(sites, leaves, evidence, contested(config))
+    return Truth(sites, leaves, evidence, contested(config), structures(config))
