@@ -36,6 +36,7 @@ def empty() -> dict[str, Any]:
         "seeds": [],
         "verdicts": dict.fromkeys(VERDICTS, 0),
         "shaken": 0,
+        "overflows": 0,
         "compiled": 0,
         "seconds": 0.0,
         **zero,
@@ -48,6 +49,7 @@ def add(record: dict[str, Any], judgement: Any, compiled: bool) -> None:
     record["seeds"] = with_seed(record["seeds"], judgement.seed)
     record["verdicts"][judgement.verdict] += 1
     record["shaken"] += judgement.shaken
+    record["overflows"] += judgement.overflows
     record["compiled"] += int(compiled and judgement.verdict == "same")
     if judgement.verdict in ("wrong", "raised"):
         record["failing"][str(judgement.seed)] = f"{judgement.verdict}: {judgement.reason}"

@@ -5,6 +5,9 @@
 The truths stand in tests/zoo/truths.py, which imports nothing of fusionlab. A site is *recognised* if the search names it, fused or
 declined with a reason (a train step's backward pass reads inner values, so most of its forward sites are declined there); it is *accepted*
 if it is a candidate. What is accepted beyond the truth is wrong. Concepts that a truth calls contested are left out for that model.
+
+The last rows are structures: told, and never rewritten. `glu_pair` and `qkv_siblings` are made of accepted sites, so that a train step has
+few of them; where a configuration does not tell how many there are, the model is left out.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ CONCEPTS = (
     *("linear", "relu", "gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"),
     *("attention", "attention_unmasked", "attention_causal", "attention_masked", "layer_norm", "rms_norm"),
 )
+# What sites are parts of, and what no pass fuses: told, never rewritten. The truths count the optimizer's blends apart.
+STRUCTURES = ("softmax", "lerp", "glu_pair", "qkv_siblings", "row_parallel")
 ROOT = Path(__file__).parent.parent
 
 
@@ -87,6 +92,12 @@ def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
     truth = program.truth
     known = [c for c in CONCEPTS if c not in truth.contested]
     counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
+    told = Counter(s.kind for s in found.structures if not s.node_ids <= again)
+    there = {
+        "softmax": truth.sites["softmax"],
+        "lerp": truth.sites["lerp"] + truth.sites["lerp_moments"],
+    } | truth.structures
+    counts |= {c: (there[c], told[c], told[c]) for c in STRUCTURES if c in there}
     return Outcome(program.id, counts, tuple(map(str, found.rejections)), seconds)
 
 
@@ -115,7 +126,7 @@ def table(found: Iterable[Outcome]) -> list[Row]:
     """Per concept: sites by the truths, and how many of them were recognised and accepted."""
     rows = []
     found = list(found)
-    for concept in CONCEPTS:
+    for concept in (*CONCEPTS, *STRUCTURES):
         counts = [o.counts[concept] for o in found if concept in o.counts]
         rows.append(
             Row(

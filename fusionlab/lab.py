@@ -77,7 +77,7 @@ class Findings(PlainFindings):
         from .viz.html import report_html
         from .viz.render import write_text
 
-        text = report_html(self.graph, self)
+        text = report_html(self.graph, self, formulas={name: p.formula for name, p in _registry().items()})
         if path is not None:
             write_text(path, text)
         return text

@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
@@ -16,6 +17,7 @@ from fusionlab.models import transformer
 # allows three times that; what must not change is the ratio.
 BAR_S = 1.5
 SLACK = 3.0
+SCAN_BAR_S = 0.1
 
 
 def train_step(layers):
@@ -28,6 +30,22 @@ def train_step(layers):
     )
     adam = jax.eval_shape(transformer.init_adam, params)
     return fl.trace(partial(transformer.train_step, heads=4), params, adam, x, x)
+
+
+def scanned(layers, grad):
+    """The Graph of a loss over scanned layers, or of its gradient."""
+    params, x = jax.eval_shape(
+        lambda: (
+            jax.tree.map(lambda *a: jnp.stack(a), *transformer.init(jax.random.key(0), layers, embed=32)),
+            transformer.inputs(jax.random.key(1), 2, 16, 32),
+        )
+    )
+
+    def loss(params, x, y):
+        out, _ = jax.lax.scan(lambda h, p: (transformer.block(p, h, heads=4), None), x, params)
+        return jnp.mean((out - y) ** 2)
+
+    return fl.trace(jax.grad(loss) if grad else loss, params, x, x)
 
 
 def search(graph):
@@ -75,3 +93,43 @@ def test_canonicalising_and_matching_24_layers_stays_within_the_bar(measured):
 def test_four_times_the_layers_take_less_than_four_and_a_half_times_as_long(measured):
     small, large = measured[24][1], measured[96][1]
     assert large < 4.5 * small, f"{large:.2f} s for 96 layers, {small:.2f} s for 24: {large / small:.1f} times"
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradient"])
+def test_scanned_layers_cost_what_one_layer_costs(grad):
+    graphs = {n: scanned(n, grad) for n in (24, 96)}
+    assert graphs[24].node_count == graphs[96].node_count
+    runs = {n: [] for n in graphs}
+    for _ in range(5):
+        for n, graph in graphs.items():
+            found, seconds = search(graph)
+            assert found.counts()["gemm_epilogue"] == 6
+            runs[n].append(seconds)
+    least = {n: min(seconds) for n, seconds in runs.items()}
+    print(*(f"scan over {n} layers: {s:.3f} s of processor time, certified" for n, s in least.items()), sep="\n")
+    assert least[96] < 1.5 * least[24]
+    assert least[96] < SLACK * SCAN_BAR_S, f"{least[96]:.2f} s"
+
+
+def test_structures_are_linear_in_the_program_too():
+    def stack(ps, x):
+        for p in ps:
+            x = transformer.block(p, x, heads=4)
+        return x
+
+    seconds = {}
+    for n in (24, 96):
+        params, x = jax.eval_shape(
+            lambda n=n: (
+                transformer.init(jax.random.key(0), n, embed=32),
+                transformer.inputs(jax.random.key(1), 2, 16, 32),
+            )
+        )
+        found = fl.find(stack, params, x)
+        started = time.process_time()
+        structures = found.structures
+        seconds[n] = time.process_time() - started
+        count = collections.Counter(s.kind for s in structures)
+        assert count == {"transformer_layer": n, "repeated_layers": 1, "qkv_siblings": n, "residual_norm": 2 * n - 1}
+    print(f"structures of 24 and 96 layers: {seconds[24]:.2f} s and {seconds[96]:.2f} s")
+    assert seconds[96] < 4.5 * max(seconds[24], 0.1)

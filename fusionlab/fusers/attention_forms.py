@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.canonical import ONE, View
+from ..graph.match import Match
 from ..graph.pattern import Example
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
@@ -142,6 +143,15 @@ class Step:
 
 Steps = tuple[Step, ...]  # outermost first
 NEGATED = (Step("negated", 0),)  # a maximum passes positive factors alone, so bare negated scores look different
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A site as it was read: the parts of its example, and the example's match."""
+
+    tail: Tail
+    steps: Steps
+    match: Match
 
 
 @functools.cache

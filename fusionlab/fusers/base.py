@@ -12,17 +12,16 @@ from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
-from ..graph.compat import split_closed
 from ..graph.evaluate import is_float, narrows
-from ..graph.ir import Graph, Node
+from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
 from ..graph.region import Escape, Region
 from ..graph.rewrite import Replacement
+from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.signature import region_signature
+from ..graph.trace import block_of_jaxpr
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
-
-SUMS_OVER_DEVICES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 class Pass(Protocol):
@@ -102,7 +101,7 @@ class _Facts:
     """What certification of a site yields, shared by all sites of the same signature."""
 
     verdict: Verdict
-    nodes_after: int
+    program: Block
     residuals: tuple[Residual, ...]
     backends: tuple[Backend, ...]
 
@@ -144,13 +143,14 @@ def propose(
         leaves=dict(region.leaves),
         block_path=region.block.path,
         nodes_before=len(region.nodes),
-        nodes_after=facts.nodes_after,
+        nodes_after=len(facts.program.nodes),
         source=anchor.source,
         formula=plan.formula,
         residuals=facts.residuals,
         backends=facts.backends,
         notes=tuple(notes),
         concepts=tuple(concepts),
+        program=facts.program,
         site=replacement,
     )
 
@@ -195,12 +195,12 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
     verdict = search.certifier.region(region, plan.call, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    nodes_after = len(split_closed(make_jaxpr(plan.call, [v.aval for v in region.inputs]))[0].eqns)
+    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs]))
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
     residuals = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
     backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
-    return _Facts(verdict, nodes_after, residuals, backends)
+    return _Facts(verdict, program, residuals, backends)
 
 
 def reject(

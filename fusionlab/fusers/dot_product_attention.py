@@ -2,14 +2,14 @@
 `dot_product_attention` op.
 
 The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
-How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`).
+How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`); `attention_plan` gives
+the op its operands.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,10 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
-from ..kernels import OPS
-from .attention_forms import NEGATED, TAILS, Steps, Tail, readings, tail_example, whole_example
-from .base import Plan, Search, anchor_text, propose
+from .attention_forms import NEGATED, TAILS, Reading, Tail, readings, tail_example, whole_example
+from .attention_plan import attributes_of, plan_of
+from .base import Search, anchor_text, propose
 from .findings import Candidate, Rejection
-from .layout import BROADCAST, Axes, arrange, arrange_thin, axes_beside, axes_of, in_order, restore
 from .masks import MASK_FILL, Masking, is_ones, read_masks
 from .site import Site
 
@@ -99,15 +98,6 @@ def _reach(view: View, start: int, op: str, depth: int, through: frozenset[str] 
     return None
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A site as it was read: the example's parts, and its match."""
-
-    tail: Tail
-    steps: Steps
-    match: Match
-
-
 class _Site(Site):
     """One softmax between two products, from anchor to candidate or rejection."""
 
@@ -123,14 +113,14 @@ class _Site(Site):
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
 
-    def named(self, outcome: Candidate | Rejection, read: _Reading) -> Candidate | Rejection:
+    def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
         """With the kind of attention it is, unless a number makes it none."""
         if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
             return outcome
         kind = self.kind or ("masked" if read.steps or read.tail.change else "unmasked")
         return replace(outcome, concepts=("attention", f"attention_{kind}"))
 
-    def read(self) -> _Reading | Miss:
+    def read(self) -> Reading | Miss:
         """The site's spelling, from the outside in; the miss that came furthest if it has none."""
         best: Miss | None = None
         for tail, root in itertools.product(TAILS, self.roots()):
@@ -149,14 +139,14 @@ class _Site(Site):
             return None
         return match(pattern, self.view, root)
 
-    def scores(self, tail: Tail, root: int, z: int) -> _Reading | Miss:
+    def scores(self, tail: Tail, root: int, z: int) -> Reading | Miss:
         """The whole of a site whose softmax has matched, for the first reading of its scores that matches."""
         best: Miss | None = None
         for steps in itertools.islice(readings(self.view, z), _READINGS):
             for signed in (steps,) if steps else (steps, NEGATED):
                 found = match(pattern_of(whole_example(tail, signed)), self.view, root)
                 if isinstance(found, Match):
-                    return _Reading(tail, signed, found)
+                    return Reading(tail, signed, found)
                 best = found if best is None or found.matched > best.matched else best
         if best is None:
             raise AssertionError("scores have a reading")
@@ -168,7 +158,7 @@ class _Site(Site):
         after = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "prod"]
         return [*after, nid]
 
-    def candidate(self, read: _Reading) -> Candidate | Rejection:
+    def candidate(self, read: Reading) -> Candidate | Rejection:
         found = read.match
         root = self.root_value(found)
         region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
@@ -201,10 +191,10 @@ class _Site(Site):
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
             return self.escaping(leaks[0], edit, region.nodes)
         region = _without(region, dropped)
-        attrs = _attributes(read, region, self.scale(read, region), masks, factor) | {
+        attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
             "precision": self.precision(region)
         }
-        plan = _plan(self.search, read, region, masks, attrs)
+        plan = plan_of(self.search, read, region, masks, attrs)
         return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks)))
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
@@ -213,7 +203,7 @@ class _Site(Site):
         ones = factors is not None and close(factor, 1.0) and is_ones(self.view, factors, self.search.certifier)
         return frozenset({"factors"} if ones else ())
 
-    def conditions(self, read: _Reading, region: Region) -> Rejection | None:
+    def conditions(self, read: Reading, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
         if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
             sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
@@ -227,9 +217,32 @@ class _Site(Site):
             sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
             edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
             return self.rejection("structure", sentence, site=region.nodes, edit=edit)
+        times = self.maximum_taken(read.match)
+        if not close(times, 1.0):
+            sentence = (
+                f"{anchor_text(self.anchor)}: its softmax subtracts the maximum of the scores {times:g} times; "
+                "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
+            )
+            edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
+            return self.rejection("structure", sentence, site=region.nodes, edit=edit)
         return self.scaled_by_data(read, region)
 
-    def made_of_scores(self, read: _Reading) -> str | None:
+    def maximum_taken(self, found: Match) -> float:
+        """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
+
+        A leaf may carry any factor, and so may, as far as the matcher can tell, each of the two places where the scores stand.
+        """
+        for p, target in found.nodes.items():
+            operands = self.view.nodes[target].operands if found.pattern.nodes[p].op == "sum" else ()
+            maxima = [o for o in operands if self.view.nodes[o.nid].op == "reduce_max"]
+            for maximum in maxima:
+                (of,) = self.view.nodes[maximum.nid].operands
+                scores = next((o for o in operands if o.nid == of.nid), None)
+                if scores is not None:
+                    return -float(maximum.coef * of.coef) / float(scores.coef)
+        return 1.0
+
+    def made_of_scores(self, read: Reading) -> str | None:
         """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
         found = read.match
         scores = next(
@@ -238,7 +251,7 @@ class _Site(Site):
         biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
         return next((b for b in biases if scores is not None and self.made_of(found.leaves[b], scores, 4)), None)
 
-    def scaled_by_data(self, read: _Reading, region: Region) -> Rejection | None:
+    def scaled_by_data(self, read: Reading, region: Region) -> Rejection | None:
         """The op is given queries that are scaled already: not where that rounds what the program does not round."""
         factors = [s.leaf for s in read.steps if s.kind in ("times", "over") and s.leaf]
         wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
@@ -247,7 +260,7 @@ class _Site(Site):
         sentence = f"{anchor_text(self.anchor)}: the scores are scaled by data, {region.leaves[factors[0]]!r}, in a wider dtype than q's"
         return self.rejection("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")
 
-    def scale(self, read: _Reading, region: Region) -> float:
+    def scale(self, read: Reading, region: Region) -> float:
         """The factor on q k^T that the bound operands do not carry themselves."""
         scalars = read.match.scalars
         sign = -1.0 if read.steps == NEGATED else 1.0
@@ -263,7 +276,7 @@ class _Site(Site):
         return next(iter(asked.values()), None)
 
 
-def _notes(read: _Reading, masks: Masking) -> Iterator[str]:
+def _notes(read: Reading, masks: Masking) -> Iterator[str]:
     """What the fused op does otherwise than the site on numbers a model is not meant to see."""
     if masks.causal_outside:
         yield "its mask is causal, but made outside the loop, so that the fused op takes it as data"
@@ -288,129 +301,3 @@ def _without(region: Region, dropped: frozenset[str]) -> Region:
     added = (n for i, n in extra.items() if i not in known)
     support = tuple(sorted((*region.support, *added), key=lambda n: n.id))
     return Region(region.block, region.root, leaves, region.nodes, support, region.known)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
-
-    Query heads that share keys are more rows to the keys. Where a row's number counts (a causal mask) or rows differ in what is done to
-    their scores, they are heads, and the keys repeat.
-    """
-
-    axes: Mapping[str, Axes]
-    where: Mapping[str, int]
-    sizes: Mapping[int, int]
-    batch: tuple[tuple[int, ...], ...]
-    heads: tuple[int, ...]
-    order: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, view: View, found: Match, region: Region, masks: Masking) -> _Layout:
-        axes = {
-            n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
-            for n, v in region.leaves.items()
-        }
-        order = {
-            x: in_order(axes[n], found.letters[x])
-            for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
-        }
-        batch, heads = tuple((c,) for c in order["b"][:-1]), order["b"][-1:]
-        row = masks.row
-        if row is None and len(order["t"]) > 1 and len(region.leaves) > 3:
-            extra = {c for n, a in axes.items() if n not in "qkv" for c in a if c is not None and c != BROADCAST}
-            row = next((c for c in order["t"] if c in extra), order["t"][0])
-        if row is not None:
-            heads = (*heads, *(c for c in order["t"] if c != row))
-            order["t"] = (row,)
-        where = {v.id: i for i, v in enumerate(region.inputs)}
-        return cls(axes, {n: where[v.id] for n, v in region.leaves.items()}, found.sizes, batch, heads, order)
-
-    def operand(self, name: str, inputs: Any) -> Any:
-        """q, k or v as [*B, length, heads, features]."""
-        length, features = {"q": "tc", "k": "sc", "v": "sd"}[name]
-        groups = [*self.batch, self.order[length], self.heads, self.order[features]]
-        return arrange(inputs[self.where[name]], self.axes[name], groups, self.sizes)
-
-    def by_row(self, name: str, inputs: Any) -> Any:
-        """A factor on the scores as [*B, T, heads, 1], with 1 where it is broadcast."""
-        return arrange_thin(
-            inputs[self.where[name]], self.axes[name], [*self.batch, self.order["t"], self.heads, ()], self.sizes
-        )
-
-    def on_scores(self, name: str, inputs: Any) -> Any:
-        """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
-        groups = [*self.batch, self.heads, self.order["t"], self.order["s"]]
-        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
-
-    @property
-    def result(self) -> list[tuple[int, ...]]:
-        return [*self.batch, self.order["t"], self.heads, self.order["d"]]
-
-
-def _plan(search: Search, read: _Reading, region: Region, masks: Masking, attrs: dict[str, Any]) -> Plan:
-    """The op's operands from the region's inputs, and the region's root from its result."""
-    found = read.match
-    layout = _Layout.of(search.view, found, region, masks)
-    root_axes = axes_of(found, search.view, found.pattern.root, region.root)
-    signs = {n: _bias_factor(search.view, found, region, n) for n in masks.biases}
-
-    def operands(*inputs: Any) -> tuple[Any, ...]:
-        q, k, v = (layout.operand(n, inputs) for n in "qkv")
-        for step in read.steps:
-            if step.kind in ("times", "over"):
-                q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
-        biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
-        seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
-        if _of_some_keys(read, region):
-            seen.append(layout.on_scores("factors", inputs))
-        factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
-        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors
-
-    def finish(out: Any) -> Any:
-        return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
-
-    op = OPS["dot_product_attention"]
-    masked = bool(masks.masks) or _of_some_keys(read, region)
-    shown = {"bias": bool(masks.biases), "mask": masked, "factors": "factors" in region.leaves}
-    return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
-
-
-def _times(x: Any, factor: float) -> Any:
-    return x if factor == 1 else -x if factor == -1 else x * jnp.asarray(factor, x.dtype)
-
-
-def _bias_factor(view: View, found: Match, region: Region, name: str) -> float:
-    """What the sum multiplies a bound bias by: -1 where it is subtracted."""
-    leaf = found.leaf_id(name)
-    sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
-    target = view.nodes[found.nodes[next(sums)]]
-    on_edge = next(o.coef for o in target.operands if o.nid == found.nodes[leaf])
-    return float(on_edge) / float(view.ref[region.leaves[name].id].coef)
-
-
-def _of_some_keys(read: _Reading, region: Region) -> bool:
-    """Whether the softmax leaves keys out by `where=`: its factors are its mask."""
-    return read.tail.change == "where" and "factors" in region.leaves
-
-
-def _attributes(read: _Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
-    """The op's attributes; those of operands that are absent keep their defaults."""
-    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.row is not None}
-    if "cap" in read.match.scalars:
-        attrs["softcap"] = read.match.scalars["cap"]
-    if _of_some_keys(read, region):  # no key of a row that sees none is -inf, so that the factors make its weights 0
-        attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
-    elif masks.masks and masks.mask_value != -math.inf:
-        attrs["mask_value"] = masks.mask_value
-    if "factors" in region.leaves and not close(factor, 1.0):
-        attrs["factors_scale"] = factor
-    return attrs
-
-
-def _all_of(masks: list[Any]) -> Any:
-    """The conjunction, or None of none."""
-    seen = masks[0] if masks else None
-    for mask in masks[1:]:
-        seen = seen & mask
-    return seen

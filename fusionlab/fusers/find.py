@@ -10,19 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..device import Device
-from ..graph.canonical import View
 from ..graph.certify import Certifier
-from ..graph.ir import Block, Graph, Node
-from ..graph.rules import is_jax_rule, literal_inputs
+from ..graph.ir import Graph, Node
+from ..graph.views import views
 from ..kernels import meaning_of
 from .base import Pass, Search
 from .findings import Candidate, Findings, Rejection
-
-# Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
-# of the user's own.
-SEARCHED = frozenset(
-    "scan while cond remat2 remat checkpoint shard_map jit pjit custom_vjp_call custom_jvp_call".split()
-)
 
 
 def find_in(
@@ -65,14 +58,14 @@ def _find_in(
     certifier: Certifier,
 ) -> Findings:
     started = time.perf_counter()
-    views = list(_views(graph))
+    found_views = list(views(graph))
     seconds = {"canonicalise": time.perf_counter() - started}
     found: list[Candidate | Rejection] = []
     for pass_, options in passes:
         if implementation is not None and implementation not in _implementations(pass_):
             continue
         started = time.perf_counter()
-        for view, owner in views:
+        for view, owner in found_views:
             search = Search(graph, view, device, certifier, options, implementation)
             for item in pass_.search(search):
                 found.append(_inside_rule(item, owner) if owner is not None else item)
@@ -86,21 +79,6 @@ def _implementations(pass_: Pass) -> Mapping[str, Any]:
     from ..kernels import OPS
 
     return OPS[pass_.op].implementations
-
-
-def _views(graph: Graph) -> Iterator[tuple[View, Node | None]]:
-    """The canonical view of every block worth searching, with the user's custom rule it stands in (None: in none)."""
-    stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]
-    while stack:
-        block, literals, owner, outer = stack.pop()
-        view = View(block, literals, outer)
-        yield view, owner
-        for node in reversed(block.nodes):
-            if node.primitive not in SEARCHED or is_jax_rule(node):
-                continue
-            inner = node if node.primitive in ("custom_vjp_call", "custom_jvp_call") else owner
-            known = literal_inputs(view, node)
-            stack.extend((child, known, inner, (view, node)) for child in reversed(node.blocks))
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
-from ..graph.ir import Graph, Node, Value
+from ..graph.ir import Block, Graph, Node, Value
 from ..graph.rewrite import to_jaxpr
 from ..graph.scopes import Source
 from ..graph.text import node_text
 from ..graph.trace import graph_of_jaxpr
 from ..kernels.implementation import BackendVerdict as Backend
 from ..kernels.implementation import Residual
+from .report import columns_of, counted, nameless, together, which
+from .structures import Structure, structures_of
 
 _LINES = 20  # of reasons that a printed report holds before it is cut short
 
@@ -41,6 +43,7 @@ class Candidate:
       backends: every implementation with its verdict.
       notes: sentences worth reading (fallbacks taken, ...).
       concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
+      program: what replaces the site, as a function of its leaves' values in the order the site reads them.
       site: the rewriter's own record (opaque to readers).
     """
 
@@ -60,6 +63,7 @@ class Candidate:
     backends: tuple[Backend, ...] = ()
     notes: tuple[str, ...] = ()
     concepts: tuple[str, ...] = ()
+    program: Block | None = dataclasses.field(default=None, repr=False)
     site: Any = dataclasses.field(default=None, repr=False)
 
     @property
@@ -178,18 +182,24 @@ class Findings:
         """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
         return dict(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
 
+    @functools.cached_property
+    def structures(self) -> tuple[Structure, ...]:
+        """What the sites found are parts of (transformer layers, QKV siblings, ...), and softmax and lerp, which no pass fuses."""
+        return structures_of(self)
+
     def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
         """Every candidate or rejection that touches a node."""
         nid = node if isinstance(node, int) else node.id
         hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.node_ids]
         return hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids]
 
-    def __getitem__(self, site_id: str) -> Candidate | Rejection:
-        """The candidate or rejection with this id."""
-        for item in (*self.candidates, *self.rejections):
-            if item.id == site_id:
-                return item
-        raise unknown_name("site", site_id, (x.id for x in (*self.candidates, *self.rejections)))
+    def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
+        """The candidate, rejection or structure with this id."""
+        for items in (self.candidates, self.rejections, self.structures):
+            for item in items:
+                if item.id == site_id:
+                    return item
+        raise unknown_name("site", site_id, (x.id for x in (*self.candidates, *self.rejections, *self.structures)))
 
     def select(
         self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()
@@ -223,7 +233,7 @@ class Findings:
         """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
         mine = [c for c in self.candidates if c.pass_name == pass_name]
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
-        why = f" ({', '.join(_counted(declined))})" if declined else ""
+        why = f" ({', '.join(counted(declined))})" if declined else ""
         before = self.graph.node_count
         after = self.apply([c.id for c in mine]).node_count if mine else before
         return f"{pass_name}: {len(mine)} subgraphs fused, {len(declined)} declined{why}, nodes {before} -> {after}"
@@ -238,14 +248,15 @@ class Findings:
 
     def report(self) -> str:
         """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why."""
-        return "\n".join([*self.lines(), *self.reasons(), *self._chosen(), *(f"note: {n}" for n in self.notes)])
+        parts = (self.lines(), self.reasons(), self._chosen(), self._structured(), (f"note: {n}" for n in self.notes))
+        return "\n".join(line for part in parts for line in part)
 
     def reasons(self, most: int | None = None) -> list[str]:
         """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
         lines: list[str] = []
         said = 0
-        for alike in _together(self.rejections, lambda r: (r.pass_name, r.code, r.edit, _nameless(r.sentence))):
-            entry = [f"  [{alike[0].code}] {_which(alike)}: {alike[0].sentence}"]
+        for alike in together(self.rejections, lambda r: (r.pass_name, r.code, r.edit, nameless(r.sentence))):
+            entry = [f"  [{alike[0].code}] {which(alike)}: {alike[0].sentence}"]
             entry += [f"    edit: {alike[0].edit}"] if alike[0].edit else []
             if most is not None and len(lines) + len(entry) > most:
                 return ["declined:", *lines, f"  ... and {len(self.rejections) - said} more: found.rejections"]
@@ -255,27 +266,33 @@ class Findings:
 
     def _chosen(self) -> list[str]:
         """The backend of each candidate, with the reason, sites alike together."""
-        groups = _together(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(_nameless, c.notes)))
+        groups = together(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(nameless, c.notes)))
         lines = []
         for alike in groups:
             first, b = alike[0], alike[0].backend
             where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was judged"
-            lines += [f"  {_which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
+            lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
         return [f"backends on {self.device}:", *lines] if lines else []
+
+    def _structured(self) -> list[str]:
+        """The structures, alike ones together."""
+        groups = together(self.structures, lambda s: (s.kind, s.text))
+        return (
+            ["structures:", *(f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups)] if groups else []
+        )
 
     def __repr__(self) -> str:
         return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
 
     def explain(self, node: Node | int | str) -> str:
-        """What was found about a node ("%143", a node id, a Node) or a site id, in sentences."""
+        """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences."""
         if isinstance(node, str) and "@" in node:
-            return _explain_item(self[node])
+            return _explained(self[node])
         found = self._node(node)
-        items = self.of_node(found)
-        head = node_text(found)
-        if not items:
-            return f"{head}\n  in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"
-        return "\n".join([head, *("  " + _explain_item(i).replace("\n", "\n  ") for i in items)])
+        texts = [_explained(i).replace("\n", "\n  ") for i in self.of_node(found)]
+        texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
+        texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
+        return "\n".join([node_text(found), *("  " + text for text in texts)])
 
     def _node(self, node: Node | int | str) -> Node:
         if isinstance(node, Node):
@@ -301,6 +318,7 @@ class Findings:
             "lines": self.lines(),
             "candidates": [c.to_dict() for c in self.candidates],
             "rejections": [r.to_dict() for r in self.rejections],
+            "structures": [s.to_dict() for s in self.structures],
             "notes": list(self.notes),
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
         }
@@ -320,41 +338,19 @@ class Findings:
             import pandas as pd
         except ImportError as error:
             raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
-        rows = [{"state": "candidate", **c.to_dict(), **_candidate_texts(c)} for c in self.candidates]
+        rows = [{"state": "candidate", **c.to_dict(), **columns_of(c)} for c in self.candidates]
         rows += [{"state": "declined", **r.to_dict()} for r in self.rejections]
         columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
         columns += ["backend", "backends", "notes"]
         return pd.DataFrame(rows, columns=columns)
 
 
-def _together(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Items with the same key together, in order of first appearance."""
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
-
-
-def _nameless(sentence: str) -> str:
-    """A sentence without the names of values and the lines of nodes, in which alike sites differ."""
-    return re.sub(r"%\d+|\([^\s()]+:\d+\)", "", sentence)
-
-
-def _which(alike: list[Any]) -> str:
-    """ "gemm_epilogue@mlp#1 at model.py:12"; "12 sites, gemm_epilogue@layer_0#1 and more at model.py:12, ..."."""
-    sources = list(dict.fromkeys(str(item.source) for item in alike if item.source))
-    at = f" at {', '.join(sources[:3])}{', ...' if len(sources) > 3 else ''}" if sources else ""
-    return f"{alike[0].id}{at}" if len(alike) == 1 else f"{len(alike)} sites, {alike[0].id} and more{at}"
-
-
-def _counted(codes: list[str]) -> list[str]:
-    """["rank", "bias x2"]: each code once, in order of first appearance."""
-    return [c if (n := codes.count(c)) == 1 else f"{c} x{n}" for c in dict.fromkeys(codes)]
-
-
-def _explain_item(item: Candidate | Rejection) -> str:
+def _explained(item: Candidate | Rejection | Structure) -> str:
+    """Everything known about a site or a structure."""
     if isinstance(item, Rejection):
         return f"{item}\n  {REJECTIONS[item.code]}"
+    if isinstance(item, Structure):
+        return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
     lines = [str(item), *(f"  {n}" for n in item.notes)]
     lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
     lines += [
@@ -362,8 +358,3 @@ def _explain_item(item: Candidate | Rejection) -> str:
         for r in item.residuals
     ]
     return "\n".join(lines)
-
-
-def _candidate_texts(c: Candidate) -> dict[str, str]:
-    backends = "; ".join(f"{b.name}: {b.verdict}, {b.reason}" for b in c.backends)
-    return {"backend": c.backend.name if c.backend else "", "backends": backends, "notes": "; ".join(c.notes)}

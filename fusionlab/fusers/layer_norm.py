@@ -213,10 +213,19 @@ class _Site(Site):
         return self.nearly() or self.uneven() or self.held() or self.missed(self.some(best))
 
     def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
-        """With the norm's name, unless a number or what it is read by makes it another function."""
-        if isinstance(outcome, Rejection) and outcome.code in ("scalar", "structure", "value"):
+        """With the norm's name, unless a number, what it is read by or its axes make it another function."""
+        if isinstance(outcome, Rejection) and (
+            outcome.code in ("scalar", "structure", "value") or (outcome.code == "axes" and self.over_batch())
+        ):
             return outcome
         return replace(outcome, concepts=(f"{example.name.partition('_')[0]}_norm",))
+
+    def over_batch(self) -> bool:
+        """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
+        axes = [{int(a) for a in n.params["axes"]} for n in self.around.sums_of_x]
+        return any(
+            0 in a and len(n.inputs[0].shape) - 1 not in a for a, n in zip(axes, self.around.sums_of_x, strict=True)
+        )
 
     def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
         ref = self.view.ref[value.id]

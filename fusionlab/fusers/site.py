@@ -35,6 +35,10 @@ class Site:
         """The canonical node that a raw value shows."""
         return self.view.ref[value.id].nid
 
+    def users(self, value: Value) -> Sequence[Node]:
+        """The raw nodes of the block that read a value."""
+        return self.search.block.users.get(value.id, ())
+
     def best_match(self, examples: Iterable[Example], roots: Sequence[int]) -> Match | Miss:
         """The first match of any example at any root (canonical nodes), else the miss that came furthest."""
         best: Miss | None = None
@@ -86,6 +90,17 @@ class Site:
             level = {o.nid for n in level for o in self.view.nodes[n].operands if self.view.nodes[n].op != "dot"}
         return False
 
+    def given(self, atom: Any) -> bool:
+        """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
+        while isinstance(atom, Value):
+            maker = self.search.block.producer.get(atom.id)
+            if maker is None:
+                return True
+            if maker.primitive not in VIEWS | {"convert_element_type"}:
+                return False
+            atom = maker.inputs[0]
+        return True
+
     def raw_of(self, nid: int) -> Node | None:
         """A raw node that makes a canonical node's value."""
         values = self.view.values_of.get(nid, ())
@@ -107,7 +122,7 @@ class Site:
         """
         block, start = self.search.block, value
         while value.id not in block.returned:
-            users = block.users.get(value.id, ())
+            users = self.users(value)
             if len(users) != 1 or users[0].primitive not in VIEWS:
                 break
             after = users[0].outputs[0]
@@ -123,7 +138,7 @@ class Site:
         """Whether a site further on may bind a value that `value` is only a view, a cast or a multiple of."""
         stack, seen = [value], {value.id}
         while stack:
-            for user in self.search.block.users.get(stack.pop().id, ()):
+            for user in self.users(stack.pop()):
                 if user.primitive in ("dot_general", "add", "add_any"):
                     return True
                 if user.primitive in VIEWS | SCALINGS | {"convert_element_type"}:

@@ -51,6 +51,20 @@ class CNode:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Nodes of a block that a view shows folded: as the program that could stand in their place.
+
+    Attributes: `root` (the value they make), `leaves` (the values `program` takes), `node_ids`, `program`, and what it is `of`.
+    """
+
+    root: Value
+    leaves: tuple[Value, ...]
+    node_ids: frozenset[int]
+    program: Block
+    of: Any = None
+
+
 ONE = 0  # the node every literal is a multiple of
 
 
@@ -68,14 +82,21 @@ def tidy(coef: Coef) -> Coef:
 class View:
     """The canonical view of one block.
 
-    Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order).
+    Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order),
+    `tiles_at` (node id -> the tiles that it stands for, where some are folded).
     """
 
     def __init__(
-        self, block: Block, literal_inputs: dict[int, Coef] | None = None, outer: tuple[View, Node] | None = None
+        self,
+        block: Block,
+        literal_inputs: dict[int, Coef] | None = None,
+        outer: tuple[View, Node] | None = None,
+        tiles: Iterable[Tile] = (),
     ) -> None:
         self._start(block)
         self.outer = outer
+        self._tiles = {block.producer[t.root.id].id: t for t in tiles}
+        self.covered = frozenset(i for t in self._tiles.values() for i in t.node_ids)
         for i, value in enumerate(block.inputs):
             coef = (literal_inputs or {}).get(i)
             if coef is not None:
@@ -92,6 +113,9 @@ class View:
         self.values_of: dict[int, list[Value]] = {}
         self.outer: tuple[View, Node] | None = None  # the view of the block that holds this one's node, and that node
         self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
+        self.tiles_at: dict[int, list[Tile]] = {}
+        self._tiles: dict[int, Tile] = {}  # by the id of the node that makes the root
+        self.covered: frozenset[int] = frozenset()
         self._table: dict[Any, int] = {("one", (), (), (), ()): ONE}
         self._unique = itertools.count()
 
@@ -119,9 +143,24 @@ class View:
         from .rules import apply_rule
 
         for node in nodes:
+            if node.id in self.covered:
+                if node.id in self._tiles:
+                    self._fold(self._tiles[node.id])
+                continue
             refs = apply_rule(self, node, [self.read(a) for a in node.inputs])
             for value, ref in zip(node.outputs, refs, strict=True):
                 self._bind(value, ref)
+
+    def _fold(self, tile: Tile) -> None:
+        """A tile's root, as its program makes it; the values inside are not in the view."""
+        from .rules import inline
+
+        (ref,) = inline(self, tile.program, [self.read(v) for v in tile.leaves])
+        self._bind(tile.root, ref)
+        nid = ref.nid
+        while self.nodes[nid].op == "reshape":  # the op's own rows or features, apart again
+            nid = self.nodes[nid].operands[0].nid
+        self.tiles_at.setdefault(nid, []).append(tile)
 
     def _bind(self, value: Value, ref: Ref) -> None:
         self.ref[value.id] = ref

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .axes import Axis, Place, axis_classes, axis_links, places, reshape_kind, reshape_parts
 from .canonical import ONE, CNode, Coef, View, view_node_text
-from .pattern import Axis, Pattern, axis_classes, axis_links
+from .labelled import Labelled
+from .pattern import Example, Pattern
 
 log = logging.getLogger("fusionlab.match")
 
@@ -109,7 +111,7 @@ class _Matcher:
         if pid == ONE:
             yield _State({**state.nodes, pid: tid}, state.order, state.scalars, state.entered)
             return
-        if len(want.operands) != len(have.operands) or not _params_fit(want, have):
+        if not _params_fit(want, have, self.pattern.example):
             self.miss(state, tid, f"{have.op} of {len(have.operands)} operands does not fit", "structure")
             return
         state = _State(state.nodes, state.order, state.scalars, {**state.entered, pid: tid})
@@ -121,6 +123,9 @@ class _Matcher:
 
     def _orders(self, want: CNode, have: CNode) -> Iterator[tuple[int, ...]]:
         n = len(want.operands)
+        if isinstance(want.params, Labelled):
+            yield tuple(have.params.slots.index(slot) for slot in want.params.slots)
+            return
         if want.op not in _AC:
             yield tuple(range(n))
             return
@@ -166,16 +171,15 @@ class _Matcher:
         pattern, links, sizes = self.pattern, [], {}
         for pid, order in state.order.items():
             have = self.view.nodes[state.nodes[pid]]
-            keys: list[Any] = [None] * len(order)
+            keys: list[Any] = [None] * len(have.operands)
             for i, j in enumerate(order):
                 keys[j] = pattern.nodes[pid].operands[i].nid
             links += axis_links(have, pid, keys)
         classes = axis_classes(links)
-        members: dict[int, set[int]] = {}
         for (pid, axis), c in classes.items():
             if isinstance(axis, int):
-                members.setdefault(c, set()).add(pid)
                 sizes[c] = self.view.nodes[state.nodes[pid]].shape[axis]
+        members = places(classes, {pid: self.view.nodes[state.nodes[pid]] for pid in state.order})
         letters: dict[str, list[int]] = {letter: [] for letter in pattern.letters}
         for c, pids in members.items():
             fits = [x for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))]
@@ -186,11 +190,24 @@ class _Matcher:
                 return Miss(pattern, pattern.size, pattern.size, state.nodes[pattern.root], reason, "axes", state.nodes)
             letters[fits[0]].append(c)
         fixed = {x: tuple(cs) for x, cs in letters.items()}
+        if not self._parts_fit(state, classes, fixed):
+            reason = "axes are split or merged in another order than the pattern's"
+            self.miss(state, state.nodes[pattern.root], reason, "axes")
+            return Miss(pattern, pattern.size, pattern.size, state.nodes[pattern.root], reason, "axes", state.nodes)
         return Match(pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
 
-    def _plays(self, letter: str, full: frozenset[int], pids: frozenset[int]) -> bool:
-        optional = self.pattern.example.optional.get(letter, frozenset())
-        may_lack = frozenset(p for p, name in self.pattern.leaf_of.items() if name in optional)
+    def _parts_fit(self, state: _State, classes: Mapping[Axis, int], letters: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether reshapes merge and split the axes in the pattern's order."""
+        for pid in state.order:
+            if self.pattern.nodes[pid].op == "reshape":
+                source = self.pattern.nodes[pid].operands[0].nid
+                for part, axis in reshape_parts(self.view.nodes[state.nodes[pid]], pid, source):
+                    if part not in self.pattern.parts or classes[axis] not in letters[self.pattern.parts[part]]:
+                        return False
+        return True
+
+    def _plays(self, letter: str, full: frozenset[Place], pids: frozenset[Place]) -> bool:
+        may_lack = self.pattern.may_lack.get(letter, frozenset())
         return full - may_lack <= pids <= full
 
 
@@ -223,6 +240,15 @@ def close(a: Coef, b: Coef, ulps: int = 2) -> bool:
     return abs(a - b) <= ulps * 2**-23 * max(abs(a), abs(b))
 
 
-def _params_fit(want: CNode, have: CNode) -> bool:
-    """Params that are only names of axes or labels (dot) or are checked per operand (prod) are not compared here."""
+def _params_fit(want: CNode, have: CNode, example: Example) -> bool:
+    """Whether two nodes of one op are of one kind. Names of axes and labels, and powers, are compared elsewhere."""
+    if isinstance(want.params, Labelled) and isinstance(have.params, Labelled):
+        traits = dict(have.params.traits)
+        same = all(traits.get(k) in example.any_of.get((k, v), (v,)) for k, v in want.params.traits)
+        slots = set(want.params.slots), set(have.params.slots)
+        return same and (slots[0] <= slots[1] if example.loose else slots[0] == slots[1])
+    if len(want.operands) != len(have.operands):
+        return False
+    if want.op == "reshape":
+        return reshape_kind(want) == reshape_kind(have)
     return want.op in ("dot", "prod") or want.params == have.params

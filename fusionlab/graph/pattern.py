@@ -7,17 +7,19 @@ differs between the two is a captured scalar (and the power in which it enters i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .axes import Part, Place, axis_classes, axis_links, places, reshape_parts
 from .canonical import ONE, CNode, Coef, View
 from .trace import trace_raw
 
-_SIZES = ((2, 3, 5, 7, 11, 13), (4, 6, 9, 17, 19, 23))
+# Even, so that an example may split an axis in two; no length is another one's half.
+_SIZES = ((4, 6, 10, 14, 22, 26, 34, 38), (8, 12, 18, 46, 58, 62, 74, 82))
 # Dyadic fractions: exact in every float format, so that coefficients solve exactly.
 _MAGIC = (
     (0.13671875, 0.34765625, 0.56640625, 0.77734375, 0.44921875, 0.19140625, 0.60546875, 0.91796875),
@@ -38,6 +40,8 @@ class Example:
       bools: leaves of dtype bool.
       optional: axis letter -> leaves that may lack this axis (a mask broadcast over the batch).
       bare: leaves carry no factor (as in `View.over`), so that every coefficient has to be the example's.
+      any_of: a trait of the example's fused ops with its value -> the values it stands for in the target.
+      loose: fused ops of the target may have operands and numbers that the example's lack (a bias, a mask).
     """
 
     name: str
@@ -47,6 +51,8 @@ class Example:
     bools: frozenset[str] = frozenset()
     optional: Mapping[str, frozenset[str]] = field(default_factory=dict)
     bare: bool = False
+    any_of: Mapping[tuple[str, Any], frozenset[Any]] = field(default_factory=dict)
+    loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ class Pattern:
       leaf_of: node id -> leaf name.
       edges: (node id, operand index) -> ScalarEdge, for edges that carry a captured scalar.
       gauged: nodes whose value is known only up to a scalar factor, since a leaf may carry one.
-      letters: axis letter -> the set of nodes that have this axis.
+      letters: axis letter -> where this axis is: the nodes that have it, and what fused ops call it.
+      parts: an axis that a reshape merges or splits, by its part in it -> its letter.
+      may_lack: axis letter -> nodes that need not have it: leaves, and what is made of such leaves alone.
       size: number of nodes that are neither leaves nor the constant one.
     """
 
@@ -79,7 +87,9 @@ class Pattern:
     leaf_of: Mapping[int, str]
     edges: Mapping[tuple[int, int], ScalarEdge]
     gauged: frozenset[int]
-    letters: Mapping[str, frozenset[int]]
+    letters: Mapping[str, frozenset[Place]]
+    parts: Mapping[Part, str]
+    may_lack: Mapping[str, frozenset[int]]
     size: int
 
 
@@ -99,9 +109,10 @@ def compile_example(example_key: _ById) -> Pattern:
                 edges[a.id, i] = _solve(example, x.coef, y.coef)
     needed = _reachable(first, root)
     gauged = frozenset() if example.bare else _gauged(first, leaf_of)
-    letters = _letters(first, example, leaf_of, needed)
+    letters, parts = _letters(first, example, leaf_of, needed)
+    may_lack = {x: _may_lack(first, leaf_of, names) for x, names in example.optional.items()}
     size = sum(n not in leaf_of and n != ONE for n in needed)
-    return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, size)
+    return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, size)
 
 
 class _ById:
@@ -166,65 +177,44 @@ def _gauged(view: View, leaf_of: Mapping[int, str]) -> frozenset[int]:
     return frozenset(gauged)
 
 
+def _may_lack(view: View, leaf_of: Mapping[int, str], optional: frozenset[str]) -> frozenset[int]:
+    lacking = {nid for nid, name in leaf_of.items() if name in optional}
+    for node in view.nodes:
+        below = {o.nid for o in node.operands} - {ONE}
+        if below and below <= lacking:
+            lacking.add(node.id)
+    return frozenset(lacking)
+
+
 def _letters(
     view: View, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]
-) -> dict[str, frozenset[int]]:
-    inner = [nid for nid in needed if nid not in leaf_of]
+) -> tuple[dict[str, frozenset[Place]], dict[Part, str]]:
+    """Letter -> the places of its axes, and the letter of each axis that a reshape merges or splits.
+
+    An axis that only exists inside (a head, split from an operand's features) is called "~0", "~1", ...; where one letter is the
+    length of several axes, the further ones are called "f'", "f''", ...
+    """
+    inner = sorted(nid for nid in needed if nid not in leaf_of)
     links = [
         link for nid in inner for link in axis_links(view.nodes[nid], nid, [o.nid for o in view.nodes[nid].operands])
     ]
     classes = axis_classes(links)
-    by_class: dict[int, set[int]] = {}
+    by_class = places(classes, {nid: view.nodes[nid] for nid in inner})
     name_of: dict[int, str] = {}
-    for (nid, axis), c in classes.items():
-        if isinstance(axis, int):
-            by_class.setdefault(c, set()).add(nid)
     for value, axes in zip(view.block.inputs, example.leaves.values(), strict=True):
         nid = view.ref[value.id].nid
         for axis, letter in enumerate(axes):
-            if (nid, axis) in classes:
-                name_of[classes[nid, axis]] = letter
-    letters = {name_of[c]: frozenset(nids) for c, nids in by_class.items() if c in name_of}
-    if len(letters) != len(by_class):
-        raise ValueError(f"example {example.name}: an axis belongs to no leaf, or one letter names two axes")
-    return letters
-
-
-Axis = tuple[Any, Any]  # (node, axis number), or (node, ("label", l)) for a contracted label of a dot
-
-
-def axis_links(node: CNode, key: Any, operand_keys: Sequence[Any]) -> list[tuple[Axis, Axis | None]]:
-    """Pairs of axes that are the same axis: each operand axis with the node's own (None: reduced away here).
-
-    Args:
-      node: the canonical node.
-      key, operand_keys: what to call the node and its operands in the result.
-    """
-    links: list[tuple[Axis, Axis | None]] = []
-    for operand, source in zip(node.operands, operand_keys, strict=True):
-        for axis, slot in enumerate(operand.axes):
-            if node.op == "dot":
-                mine: Any = node.params.index(slot) if slot in node.params else ("label", slot)
-                links.append(((source, axis), (key, mine)))
-            else:
-                links.append(((source, axis), (key, slot) if slot >= 0 else None))
-    return links
-
-
-def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
-    """Numbers the classes of equal axes."""
-    parent: dict[Axis, Axis] = {}
-
-    def find(x: Axis) -> Axis:
-        parent.setdefault(x, x)
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    for one, other in links:
-        root = find(one)
-        if other is not None:
-            parent[root] = find(other)
-    numbers: dict[Axis, int] = {}
-    return {key: numbers.setdefault(find(key), len(numbers)) for key in list(parent)}
+            if (c := classes.get((nid, axis))) is not None and name_of.setdefault(c, letter) != letter:
+                raise ValueError(f"example {example.name}: letters {name_of[c]} and {letter} name one axis")
+    reshapes = [view.nodes[nid] for nid in inner if view.nodes[nid].op == "reshape"]
+    parts = {part: classes[axis] for n in reshapes for part, axis in reshape_parts(n, n.id, n.operands[0].nid)}
+    split = set(parts.values())
+    letters: dict[str, frozenset[Place]] = {}
+    for c in sorted(by_class):
+        name_of.setdefault(c, f"~{c}")
+        if c not in split and (name_of[c] in letters or name_of[c][0] == "~"):
+            raise ValueError(f"example {example.name}: an axis belongs to no leaf, or one letter names two axes")
+        while name_of[c] in letters:  # it meets its like through the parts it is split into or merged from
+            name_of[c] += "'"
+        letters[name_of[c]] = frozenset(by_class[c])
+    return letters, {part: name_of[c] for part, c in parts.items()}

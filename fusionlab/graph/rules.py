@@ -18,7 +18,8 @@ from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import rule_functions, scan_counts
 from .einsum import dot, split_rows
 from .evaluate import is_float as is_floating
-from .ir import Node
+from .ir import Atom, Block, Node, Value
+from .labelled import fused
 from .literals import fold
 from .scopes import defined_in_jax, is_jax_file
 
@@ -30,6 +31,7 @@ UNARY = frozenset(
 )
 BINARY = frozenset("max min eq ne gt ge and or xor rem atan2 pow nextafter shift_left shift_right_logical".split())
 COMMUTATIVE = frozenset("max min eq ne and or xor iadd imul".split())
+SUMS_OVER_DEVICES = frozenset("psum psum_invariant reduce_scatter".split())
 TRANSPARENT = frozenset("copy copy_p pvary device_put".split())
 _PLACES = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose".split())  # their own rules keep the shape
 
@@ -42,7 +44,9 @@ def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     if folded is not None:
         return [folded]
     rule = RULES.get(node.primitive)
-    return rule(view, node, ins) if rule else view.opaque(node, ins)
+    if rule is not None:
+        return rule(view, node, ins)
+    return fused(view, node, ins) or view.opaque(node, ins)
 
 
 def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
@@ -126,8 +130,26 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         ref = base
     if inner.op == "dot" and (split := split_rows(view, ref, sizes)) is not None:
         return [split]
-    nid = view.node("reshape", (), (Operand(1.0, ref.nid, ref.dims),), sizes)
+    nid = view.node("reshape", _reshape_groups(view.dim_sizes(ref), sizes), (Operand(1.0, ref.nid, ref.dims),), sizes)
     return [Ref(ref.coef, nid, tuple(range(len(sizes))))]
+
+
+def _reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The least groups of neighbouring axes of the same number of entries: (axes before, axes after) for each."""
+    groups: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        start, old, new = (i, j), before[i], after[j]
+        i, j = i + 1, j + 1
+        while old != new:
+            if (old < new and i < len(before)) or j == len(after):
+                old, i = old * before[i], i + 1
+            else:
+                new, j = new * after[j], j + 1
+        groups.append((i - start[0], j - start[1]))
+    if i < len(before) or j < len(after):  # nothing is in an array of no entries, whatever its other axes
+        return ((len(before), len(after)),)
+    return tuple(groups)
 
 
 def _add(sign: int) -> Rule:
@@ -259,6 +281,20 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         ):
             view.bind_alias(value, ref)
     return [view.read(a) for a in body.outputs]
+
+
+def inline(view: View, program: Block, ins: list[Ref]) -> list[Ref]:
+    """The Refs of the results of another program over values of this view; that program's own values get none here."""
+    env = {v.id: ref for v, ref in zip(program.inputs, ins, strict=True)}
+    env.update((v.id, view.unique_leaf("const", v.shape)) for v, _ in program.consts)
+
+    def read(atom: Atom) -> Ref:
+        return env[atom.id] if isinstance(atom, Value) else view.read(atom)
+
+    for node in program.nodes:
+        refs = apply_rule(view, node, [read(a) for a in node.inputs])
+        env.update((v.id, ref) for v, ref in zip(node.outputs, refs, strict=True))
+    return [read(a) for a in program.outputs]
 
 
 def is_jax_rule(node: Node) -> bool:

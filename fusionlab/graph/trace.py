@@ -184,8 +184,12 @@ def _input_names(fn: Callable, args: tuple, static_argnums: Any, dyn_args: tuple
 
 def graph_of_jaxpr(closed: Any, *, name: str, in_tree: Any, out_tree: Any, in_names: tuple[str, ...]) -> Graph:
     """A closed jaxpr -> Graph."""
-    top = _Flattener().block(closed, path="", label="top")
-    return Graph(name, top, in_tree, out_tree, in_names, jax.__version__)
+    return Graph(name, block_of_jaxpr(closed), in_tree, out_tree, in_names, jax.__version__)
+
+
+def block_of_jaxpr(closed: Any) -> Block:
+    """A closed jaxpr as a block of its own, whose ids mean nothing outside it."""
+    return _Flattener().block(closed, path="", label="top")
 
 
 class _Flattener:

@@ -53,6 +53,9 @@ class Implementation:
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
         the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have.
       refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
+
+    Among the attributes of forward, tangent and cotangent may be `device`: what they are lowered for; without it, or with None, the code
+    is to run anywhere.
     """
 
     name: str

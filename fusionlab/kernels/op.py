@@ -15,52 +15,36 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import get_abstract_mesh
 
 from ..device import Device
 from ..errors import BackendError, unknown_name
 from ..graph.ir import dtype_text
+from ..graph.labelled import Form
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
+from .primitive import FusedPrimitive, Meaning, attributes_of, wanted_of
 
 Array = Any
-Meaning = Callable[..., list[Array]]
-
-
-class FusedPrimitive(Primitive):
-    """A primitive that knows its op and its role there: "call", "tangent" or "cotangent"."""
-
-    def __init__(self, name: str, op: Op, role: str):
-        super().__init__(name)
-        self.multiple_results = True
-        self.op = op
-        self.role = role
-
-    def stands_for(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The primitive and parameters this one takes the place of: what a remat policy is asked about instead."""
-        numbers = self.op.anchor_dimensions(params) if self.role == "call" else None
-        if numbers is None:
-            return self, dict(params)
-        asked = {"precision": params.get("precision"), "preferred_element_type": None, "out_sharding": None}
-        return jax.lax.dot_general_p, {"dimension_numbers": numbers, **asked}
 
 
 class Op(abc.ABC):
     """A fused op: its primitives, its meaning, its implementations.
 
-    A subclass says what it computes; this class makes it work under every JAX transformation. The implementation named
-    "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
+    A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in
+    `defaults`, and `implementation`. The implementation named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
 
     name: ClassVar[str]
     slots: ClassVar[tuple[str, ...]]
+    defaults: ClassVar[Mapping[str, Any]]
     implementations: ClassVar[Mapping[str, Implementation]]
 
     def __init__(self) -> None:
@@ -117,9 +101,18 @@ class Op(abc.ABC):
     def formula(self, **attrs: Any) -> str:
         """What it computes, for a reader."""
 
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form | None:
+        """A label for each axis of the operands (slot -> shape) and of the result; None for an op the search is not to see."""
+        return None
+
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
         return None
+
+    def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
+        """What the gradients of the slots in `wanted` read, in the order in which the primitives take it."""
+        read = self.reads(wanted, **attrs)
+        return tuple(n for n in (*self.slots, "out", *self.residual_names(**attrs)) if n in read)
 
     # What users of an op call.
 
@@ -192,7 +185,7 @@ class Op(abc.ABC):
 
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
         """A plain-jnp function of the operands of one of this op's primitives, with these parameters: -> list."""
-        return self._function(self.primitives[primitive_name].role, params, "xla")
+        return self.primitives[primitive_name].function(params, "xla")
 
     # Binding and running.
 
@@ -218,56 +211,36 @@ class Op(abc.ABC):
             raise BackendError(f"{self.name}: implementation {name!r} cannot run this call on {device}: {refusal}")
         return name
 
-    def check_implementation(self, name: object) -> None:
-        """Raises UnknownNameError unless `name` is None or one of this op's implementations."""
+    def with_defaults(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes given, and the defaults of the others.
+
+        Raises:
+          UnknownNameError: there is no such attribute, or no implementation of that name.
+        """
+        known = {**self.defaults, "implementation": None}
+        for name in attrs:
+            if name not in known:
+                raise unknown_name(f"{self.name} attribute", name, known)
+        full = known | dict(attrs)
+        name = full["implementation"]
         if name is not None and (not isinstance(name, str) or name not in self.implementations):
             raise unknown_name(f"{self.name} implementation", name, self.implementations)
-
-    def _operand_names(self, role: str, params: Mapping[str, Any]) -> tuple[str, ...]:
-        if role == "call":
-            return params["present"]
-        wanted = self._wanted(params)
-        saved = self._saved_names(wanted, _attrs(params))
-        return (*saved, *(f"d_{slot}" for slot in wanted)) if role == "tangent" else (*saved, "ct")
-
-    def _wanted(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(slot for slot, live in zip(params["present"], params["live"], strict=True) if live)
-
-    def _saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
-        read = self.reads(wanted, **attrs)
-        return tuple(n for n in (*self.slots, "out", *self.residual_names(**attrs)) if n in read)
-
-    def _function(self, role: str, params: Mapping[str, Any], implementation: str) -> Meaning:
-        one, attrs = self.implementations[implementation], _attrs(params)
-        if role == "call":
-            forward = functools.partial(one.forward, residuals=params["residuals"], **attrs)
-            return lambda *operands: forward(**dict(zip(params["present"], operands, strict=True)))
-        wanted = self._wanted(params)
-        saved = self._saved_names(wanted, attrs)
-        names = (*params["present"], "out")
-        shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
-
-        def tangent(*operands: Array) -> list[Array]:
-            kept, moving = operands[: len(saved)], operands[len(saved) :]
-            by_slot = dict(zip(wanted, moving, strict=True))
-            known = dict(zip(saved, kept, strict=True))
-            return [one.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)]
-
-        def cotangent(*operands: Array) -> list[Array]:
-            return one.cotangent(dict(zip(saved, operands[:-1], strict=True)), operands[-1], wanted, shardings, **attrs)
-
-        return tangent if role == "tangent" else cotangent
+        return full
 
     def _register(self, primitive: FusedPrimitive) -> None:
-        role = primitive.role
+        # Types hang on nothing else; a search asks for the same ones again and again.
+        @functools.lru_cache(maxsize=1024)
+        def types(avals: tuple, params: tuple, mesh: Any, x64: bool) -> list[Any]:
+            # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
+            return [v.aval for v in jax.make_jaxpr(primitive.function(dict(params), "xla"))(*avals).jaxpr.outvars]
 
         def abstract(*avals: Any, **params: Any) -> list[Any]:
-            # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
-            return [v.aval for v in jax.make_jaxpr(self._function(role, params, "xla"))(*avals).jaxpr.outvars]
+            x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+            return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
 
         def run(device: Device, *operands: Array, **params: Any) -> list[Array]:
-            shapes = dict(zip(self._operand_names(role, params), operands, strict=True))
-            return self._function(role, params, self._choose(shapes, device, params))(*operands)
+            shapes = dict(zip(primitive.operand_names(params), operands, strict=True))
+            return primitive.function(params, self._choose(shapes, device, params), device)(*operands)
 
         compiled = jax.jit(
             lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params"
@@ -275,7 +248,7 @@ class Op(abc.ABC):
 
         def eager(*operands: Array, **params: Any) -> list[Array]:
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-                return self._function(role, params, "xla")(*operands)
+                return primitive.function(params, "xla")(*operands)
             return compiled(*operands, params=tuple(sorted(params.items())))
 
         primitive.def_abstract_eval(abstract)
@@ -293,7 +266,7 @@ class Op(abc.ABC):
         live = tuple(type(t) is not ad.Zero for t in tangents)
         slots = attrs["present"]
         wanted = tuple(slot for slot, moves in zip(slots, live, strict=True) if moves)
-        saved = self._saved_names(wanted, attrs)
+        saved = self.saved_names(wanted, attrs)
         names = self.residual_names(**attrs)
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
         known = dict(zip(slots, primals, strict=True)) | dict(zip(("out", *names), outs, strict=False))
@@ -334,7 +307,7 @@ class Op(abc.ABC):
             parts.append(self._linear_part(primitive, primals[:split], tangents[split:], params))
         moves = [i for i, t in enumerate(tangents[:split]) if type(t) is not ad.Zero]
         if moves:
-            meaning = self._function(primitive.role, params, "xla")
+            meaning = primitive.function(params, "xla")
 
             def of_saved(*moved: Array) -> list[Array]:
                 full = list(primals)
@@ -362,11 +335,11 @@ class Op(abc.ABC):
         keep: Sequence[Any],
     ) -> list[Array]:
         """Binds tangent or cotangent for those of the wanted slots whose entry in `keep` is not a symbolic zero."""
-        attrs, wanted = _attrs(params), self._wanted(params)
-        known = dict(zip(self._saved_names(wanted, attrs), saved, strict=True))
+        attrs, wanted = attributes_of(params), wanted_of(params)
+        known = dict(zip(self.saved_names(wanted, attrs), saved, strict=True))
         kept = tuple(slot for slot, k in zip(wanted, keep, strict=True) if type(k) is not ad.Zero)
         live = tuple(slot in kept for slot in params["present"])
-        return primitive.bind(*(known[n] for n in self._saved_names(kept, attrs)), *linear, **params | {"live": live})
+        return primitive.bind(*(known[n] for n in self.saved_names(kept, attrs)), *linear, **params | {"live": live})
 
     def _transpose_of_tangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
         if type(cts[0]) is ad.Zero:
@@ -388,7 +361,7 @@ class Op(abc.ABC):
         self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
     ) -> tuple[list[Array], list[int]]:
         axes = [d if isinstance(d, int) else None for d in dims]
-        names = self._operand_names(primitive.role, params)
+        names = primitive.operand_names(params)
         batched = None
         if not any(params.get("shardings", ())):
             batched = self.batch(primitive.role, names, list(operands), axes, dict(params))
@@ -399,7 +372,7 @@ class Op(abc.ABC):
                 params = params | {"shape": (size, *params["shape"])}
             outs = primitive.bind(*values, **params)
         else:
-            meaning = self._function(primitive.role, params, "xla")
+            meaning = primitive.function(params, "xla")
             outs = jax.vmap(meaning, in_axes=tuple(axes))(*operands)
         return outs, [0] * len(outs)
 
@@ -408,7 +381,3 @@ def meaning_of(eqn: Any) -> Meaning | None:
     """For an equation of a fused op: a plain-jnp function of its operands, giving a list; None for any other equation."""
     primitive = eqn.primitive
     return primitive.op.meaning(primitive.name, eqn.params) if isinstance(primitive, FusedPrimitive) else None
-
-
-def _attrs(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in params.items() if k not in ("residuals", "live", "shape", "shardings")}

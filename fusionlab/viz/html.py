@@ -29,6 +29,7 @@ from .sections import (
     passes_html,
     residuals_html,
     site_rows,
+    structures_html,
     table,
 )
 from .view_model import view_model
@@ -83,6 +84,7 @@ def report_html(
             passes_html(view),
             candidates_html(view),
             "<h2>Declined</h2>" + declined_html(view),
+            structures_html(view),
             residuals_html(view),
         ]
     body += [_evidence(view, evidence), _environment({**environment_dict(evidence), **(environment or {})}, findings)]

@@ -132,6 +132,19 @@ def declined_html(view: Mapping[str, Any]) -> str:
     return "".join(out)
 
 
+def structures_html(view: Mapping[str, Any]) -> str:
+    """What the sites are parts of, alike ones in one row; "" where there is nothing."""
+    rows = []
+    for group in alike(view["structures"], ("kind", "text")):
+        where = list(dict.fromkeys(s["source"]["where"] for s in group if s["source"]))
+        named = group[0]["id"] + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        rows.append(
+            [(named, "mono"), len(group), group[0]["text"], ", ".join(where[:3]) + (", ..." if where[3:] else "")]
+        )
+    heads = ["structure", "how many", "what it is", "where"]
+    return "<h2>Structures</h2>" + table(heads, rows, (1,)) if rows else ""
+
+
 def residuals_html(view: Mapping[str, Any]) -> str:
     """What the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
     kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in view["sites"] for r in s.get("residuals", ())]

@@ -1,6 +1,6 @@
 """The view model: everything a picture shows, as plain JSON-able dicts. Widget, HTML, DOT and JSON all read this one.
 
-Top keys: `format`, `version`, `title`, `header` (one sentence), `counts`, `passes`, `sites` (the ledger's rows),
+Top keys: `format`, `version`, `title`, `header` (one sentence), `counts`, `passes`, `sites` (the ledger's rows), `structures`,
 `groups`, `boxes`, `edges` (the visible, folded graph), `revealed`, `inspector` (node id -> dict), `hidden_inputs`,
 `evidence`.
 """
@@ -16,7 +16,7 @@ from fusionlab.graph.ir import Graph, Literal, Node, Value, literal_text, type_t
 from .evidence_view import evidence_dict, headline
 from .flow import flow
 from .folding import LAYOUT_OPS, Group, Item, Leaf, fold, leaves, members
-from .inspector import node_dict, short, site_dict
+from .inspector import node_dict, short, site_dict, source_dict
 from .palette import colour_of, pass_of_op, tint_of
 from .sites import Site, drawn_sites
 
@@ -84,8 +84,15 @@ def summary(
         "counts": counts,
         "passes": _passes(findings, enabled, formulas or {}),
         "sites": _ledger(findings, enabled),
+        "structures": _structures(findings),
         "evidence": measured,
     }
+
+
+def _structures(findings: Findings | None) -> list[dict[str, Any]]:
+    """What the sites are parts of: `to_dict` of each structure, its source as a dict."""
+    found = findings.structures if findings is not None else ()
+    return [s.to_dict() | {"source": source_dict(s.source)} for s in found]
 
 
 def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, measured: Mapping | None) -> str:

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.scipy.stats import norm
 
-from fusionlab.fusers.gemm_epilogue import KNOWN
+from fusionlab.fusers.epilogues import KNOWN
 from fusionlab.graph.canonical import View
 from fusionlab.graph.certify import Certifier
 from fusionlab.graph.fingerprint import TOLERANCE, cone, distance, recognise

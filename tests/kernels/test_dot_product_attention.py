@@ -127,6 +127,24 @@ def test_narrow_dtypes_are_near_their_float64_reference(dtype, is_causal, x64):
             np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=row.rtol, atol=atol, err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_all_keys_and_values_share_costs_the_gradients_no_digits(dtype, x64):
+    # Probabilities sum to 1 but for a rounding. Unless that is taken off, ct @ values and then the keys multiply it: the gradient
+    # of the query was 1e-4 (float32) and 0.7 (bfloat16) off.
+    q, k, v = data((1,), 64, 64, n=2, h=64, hv=64, dtype=dtype)
+    args = q, k + 10, v + 10
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal(v.shape) + 1, dtype)
+    fused = functools.partial(dot_product_attention, implementation="xla")
+    row = tolerance(dtype, 4096)
+    exact = [a.astype("float64") for a in (*args, ct)]
+    moved = jax.jvp(plain, tuple(exact[:3]), (exact[3], exact[1], exact[2]))[1]
+    wants = [*out_and_gradients(plain)(*exact)[1:], moved]
+    found = [*out_and_gradients(fused)(*args, ct)[1:], jax.jvp(fused, args, (ct, args[1], args[2]))[1]]
+    for name, got, want in zip(("query", "key", "value", "forward"), found, wants, strict=True):
+        error = np.abs(np.asarray(got, np.float64) - np.asarray(want)).max() / np.abs(want).max()
+        assert error <= row.rtol, (name, error)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_scores_do_not_overflow_and_nan_stays_in_its_rows(implementation, small_blocks):
     q, k, v = data((1,), 9, 7, dtype="float32")
@@ -285,3 +303,12 @@ def test_a_nan_reaches_no_gradient_of_a_key_its_row_does_not_see(implementation,
     assert np.isfinite(want[0, 2:, :, 1:]).all()
     got, want = (jax.jvp(lambda k, f=f: f(q, k, v), (k,), (jnp.ones_like(k),))[1] for f in (fused, masked))
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+@pytest.mark.parametrize(("platform", "are_narrow"), [("cpu", False), ("cuda", True)])
+def test_products_of_16_bit_floats_are_widened_where_it_is_lowered_for_a_cpu(platform, are_narrow):
+    a = jax.ShapeDtypeStruct((2, 5, 3, 8), jnp.bfloat16)
+    attend = functools.partial(dot_product_attention, implementation="xla")
+    text = jax.jit(attend).trace(a, a, a).lower(lowering_platforms=(platform,)).as_text()
+    operands = [line.rpartition(" : ")[2].partition("->")[0] for line in text.splitlines() if "dot_general" in line]
+    assert ["bf16" in types for types in operands] == [are_narrow] * 2

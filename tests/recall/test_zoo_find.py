@@ -29,7 +29,7 @@ def search(program: Program) -> Outcome:
 @pytest.mark.parametrize("program", OFTEN, ids=lambda p: p.id)
 def test_every_site_of_a_forward_program_is_recognised_and_no_other(program):
     found = search(program)
-    assert not found.missed
+    assert {c: (n, recognised) for c, (n, recognised, _) in found.counts.items() if recognised != n} == {}
     assert not found.wrong
 
 

@@ -30,6 +30,11 @@ def attend(weights: Any = softmax, weigh: str = "bhts,bshd->bthd") -> Any:
     return lambda q, k, v: jnp.einsum(weigh, weights(scores(q, k)), v)
 
 
+def unscaled(weights: Any = softmax) -> Any:
+    """The same of q k^T itself."""
+    return lambda q, k, v: jnp.einsum("bhts,bshd->bthd", weights(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
 def exps(s: Any, shift: Any = None) -> Any:
     """Exponentials of the scores less their maximum, or less something else."""
     return jnp.exp(s - (s.max(-1, keepdims=True) if shift is None else shift))
@@ -112,6 +117,10 @@ AXES = (
 
 SOFTMAX = (
     near("exp(s - 2 max)", "scalar", attend(normalised(last, lambda s: 2 * s.max(-1, keepdims=True)))),
+    near("twice the maximum", "structure", unscaled(normalised(last, lambda s: 2 * s.max(-1, keepdims=True))),
+         says="subtracts the maximum of the scores 2 times", edit="subtract the maximum over the keys, once", repaired=unscaled()),
+    near("half the maximum", "structure", unscaled(normalised(last, lambda s: lax.stop_gradient(s.max(-1, keepdims=True)) / 2)),
+         says="subtracts the maximum of the scores 0.5 times", edit="subtract the maximum over the keys, once", repaired=unscaled()),
     near("the maximum of the queries", "structure", attend(normalised(last, lambda s: s.max(-2, keepdims=True))),
          says="is made of the scores themselves", edit="subtract the maximum over the keys, once", repaired=attend()),
     near("normalised over the queries", "axes", attend(normalised(lambda e: e.sum(-2, keepdims=True)))),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any
@@ -65,9 +66,9 @@ def test_the_programs_are_of_many_kinds():
 # -- the judge --------------------------------------------------------------------------------------------------------
 
 
-def layer(*outer: str, act: Any = jax.nn.relu) -> Program:
+def layer(*outer: str, act: Any = jax.nn.relu, dtype: str = "float32") -> Program:
     """act(x @ w + b), plainly."""
-    params = (Param((5, 4), "float32", "data"), Param((4, 6), "float32"), Param((6,), "float32", "bias"))
+    params = (Param((5, 4), dtype, "data"), Param((4, 6), dtype), Param((6,), dtype, "bias"))
     return Program(0, lambda x, w, b: [act(x @ w + b)], params, "a layer", "".join(outer), 1e4, True)
 
 
@@ -112,10 +113,78 @@ def test_the_judge_catches_a_rewrite_that_is_wrong(name):
     assert re.search(reason, found.reason), found.reason
 
 
+def test_the_judge_looks_at_the_rest_where_the_original_overflows_in_part():
+    p = layer(dtype="float16", act=lambda h: jnp.exp(12 * jax.nn.relu(h)))
+    half = jax.jit(p.fn)(*(jnp.asarray(a, "float16") for a in p.arguments("normal")))[0]
+    assert 0 < jnp.isinf(half).sum() < half.size
+    assert judge(p).verdict == "same"
+    found = judge(p, rewrite=with_another(half_in(jnp.bfloat16)))
+    assert found.verdict == "wrong"
+    assert "from float64 rounded" in found.reason
+
+
+# Seed 2869 is attention without a maximum subtracted, on x and, with other weights, on sin(x). At large inputs the exponentials
+# of the first overflow: in bfloat16 the original's gradient of those weights is NaN, in float64 it has lost a term. The fused
+# op's is right, and the site has a note that says so.
+OVERFLOWS = 2869
+
+
+def fused_but(wrong: Any) -> Any:
+    """A rewrite that calls `wrong(found, the fused program, *arguments)`."""
+    return lambda found: functools.partial(wrong, found, jex_core.jaxpr_as_fun(found.rewritten()))
+
+
+def twice_the_gradient(part: int) -> Any:
+    """Of the weights [part], at large inputs alone."""
+
+    def wrong(_: Any, fused: Any, x: Any, w: Any, c: Any) -> Any:
+        far = (jnp.arange(2) == part)[:, None, None] & (jnp.max(jnp.abs(x)) > 2.9)
+        return fused(x, jnp.where(far, 2 * w - jax.lax.stop_gradient(w), w), c)
+
+    return wrong
+
+
+def without_notes(found: Any, fused: Any, *args: Any) -> Any:
+    for c in found.candidates:
+        object.__setattr__(c, "notes", ())
+    return fused(*args)
+
+
+UNBOUNDED_LIES = {
+    "where the original overflows": (twice_the_gradient(0), "gradient of argument 1"),
+    "where the original does not": (twice_the_gradient(1), "gradient of argument 1"),
+    "a value": (
+        lambda _, fused, x, *ps: [y * (1 + (jnp.max(jnp.abs(x)) > 2.9)) for y in fused(x, *ps)],
+        "output 0",
+    ),
+    "no note": (without_notes, "gradient of argument 0"),
+}
+
+
+def test_a_gradient_that_only_the_original_loses_to_overflow_is_no_difference():
+    found = judge(program(OVERFLOWS))
+    assert (found.verdict, found.candidates, found.overflows) == ("same", {"dot_product_attention": 1}, 3)
+
+
+def test_a_number_in_the_place_of_a_nan_is_a_difference_unless_a_note_says_so():
+    p = layer(act=lambda h: jax.nn.relu(h) / jnp.where(h > 0, 1.0, 0.0))
+    assert judge(p).verdict == "same"
+    found = judge(p, rewrite=fused_but(lambda _, fused, *args: [jnp.nan_to_num(y, nan=0.0) for y in fused(*args)]))
+    assert found.verdict == "wrong"
+
+
+@pytest.mark.parametrize("name", UNBOUNDED_LIES)
+def test_every_other_difference_is_one_there_too(name):
+    wrong, where = UNBOUNDED_LIES[name]
+    found = judge(program(OVERFLOWS), rewrite=fused_but(wrong))
+    assert found.verdict == "wrong"
+    assert re.search(f"{where} differs by .* at large inputs", found.reason), found.reason
+
+
 @pytest.mark.parametrize("outer", ["", "vmap", "scan", "remat", "jit", "vmap of weights"])
 def test_the_judge_believes_a_rewrite_that_is_right(outer):
     found = judge(layer(outer), compiled=outer == "")
-    assert (found.verdict, found.reason, found.shaken) == ("same", "", 0)
+    assert (found.verdict, found.reason, found.shaken, found.overflows) == ("same", "", 0, 0)
 
 
 def test_a_transformation_from_outside_is_the_one_named():

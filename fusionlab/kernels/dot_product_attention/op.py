@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...device import Device
-from ...errors import ArgumentError, unknown_name
+from ...errors import ArgumentError
+from ...graph.labelled import Form
 from ..arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, is_explicitly_sharded, with_rank
 from ..implementation import Implementation
 from ..op import Op
@@ -20,15 +21,6 @@ Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _BROADCAST = ("bias", "mask", "factors")  # operands of the scores' rank, whose axes of size 1 broadcast
-_KNOWN = {
-    "scale": None,
-    "is_causal": False,
-    "softcap": None,
-    "mask_value": -math.inf,
-    "factors_scale": 1.0,
-    "precision": None,
-    "implementation": None,
-}
 # Per head. Below, the composite fits in the cache, and keeping the probabilities is cheaper than computing them again.
 _BLOCKWISE_SCORES = 512 * 512
 
@@ -45,6 +37,14 @@ class DotProductAttention(Op):
 
     name = "dot_product_attention"
     slots = ("query", "key", "value", "bias", "mask", "factors")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "scale": None,
+        "is_causal": False,
+        "softcap": None,
+        "mask_value": -math.inf,
+        "factors_scale": 1.0,
+        "precision": None,
+    }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla",
@@ -64,11 +64,7 @@ class DotProductAttention(Op):
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        for name in attrs:
-            if name not in _KNOWN:
-                raise unknown_name("dot_product_attention attribute", name, _KNOWN)
-        full: dict[str, Any] = _KNOWN | dict(attrs)
-        self.check_implementation(full["implementation"])
+        full = self.with_defaults(attrs)
         _check_shapes(*(given.get(slot) for slot in self.slots[:3]))
         check_dtypes(self.name, {slot: a for slot, a in given.items() if slot not in _BROADCAST}, DTYPES)
         scores = _scores_shape(given["query"], given["key"])
@@ -136,6 +132,17 @@ class DotProductAttention(Op):
             sizes = {n.removeprefix("d_"): a.shape[0] for n, a in given.items() if n.startswith(prefix)}
         broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
         return result, params | {"broadcast": broadcast}
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        """Batch "b", heads "h", queries "t", keys "s", their features "c", those of the values "d"."""
+        batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
+        axes = dict.fromkeys(_BROADCAST, (*batch, *"hts"))
+        axes |= {slot: (*batch, *x) for slot, x in (("query", "thc"), ("key", "shc"), ("value", "shd"))}
+        of_operand = (("mask", "mask_value"), ("factors", "factors_scale"))
+        known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
+        numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
+        traits = (("is_causal", attrs["is_causal"]),)
+        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), (*batch, *"thd"), traits, numbers)
 
     def preferred(self, shapes: Mapping[str, Any], device: Device, *, saves: str, **attrs: Any) -> tuple[str, str]:
         size = " x ".join(str(shapes[n].shape[-3]) for n in ("query", "key") if n in shapes)

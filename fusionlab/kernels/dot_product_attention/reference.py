@@ -35,7 +35,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Form:
-    """The numbers in the op's meaning; see the module's docstring."""
+    """The numbers in the op's meaning (see the module's docstring), and the device it is lowered for, where that is known."""
 
     scale: float
     is_causal: bool = False
@@ -43,6 +43,7 @@ class Form:
     mask_value: float = -float("inf")
     factors_scale: float = 1.0
     precision: Any = None
+    device: Device | None = None
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Form:
@@ -62,19 +63,19 @@ def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
     return ("logsumexp",) if saves == "logsumexp" else ("row_max", "log_sum")
 
 
-def _dot(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array:
-    """einsum in `dtype`. On a CPU 16-bit operands are widened first: XLA has no such product for every layout there, and the same
-    numbers come out, since products of 16-bit floats are exact in float32.
+def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any) -> Array:
+    """einsum in `dtype`. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
+    layout. The numbers are the same, since products of 16-bit floats are exact in float32.
     """
-    if Device.current().platform == "cpu":
+    if form.device is None or form.device.platform == "cpu":
         a, b = a.astype(dtype), b.astype(dtype)
-    return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=dtype)
+    return jnp.einsum(axes, a, b, precision=form.precision, preferred_element_type=dtype)
 
 
 def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, form: Form) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
     dtype = statistics_dtype(query.dtype)
-    scores = _dot(query, key, "...tnh,...snh->...nts", form.precision, dtype) * form.scale
+    scores = _dot(query, key, "...tnh,...snh->...nts", form, dtype) * form.scale
     tanh = None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
@@ -111,7 +112,7 @@ def forward(
     p = jax.nn.softmax(scores, axis=-1)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
-    out = _dot(weights, value, "...nts,...snh->...tnh", form.precision, statistics_dtype(value.dtype))
+    out = _dot(weights, value, "...nts,...snh->...tnh", form, statistics_dtype(value.dtype))
     out = out.astype(value.dtype)
     if not residuals:
         return [out]
@@ -157,7 +158,7 @@ def tangent(
     parts = []
     if "value" in tangents:
         weights = weigh(p, factors, form)
-        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...snh->...tnh", form.precision, dtype))
+        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...snh->...tnh", form, dtype))
     moved = []
     ds = _tangent_of_scores(saved, tangents, tanh, dtype, form)
     if ds is not None:
@@ -166,7 +167,7 @@ def tangent(
         moved.append(weigh(p, tangents["factors"], form))
     if moved:
         values = saved["value"].astype(dtype)
-        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...snh->...tnh", form.precision, dtype))
+        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...snh->...tnh", form, dtype))
     return sum(parts[1:], parts[0]).astype((tangents if "value" in tangents else saved)["value"].dtype)
 
 
@@ -181,7 +182,7 @@ def _tangent_of_scores(
         pairs.append((saved["query"], tangents["key"]))
     parts = []
     if pairs:
-        moved = [_dot(q, k, "...tnh,...snh->...nts", form.precision, dtype) * form.scale for q, k in pairs]
+        moved = [_dot(q, k, "...tnh,...snh->...nts", form, dtype) * form.scale for q, k in pairs]
         parts.append(through_softcap(sum(moved[1:], moved[0]), tanh))
     if "bias" in tangents:
         parts.append(tangents["bias"].astype(dtype))
@@ -189,8 +190,14 @@ def _tangent_of_scores(
 
 
 def _through_softmax(p: Array, moved: Array) -> Array:
-    """The softmax's Jacobian, which is symmetric, applied to `moved`."""
-    return p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
+    """The softmax's Jacobian, which is symmetric, applied to `moved`: a row of the result sums to 0.
+
+    Rounded, one sums to (1 - sum of p) times what all of `moved` shares, which may be far larger than what its entries differ
+    by; the product with the keys (forward: values) multiplies it by what those share. So the sum is taken off once more. A
+    maximum that is differentiated does the same; `jax.nn.softmax`, which stops the maximum's gradient, does not.
+    """
+    found = p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
+    return found - p * jnp.sum(found, axis=-1, keepdims=True)
 
 
 def through_softcap(moved: Array, tanh: Array | None) -> Array:
@@ -224,9 +231,9 @@ def cotangent(
     ct_wide = ct.astype(dtype)
     grads = {}
     if "value" in wanted:
-        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...snh", form.precision, dtype)
+        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...snh", form, dtype)
     if wanted != ("value",):
-        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", form.precision, dtype)
+        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", form, dtype)
         if "factors" in wanted:
             grads["factors"] = weigh(p, dw, form)
         if {"query", "key", "bias"} & set(wanted):
@@ -234,9 +241,9 @@ def cotangent(
             grads["bias"] = ds
             ds = through_softcap(ds, tanh) * form.scale
             if "query" in wanted:
-                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", form.precision, dtype)
+                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", form, dtype)
             if "key" in wanted:
-                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", form.precision, dtype)
+                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", form, dtype)
     narrow = {slot: own for slot, _, own in broadcast}
     for slot, shape, _ in broadcast:
         if slot in wanted:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
+from ...graph.labelled import Form
 from ..arrays import batch_of_rows, canonical_precision, check_dtypes
 from ..implementation import Implementation
 from ..op import Op
@@ -25,6 +26,7 @@ class GemmEpilogue(Op):
 
     name = "gemm_epilogue"
     slots = ("x", "w", "bias")
+    defaults: ClassVar[Mapping[str, Any]] = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla",
@@ -37,14 +39,9 @@ class GemmEpilogue(Op):
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         x, w, bias = _check_ranks(**given)
-        known = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None, "implementation": None}
-        for key in attrs:
-            if key not in known:
-                raise unknown_name("gemm_epilogue attribute", key, known)
-        full = known | dict(attrs)
+        full = self.with_defaults(attrs)
         if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
             raise unknown_name("activation", full["activation"], ACTIVATIONS)
-        self.check_implementation(full["implementation"])
         full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
@@ -75,6 +72,14 @@ class GemmEpilogue(Op):
                 "what XLA runs anyway: on a CPU the product dominates and XLA already fuses bias and activation",
             )
         return "xla", "what XLA runs anyway: the only implementation there is"
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        """Rows "m", contracted "k", features "n"."""
+        rows = [f"m{i}" for i in range(len(shapes["x"]) - 1)]
+        x = (*rows[: attrs["x_contract"]], "k", *rows[attrs["x_contract"] :])
+        axes = {"x": x, "w": ("n", "k") if attrs["w_contract"] else ("k", "n"), "bias": ("n",)}
+        traits = (("activation", attrs["activation"]),)
+        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), (*rows, "n"), traits)
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((params["x_contract"],), (params["w_contract"],)), ((), ())

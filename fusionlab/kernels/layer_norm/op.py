@@ -11,6 +11,7 @@ import numpy as np
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
+from ...graph.labelled import Form
 from ..arrays import batch_of_rows, check_dtypes
 from ..implementation import Implementation
 from ..op import Op
@@ -28,6 +29,7 @@ class LayerNorm(Op):
 
     name = "layer_norm"
     slots = ("x", "scale", "bias")
+    defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla",
@@ -40,14 +42,9 @@ class LayerNorm(Op):
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         x, scale, bias = (given.get(slot) for slot in self.slots)
-        known = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "implementation": None}
-        for name in attrs:
-            if name not in known:
-                raise unknown_name("layer_norm attribute", name, known)
-        full: dict[str, Any] = known | dict(attrs)
+        full = self.with_defaults(attrs)
         if not isinstance(full["kind"], str) or full["kind"] not in KINDS:
             raise unknown_name("layer_norm kind", full["kind"], KINDS)
-        self.check_implementation(full["implementation"])
         full["axis"] = _check_shapes(x, scale, bias, full["axis"])
         full["epsilon"] = _epsilon(full["epsilon"])
         _check_dtypes(given)
@@ -72,6 +69,14 @@ class LayerNorm(Op):
 
     def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         return "xla", "what XLA runs anyway: the only implementation there is"
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        """Rows "m", features "n"."""
+        rows = [f"m{i}" for i in range(len(shapes["x"]) - 1)]
+        x = (*rows[: attrs["axis"]], "n", *rows[attrs["axis"] :])
+        axes = {"x": x, "scale": ("n",), "bias": ("n",)}
+        numbers = (("epsilon", attrs["epsilon"]),)
+        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), x, (("kind", attrs["kind"]),), numbers)
 
     def formula(self, *, kind: str = "layer", scale: bool = True, bias: bool = True, **_: Any) -> str:
         """ "layer_norm(x) * scale + bias"; `scale=False` and `bias=False` leave them out."""

@@ -1,0 +1,149 @@
+"""The `dot_product_attention` op that stands in for a site: its attributes, and its operands out of the site's inputs.
+
+However the site lays its arrays out, the op takes query [*B, T, heads, H], key [*B, S, heads, H] and value [*B, S, heads, Hv], and what
+stands beside the scores as [*B, heads, T, S].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.canonical import View
+from ..graph.match import Match, close
+from ..graph.region import Region
+from ..kernels import OPS
+from .attention_forms import Reading
+from .base import Plan, Search
+from .layout import BROADCAST, Axes, arrange, arrange_thin, axes_beside, axes_of, in_order, restore
+from .masks import Masking
+
+
+def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
+    """The op's attributes; those of operands that are absent keep their defaults."""
+    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.row is not None}
+    if "cap" in read.match.scalars:
+        attrs["softcap"] = read.match.scalars["cap"]
+    if _of_some_keys(read, region):  # no key of a row that sees none is -inf, so that the factors make its weights 0
+        attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
+    elif masks.masks and masks.mask_value != -math.inf:
+        attrs["mask_value"] = masks.mask_value
+    if "factors" in region.leaves and not close(factor, 1.0):
+        attrs["factors_scale"] = factor
+    return attrs
+
+
+def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any]) -> Plan:
+    """The op's operands from the region's inputs, and the region's root from its result."""
+    found = read.match
+    layout = _Layout.of(search.view, found, region, masks)
+    root_axes = axes_of(found, search.view, found.pattern.root, region.root)
+    signs = {n: _bias_factor(search.view, found, region, n) for n in masks.biases}
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        q, k, v = (layout.operand(n, inputs) for n in "qkv")
+        for step in read.steps:
+            if step.kind in ("times", "over"):
+                q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
+        biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
+        seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
+        if _of_some_keys(read, region):
+            seen.append(layout.on_scores("factors", inputs))
+        factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
+        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors
+
+    def finish(out: Any) -> Any:
+        return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
+
+    op = OPS["dot_product_attention"]
+    masked = bool(masks.masks) or _of_some_keys(read, region)
+    shown = {"bias": bool(masks.biases), "mask": masked, "factors": "factors" in region.leaves}
+    return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
+
+
+def _of_some_keys(read: Reading, region: Region) -> bool:
+    """Whether the softmax leaves keys out by `where=`: its factors are its mask."""
+    return read.tail.change == "where" and "factors" in region.leaves
+
+
+def _times(x: Any, factor: float) -> Any:
+    return x if factor == 1 else -x if factor == -1 else x * jnp.asarray(factor, x.dtype)
+
+
+def _bias_factor(view: View, found: Match, region: Region, name: str) -> float:
+    """What the sum multiplies a bound bias by: -1 where it is subtracted."""
+    leaf = found.leaf_id(name)
+    sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
+    target = view.nodes[found.nodes[next(sums)]]
+    on_edge = next(o.coef for o in target.operands if o.nid == found.nodes[leaf])
+    return float(on_edge) / float(view.ref[region.leaves[name].id].coef)
+
+
+def _all_of(masks: list[Any]) -> Any:
+    """The conjunction, or None of none."""
+    seen = masks[0] if masks else None
+    for mask in masks[1:]:
+        seen = seen & mask
+    return seen
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
+
+    Query heads that share keys are more rows to the keys. Where a row's number counts (a causal mask) or rows differ in what is done to
+    their scores, they are heads, and the keys repeat.
+    """
+
+    axes: Mapping[str, Axes]
+    where: Mapping[str, int]
+    sizes: Mapping[int, int]
+    batch: tuple[tuple[int, ...], ...]
+    heads: tuple[int, ...]
+    order: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, view: View, found: Match, region: Region, masks: Masking) -> _Layout:
+        axes = {
+            n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
+            for n, v in region.leaves.items()
+        }
+        order = {
+            x: in_order(axes[n], found.letters[x])
+            for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
+        }
+        batch, heads = tuple((c,) for c in order["b"][:-1]), order["b"][-1:]
+        row = masks.row
+        if row is None and len(order["t"]) > 1 and len(region.leaves) > 3:
+            extra = {c for n, a in axes.items() if n not in "qkv" for c in a if c is not None and c != BROADCAST}
+            row = next((c for c in order["t"] if c in extra), order["t"][0])
+        if row is not None:
+            heads = (*heads, *(c for c in order["t"] if c != row))
+            order["t"] = (row,)
+        where = {v.id: i for i, v in enumerate(region.inputs)}
+        return cls(axes, {n: where[v.id] for n, v in region.leaves.items()}, found.sizes, batch, heads, order)
+
+    def operand(self, name: str, inputs: Any) -> Any:
+        """q, k or v as [*B, length, heads, features]."""
+        length, features = {"q": "tc", "k": "sc", "v": "sd"}[name]
+        groups = [*self.batch, self.order[length], self.heads, self.order[features]]
+        return arrange(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+
+    def by_row(self, name: str, inputs: Any) -> Any:
+        """A factor on the scores as [*B, T, heads, 1], with 1 where it is broadcast."""
+        return arrange_thin(
+            inputs[self.where[name]], self.axes[name], [*self.batch, self.order["t"], self.heads, ()], self.sizes
+        )
+
+    def on_scores(self, name: str, inputs: Any) -> Any:
+        """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
+        groups = [*self.batch, self.heads, self.order["t"], self.order["s"]]
+        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+
+    @property
+    def result(self) -> list[tuple[int, ...]]:
+        return [*self.batch, self.order["t"], self.heads, self.order["d"]]

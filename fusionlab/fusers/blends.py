@@ -1,0 +1,96 @@
+"""lerp, as a program writes it: x + w * (y - x) and its relatives, w an array or a number.
+
+A number w is read off the program's own multiplications. In the canonical view it would be lost among the factors that x and y
+carry themselves: the gradient that Adam blends into its moments has the loss's 1/N in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.canonical import View
+from ..graph.evaluate import is_float
+from ..graph.ir import Node, Value
+from ..graph.match import Match, match
+from ..graph.pattern import pattern_of
+from ..graph.region import CASTS, VIEWS
+from ..graph.scopes import is_backward
+from .structure_forms import LERP, Form
+
+_TRANSPARENT = VIEWS | CASTS
+_SUMS = frozenset({"add", "sub", "add_any"})
+
+
+def blends(view: View) -> Iterator[tuple[Form, tuple[Node, ...]]]:
+    """Every blend of a block outside of folded sites: its spelling, and its nodes, the last of which makes it."""
+    for node in view.block.nodes:
+        wanted = node.primitive in _SUMS and node.id not in view.covered and is_float(node.outputs[0].dtype)
+        if wanted and not is_backward(node.eqn):
+            found = _blend(view, node)
+            if found is not None:
+                yield found
+
+
+def _blend(view: View, root: Node) -> tuple[Form, tuple[Node, ...]] | None:
+    near = _expanded(view, [root], {"mul": {"sub"}})
+    if all(n.primitive != "mul" for n in near):
+        return None
+    for nodes in (near, _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})):
+        part = view.over((), nodes)
+        ref = part.ref[root.outputs[0].id]
+        target = part.nodes[ref.nid]
+        for form in LERP:
+            pattern = pattern_of(form.example)
+            if ref.coef != 1 or pattern.nodes[pattern.root].op != target.op:
+                continue
+            found = match(pattern, part, ref.nid)
+            if isinstance(found, Match) and _adds_up(found, root.outputs[0].dtype):
+                return form, _used(part, found, nodes)
+    return None
+
+
+def _expanded(view: View, roots: list[Node], into: dict[str, set[str]]) -> tuple[Node, ...]:
+    """The root, the nodes of the kinds in `into` that it reads, and of what they read those of the kinds `into` gives for them.
+
+    The views and casts that their operands pass are among them, so that a leaf is the value underneath.
+    """
+    nodes = {n.id: n for n in roots}
+    level = [(root, set(into)) for root in roots]
+    while level:
+        node, wanted = level.pop()
+        for maker, crossed in _makers(view, node):
+            nodes.update((n.id, n) for n in crossed)
+            if maker is not None and maker.primitive in wanted:
+                nodes[maker.id] = maker
+                level.append((maker, into[maker.primitive] if node in roots else set()))
+    return tuple(nodes[i] for i in sorted(nodes))
+
+
+def _makers(view: View, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
+    """What makes each operand of a node, and the views and casts between; None for what is made elsewhere, or in a folded site."""
+    for value in (a for a in node.inputs if isinstance(a, Value)):
+        crossed: list[Node] = []
+        maker = view.block.producer.get(value.id)
+        while maker is not None and maker.primitive in _TRANSPARENT and maker.id not in view.covered:
+            crossed.append(maker)
+            (source,) = maker.inputs
+            maker = view.block.producer.get(source.id) if isinstance(source, Value) else None
+        yield None if maker is None or maker.id in view.covered else maker, tuple(crossed)
+
+
+def _used(part: View, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Those of the nodes that show a value of the match's own."""
+    inner = {t for p, t in found.nodes.items() if p not in found.pattern.leaf_of}
+    return tuple(n for n in nodes if part.ref[n.outputs[0].id].nid in inner or n is nodes[-1] or n.primitive == "mul")
+
+
+def _adds_up(found: Match, dtype: Any) -> bool:
+    """Whether the two numbers of a blend are w and 1 - w, as far as the dtype can tell."""
+    if "w" not in found.scalars:
+        return True
+    w = found.scalars["w"]
+    rest = found.scalars.get("1 - w", 1 - w)
+    return 0 < w < 1 and abs(w + rest - 1) <= 2 * float(jnp.finfo(dtype).eps)

@@ -1,0 +1,184 @@
+"""What stands behind a product, or behind its sum with a bias: an activation to fuse with it, or why there is none.
+
+The activation is recognised by value, whatever its spelling. It is fused where nothing else reads what stands before it, and
+where nothing stands between that means something of its own: a derivative of the user's, a name, a cast, a stop_gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise, value_name
+from ..graph.ir import Node, Value
+from ..graph.region import VIEWS, Escape
+from ..graph.scopes import is_differentiated
+from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+from .base import SUMS_OVER_DEVICES, anchor_text
+from .findings import Rejection
+from .site import FUSE_FIRST, Site
+
+KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
+# Functions that make an elementwise cone an activation rather than a scaling.
+NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split()) | {"custom_jvp_call"}
+
+
+def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
+    """What a site is made of: "linear" with a bias, and its activation by its usual name, whatever the spelling."""
+    known = ACTIVATIONS.get(activation or "none")
+    return (*(("linear",) if bias else ()), *((known.kind,) if known and known.name != "none" else ()))
+
+
+class Epilogue:
+    """What is made of one value of a site: of its product, or (`biased`) of the product with its bias."""
+
+    def __init__(self, site: Site, start: Value, biased: bool) -> None:
+        self.site, self.start, self.biased = site, start, biased
+        self.view, self.certifier = site.view, site.search.certifier
+
+    def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
+        """The last recognised function of the start that nothing escapes from, or why there is none."""
+        start, nodes = self.start, cone(self.view, self.start)
+        if not any(n.primitive in NONLINEAR for n in nodes):
+            return None, None, self.custom_rule()
+        problem: Rejection | None = None
+        first_unknown: tuple[Node, Recognised] | None = None
+        for node in reversed(nodes):
+            value = node.outputs[0]
+            if value.shape != start.shape or value.dtype != start.dtype:
+                continue
+            known = recognise(self.view, start, value, KNOWN, self.certifier)
+            if known.name is None:
+                first_unknown = first_unknown or (node, known)
+                continue
+            leak = self.leak(value)
+            if leak is None:
+                return value, known.name, None
+            larger = leak.user is not None and leak.user in nodes and not is_differentiated(leak.node.eqn)
+            if larger and first_unknown is not None:
+                continue  # a part of a larger function, which is the one to speak of
+            edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
+            concepts = concepts_of(False, known.name)
+            problem = problem or self.site.escaping(leak, edit, nodes, known.name, concepts)
+        if problem is None and first_unknown is not None:
+            problem = self.unknown(nodes, *first_unknown)
+        return None, None, problem or self.custom_rule()
+
+    def leak(self, end: Value) -> Escape | None:
+        """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
+        block = self.site.search.block
+        nodes = between(self.view, self.start, end)
+        inside = {n.id for n in nodes}
+        for value in (self.start, *(v for n in nodes for v in n.outputs)):
+            if value.id == end.id or self.view.is_literal(self.view.ref[value.id]):
+                continue
+            maker = block.producer[value.id]
+            if value.id in block.returned:
+                return Escape(value, maker, None)
+            for user in self.site.users(value):
+                if user.id not in inside:
+                    return Escape(value, maker, user)
+        return None
+
+    def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
+        """For a function that is no known activation."""
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {known.why}"
+        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
+        if known.code == "gradient":
+            name = "relu" if known.nearest.startswith("relu") else known.nearest.partition("_")[0]
+            edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
+        if is_differentiated(self.site.anchor.eqn):
+            edit = FUSE_FIRST  # the function is the activation's derivative, or holds it
+        return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
+
+    # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
+
+    def custom_rule(self) -> Rejection | None:
+        """Why an activation that is set apart is not fused."""
+        problem = self.set_apart()
+        name = self.behind(self.start) if problem is not None else None
+        return replace(problem, concepts=concepts_of(False, name)) if problem is not None and name else problem
+
+    def set_apart(self) -> Rejection | None:
+        """What stands right after the start and is no part of an activation."""
+        for user in self.site.users(self.start):
+            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+                sentence = (
+                    f"{anchor_text(user)} has a derivative of the user's own, which a fused activation would replace"
+                )
+                return self.site.rejection("custom_rule", sentence, [user], None, None, [user])
+            if user.primitive == "stop_gradient":
+                sentence = f"{anchor_text(user)} stops the gradient of the linear result"
+                return self.site.rejection("stop_gradient", sentence, [user], None, None, [user])
+            if user.primitive in ("name", "reduce_precision") and self.goes_on(user.outputs[0]):
+                sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
+                edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
+                return self.site.rejection("named_residual", sentence, [user], None, edit, [user])
+            if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
+                sentence = (
+                    f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
+                    f"the activation in {self.start.dtype}"
+                )
+                edit = "apply the activation before the cast"
+                return self.site.rejection("dtype", sentence, [user], None, edit, [user])
+        return None
+
+    def goes_on(self, value: Value) -> bool:
+        """Whether a bias or an activation follows a copy of the start."""
+        users = self.site.users(value)
+        added = [a for u in users if u.primitive == "add" for a in u.inputs if a is not value]
+        if self.is_activated(value) or (not self.biased and any(map(self.site.given, added))):
+            return True
+        return any(self.goes_on(u.outputs[0]) for u in users if u.primitive in ("name", "reduce_precision"))
+
+    def is_activated(self, value: Value) -> bool:
+        """Whether a nonlinear function follows."""
+        return any(n.primitive in NONLINEAR for n in cone(self.view, value))
+
+    # -- the name of the activation, fused or not -----------------------------------------------------------------------
+
+    def known(self) -> str | None:
+        """The last known activation of the start, else one that is set apart from it."""
+        return self.known_after(self.start) or self.behind(self.start)
+
+    def known_after(self, value: Value) -> str | None:
+        """The last known activation of a value."""
+        nodes = cone(self.view, value)
+        names = (recognise(self.view, value, n.outputs[0], KNOWN, self.certifier).name for n in reversed(nodes))
+        return next((n for n in names if n), None)
+
+    def behind(self, value: Value) -> str | None:
+        """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
+        for user in self.site.users(value):
+            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+                return value_name(user, KNOWN, self.certifier)
+            if user.primitive in ("name", "reduce_precision", "convert_element_type", "stop_gradient"):
+                return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
+        return None
+
+
+# -- what is no activation ------------------------------------------------------------------------------------------------
+
+
+def feeds_softmax(site: Site, value: Value) -> bool:
+    """Whether exponentials are made of a value: it is the scores of an attention."""
+    view, level = site.view, {site.nid(value)}
+    for _ in range(5):
+        if any(view.nodes[n].op == "exp" for n in level):
+            return True
+        level = {u for n in level for u in view.users.get(n, ()) if view.nodes[u].op != "dot"}
+    return False
+
+
+def summed_over_devices(site: Site, product: Value) -> Node | None:
+    """The sum over devices between a row-parallel product and what is added to it, as its bias."""
+    value, found = product, None
+    while len(users := site.users(value)) == 1:
+        (user,) = users
+        if found is not None and user.primitive == "add":
+            return found
+        if found is None and user.primitive in SUMS_OVER_DEVICES:
+            found = user
+        elif user.primitive not in VIEWS:
+            return None
+        value = user.outputs[user.inputs.index(value)]
+    return None

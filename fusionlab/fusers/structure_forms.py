@@ -1,0 +1,174 @@
+"""Larger structures by example, written in the fused ops: they are matched where small sites are folded.
+
+Of a fused op an example names what it needs; a bias or a mask that the program has beside it does not disturb. An activation of
+relu stands for any activation, a layer norm for any norm, an attention for a causal one as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.pattern import Example
+from ..kernels.dot_product_attention import dot_product_attention
+from ..kernels.gemm_epilogue import gemm_epilogue
+from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+from ..kernels.layer_norm import layer_norm
+
+ANY_OF = {
+    ("activation", "relu"): frozenset(ACTIVATIONS) - {"none"},
+    ("kind", "layer"): frozenset({"layer", "rms"}),
+    ("is_causal", False): frozenset({False, True}),
+}
+_HEADS = 2  # of an example; a pattern knows no sizes
+
+
+@dataclass(frozen=True)
+class Form:
+    """A structure's example, and what it is called in a report."""
+
+    kind: str
+    text: str
+    example: Example
+
+
+def _example(name: str, fn: Callable[..., Any], leaves: dict[str, str], scalars: tuple[str, ...] = ()) -> Example:
+    return Example(name, fn, leaves, scalars, bare=True, any_of=ANY_OF, loose=True)
+
+
+def _product(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+# How a product may stand: with a bias, folded; bare; bare, and of a weight that has the heads as an axis.
+_LINEAR: dict[str, Callable[[Any, Any], Any]] = {"biased": gemm_epilogue, "bare": _product}
+
+
+def _residual_norm(x: Any, y: Any, epsilon: Any) -> Any:
+    return layer_norm(x + y, epsilon=epsilon)
+
+
+def _pairs() -> Iterator[Form]:
+    for name, linear in _LINEAR.items():
+
+        def gated(x: Any, w: Any, v: Any, linear: Any = linear) -> Any:
+            return gemm_epilogue(x, w, activation="relu") * linear(x, v)
+
+        example = _example(f"gated pair, {name}", gated, {"x": "mk", "w": "kn", "v": "kn"})
+        yield Form("glu_pair", "act(x @ w) * (x @ v): two products of one value, multiplied", example)
+
+
+def _split(x: Any) -> Any:
+    return jnp.reshape(x, (*x.shape[:-1], _HEADS, x.shape[-1] // _HEADS))
+
+
+def _merge(x: Any) -> Any:
+    return jnp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+
+
+# How the projections stand: name -> (axes of the weights in and out, queries of x and a weight, the result's product).
+_PROJECTIONS: dict[str, tuple[tuple[str, str, str], Callable[..., Any], Callable[..., Any]]] = {
+    "biased": (("ef", "eg", "ge"), lambda x, w: _split(gemm_epilogue(x, w)), lambda a, w: gemm_epilogue(_merge(a), w)),
+    "bare": (("ef", "eg", "ge"), lambda x, w: _split(x @ w), lambda a, w: _merge(a) @ w),
+    "bare, by heads": (
+        ("ehf", "ehg", "hge"),
+        lambda x, w: jnp.einsum("bte,ehf->bthf", x, w),
+        lambda a, w: jnp.einsum("bthg,hge->bte", a, w),
+    ),
+}
+
+
+def _layers() -> Iterator[Form]:
+    for (name, (axes, project, output)), (last, linear), gated, first in itertools.product(
+        _PROJECTIONS.items(), _LINEAR.items(), (False, True), (True, False)
+    ):
+
+        def attend(
+            x: Any, q: Any, k: Any, v: Any, o: Any, scale: Any, project: Any = project, output: Any = output
+        ) -> Any:
+            return output(dot_product_attention(project(x, q), project(x, k), project(x, v), scale=scale), o)
+
+        def feed(x: Any, up: Any, down: Any, *gate: Any, linear: Any = linear) -> Any:
+            h = gemm_epilogue(x, up, activation="relu")
+            return linear(h * linear(x, gate[0]) if gate else h, down)
+
+        def pre(x: Any, *rest: Any, attend: Any = attend, feed: Any = feed) -> Any:
+            *weights, scale, one, two = rest
+            x = x + attend(layer_norm(x, epsilon=one), *weights[:4], scale)
+            return x + feed(layer_norm(x, epsilon=two), *weights[4:])
+
+        def post(x: Any, *rest: Any, attend: Any = attend, feed: Any = feed) -> Any:
+            *weights, scale, one, two = rest
+            x = layer_norm(x + attend(x, *weights[:4], scale), epsilon=one)
+            return layer_norm(x + feed(x, *weights[4:]), epsilon=two)
+
+        qk, v, o = axes
+        leaves = {"x": "bte", "q": qk, "k": qk, "v": v, "o": o, "up": "en", "down": "ne"}
+        leaves |= {"gate": "en"} if gated else {}
+        order = "norm before" if first else "norm after"
+        example = _example(
+            f"transformer layer, {order}, projections {name}, feed-forward {last}{', gated' if gated else ''}",
+            pre if first else post, leaves, ("scale", "epsilon", "epsilon of the second"),
+        )  # fmt: skip
+        text = f"a transformer layer ({order} attention and feed-forward{', gated' if gated else ''})"
+        yield Form("transformer_layer", text, example)
+
+
+RESIDUAL_NORM = Form(
+    "residual_norm",
+    "norm(x + y): a residual connection that a norm reads",
+    _example("residual, norm", _residual_norm, {"x": "mn", "y": "mn"}, ("epsilon",)),
+)
+FOLDED = (RESIDUAL_NORM, *_pairs(), *_layers())
+
+
+# -- of plain operations: what no pass fuses yet ------------------------------------------------------------------------------
+
+
+def _softmax(x: Any) -> Any:
+    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+def _softmax_without_max(x: Any) -> Any:
+    e = jnp.exp(x)
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+SOFTMAX = tuple(
+    Form("softmax", text, Example(text, lambda x, s, fn=fn: fn(x * s), {"x": "mn"}, ("factor",), bare=True))
+    for text, fn in (
+        ("exp(x - max(x)) / sum(exp(x - max(x)))", _softmax),
+        ("exp(x) / sum(exp(x)), no maximum subtracted", _softmax_without_max),
+        ("exp(log_softmax(x))", lambda x: jnp.exp(jax.nn.log_softmax(x))),
+        ("exp(x - logsumexp(x))", lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))),
+    )
+)
+
+
+def _lerp(name: str, fn: Callable[..., Any], leaves: str, scalars: tuple[str, ...] = ()) -> Form:
+    # Any of them may be broadcast along any axis.
+    example = Example(
+        name, fn, dict.fromkeys(leaves, "m"), scalars, optional={"m": frozenset(leaves)}, bare=True
+    )  # fmt: skip
+    return Form("lerp", name, example)
+
+
+_BLENDS = {
+    "x + w * (y - x)": lambda x, y, w: x + w * (y - x),
+    "x - w * (x - y)": lambda x, y, w: x - w * (x - y),
+    "x * (1 - w) + y * w": lambda x, y, w: x * (1 - w) + y * w,
+    "x - w * x + w * y": lambda x, y, w: x - w * x + w * y,
+    "x + w * y - w * x": lambda x, y, w: x + w * y - w * x,
+}
+_OF_A_NUMBER = ("x + w * (y - x)", "x - w * (x - y)", "x + w * y - w * x")  # the others' factors are merged
+LERP = (
+    *(_lerp(name, fn, "xyw") for name, fn in _BLENDS.items()),
+    *(_lerp(f"{name}, w a number", _BLENDS[name], "xy", ("w",)) for name in _OF_A_NUMBER),
+    _lerp("x * (1 - w) + y * w, w a number", lambda x, y, v, w: x * v + y * w, "xy", ("1 - w", "w")),
+)

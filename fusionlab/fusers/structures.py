@@ -1,0 +1,309 @@
+"""Larger structures: what the sites found are parts of, and what no pass fuses yet.
+
+Where small sites are folded into the ops they become, a transformer layer is a dozen nodes. Nothing here is rewritten: a structure
+says how sites hang together. It is made of accepted sites, and of what the program has between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..graph.canonical import CNode, Tile, View
+from ..graph.ir import Graph, Node
+from ..graph.labelled import Labelled
+from ..graph.match import Match, match
+from ..graph.pattern import pattern_of
+from ..graph.region import NotARegion, cut
+from ..graph.rules import SUMS_OVER_DEVICES
+from ..graph.scopes import Source, is_backward
+from ..graph.views import views
+from .blends import blends
+from .structure_forms import FOLDED, SOFTMAX, Form
+
+if TYPE_CHECKING:
+    from .findings import Findings
+
+KINDS = {
+    "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
+    "repeated_layers": "equal layers in a row, each of which reads the one before",
+    "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
+    "glu_pair": "two products of one value, one of them activated, multiplied with each other",
+    "residual_norm": "a norm of the sum of two values",
+    "row_parallel": "a product that is summed over devices before its bias is added",
+    "softmax": "a softmax that is no part of an attention",
+    "lerp": "a blend of two values, x + w * (y - x), in any spelling",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Sites and nodes that belong together.
+
+    Attributes:
+      id: stable name, "qkv_siblings@encoder/layer_3#1" (kind, scope, ordinal within the scope).
+      kind: a key of `KINDS`.
+      text: what it is, in words.
+      node_ids: the raw nodes of its sites, and those between them.
+      sites: ids of the candidates it is made of, in program order.
+      block_path: the block it stands in ("" = top).
+      source: the user's line of its last node.
+    """
+
+    id: str
+    kind: str
+    text: str
+    node_ids: frozenset[int]
+    sites: tuple[str, ...]
+    block_path: str
+    source: Source | None
+
+    @property
+    def scope(self) -> str:
+        return self.id.partition("@")[2].rpartition("#")[0]
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.id}: {self.text}{where}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "text": self.text,
+            "nodes": sorted(self.node_ids),
+            "sites": list(self.sites),
+            "source": str(self.source) if self.source else None,
+        }
+
+
+def structures_of(found: Findings) -> tuple[Structure, ...]:
+    """Every structure of a program whose sites are known, in program order within each kind."""
+    attended = _attended(found)
+    items = [item for view, _ in folded_views(found) for item in _Searcher(view, found.graph, attended).search()]
+    items.sort(key=lambda s: (list(KINDS).index(s.kind), max(s.node_ids)))
+    return _numbered(items)
+
+
+def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
+    """Each block's canonical view, with the candidates of `found` folded into the ops they would become."""
+    tiles: dict[str, list[Tile]] = {}
+    for c in found.candidates:
+        if c.program is not None:
+            tile = Tile(c.root, c.site.leaves, c.node_ids, c.program, c)
+            tiles.setdefault(c.block_path, []).append(tile)
+    return views(found.graph, tiles)
+
+
+def _attended(found: Findings) -> frozenset[int]:
+    """The nodes of attentions that were declined, whose softmax is no structure of its own."""
+    return frozenset(i for r in found.rejections if "attention" in r.concepts for i in r.site_ids)
+
+
+def _numbered(items: Sequence[Structure]) -> tuple[Structure, ...]:
+    counter: dict[str, int] = {}
+    named = []
+    for item in items:
+        counter[item.id] = counter.get(item.id, 0) + 1
+        named.append(replace(item, id=f"{item.id}#{counter[item.id]}"))
+    return tuple(named)
+
+
+class _Searcher:
+    """The structures of one block."""
+
+    def __init__(self, view: View, graph: Graph, attended: frozenset[int]) -> None:
+        self.view, self.graph, self.attended = view, graph, attended
+
+    def search(self) -> Iterator[Structure]:
+        for nid in self.view.by_op.get("dot_product_attention", ()):
+            yield from self.siblings(nid)
+        for op in SUMS_OVER_DEVICES:
+            for nid in self.view.by_op.get(op, ()):
+                yield from self.row_parallel(nid)
+        layers: list[tuple[Match, Structure]] = []
+        for form, found in self.matches(FOLDED, _Searcher.has_op):
+            structure = self.structure(form, found)
+            if form.kind == "transformer_layer":
+                layers.append((found, structure))
+            yield structure
+        yield from self.in_a_row(layers)
+        for _, found in self.matches(SOFTMAX, lambda _, node: node.op in ("prod", "exp")):
+            yield from self.softmax(found)
+        for form, nodes in blends(self.view):
+            yield self.of_nodes("lerp", form.text, {n.id: n for n in nodes})
+
+    def matches(
+        self, forms: Sequence[Form], wanted: Callable[[_Searcher, CNode], bool]
+    ) -> Iterator[tuple[Form, Match]]:
+        """At every node that is `wanted` the first of the forms of each kind."""
+        roots: dict[str, list[Form]] = {}
+        for form in forms:
+            pattern = pattern_of(form.example)
+            roots.setdefault(pattern.nodes[pattern.root].op, []).append(form)
+        for op, here in roots.items():
+            for nid in self.view.by_op.get(op, ()):
+                if not wanted(self, self.view.nodes[nid]) or not self.forward(nid):
+                    continue
+                kinds: set[str] = set()
+                for form in here:
+                    found = match(pattern_of(form.example), self.view, nid) if form.kind not in kinds else None
+                    if isinstance(found, Match):
+                        kinds.add(form.kind)
+                        yield form, found
+
+    def has_op(self, node: CNode) -> bool:
+        """Whether a node is a fused op or reads one, or a product of one: a folded structure ends so."""
+        below = [self.view.nodes[o.nid] for o in node.operands]
+        further = [self.view.nodes[o.nid] for n in below if n.op == "dot" for o in n.operands]
+        return any(isinstance(n.params, Labelled) or n.op == "prod" for n in (node, *below, *further))
+
+    def forward(self, nid: int) -> bool:
+        """Whether a canonical node is a value of this block's, and not of a backward pass alone."""
+        node = self.raw(nid)
+        return nid in self.view.tiles_at or (node is not None and not is_backward(node.eqn))
+
+    def raw(self, nid: int) -> Node | None:
+        """The raw node that first makes a canonical node's value."""
+        producer = self.view.block.producer
+        return next((producer[v.id] for v in self.view.values_of.get(nid, ()) if v.id in producer), None)
+
+    def dtype(self, found: Match) -> Any:
+        return self.view.values_of[found.nodes[found.pattern.root]][0].dtype
+
+    # -- records --------------------------------------------------------------------------------------------------
+
+    def structure(self, form: Form, found: Match) -> Structure:
+        leaves = set(found.pattern.leaf_of)
+        inner = [t for p, t in found.nodes.items() if p not in leaves and t != 0]
+        return self.record(form.kind, form.text, inner)
+
+    def record(self, kind: str, text: str, nids: Iterable[int]) -> Structure:
+        """The structure over some canonical nodes; the last of them in the program gives it its scope and line."""
+        nodes: dict[int, Node] = {}
+        sites: dict[str, int] = {}
+        for nid in nids:
+            for tile in self.view.tiles_at.get(nid, ())[:1]:
+                nodes.update((i, self.graph.node_by_id[i]) for i in tile.node_ids)
+                sites[tile.of.id] = max(tile.node_ids)
+            if nid not in self.view.tiles_at and (node := self.raw(nid)) is not None:
+                nodes[node.id] = node
+        return self.of_nodes(kind, text, nodes, tuple(sorted(sites, key=sites.__getitem__)))
+
+    def of_nodes(self, kind: str, text: str, nodes: Mapping[int, Node], sites: tuple[str, ...] = ()) -> Structure:
+        """The structure over some raw nodes, of which the last says where it stands."""
+        scope = _common(n.scope for n in nodes.values())
+        source = nodes[max(nodes)].source
+        return Structure(f"{kind}@{scope}", kind, text, frozenset(nodes), sites, self.view.block.path, source)
+
+    # -- what is read off rather than matched ---------------------------------------------------------------------
+
+    def siblings(self, attention: int) -> Iterator[Structure]:
+        """Queries, keys and values made by a product each, of one value."""
+        operands = self.view.nodes[attention].operands[:3]
+        made = [self.products_below(o.nid) for o in operands]
+        if any(len(m) != 1 for m in made) or len(set().union(*made)) != 3:
+            return
+        products = [m.pop() for m in made]
+        read = [{o.nid for o in self.view.nodes[p].operands[:2]} for p in products]
+        if len(set.intersection(*read)) == 1:
+            text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
+            yield self.record("qkv_siblings", text, [*products, attention])
+
+    def products_below(self, start: int) -> set[int]:
+        """The products a value is made of, as far as the first on each way."""
+        found: set[int] = set()
+        seen, stack = {start}, [start]
+        while stack:
+            node = self.view.nodes[stack.pop()]
+            if node.op in ("dot", "gemm_epilogue"):
+                found.add(node.id)
+                continue
+            fresh = [o.nid for o in node.operands if o.nid not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return found
+
+    def row_parallel(self, summed: int) -> Iterator[Structure]:
+        """A product, the sum over devices of it alone, and what is added as its bias."""
+        (operand, *more) = self.view.nodes[summed].operands
+        product = operand.nid
+        while self.view.nodes[product].op == "reshape":
+            product = self.view.nodes[product].operands[0].nid
+        adds = [u for u in self.view.users.get(summed, ()) if self.view.nodes[u].op == "sum"]
+        if more or not self.is_bare(product) or len(adds) != 1:
+            return
+        node, features = self.view.nodes[adds[0]], self.view.nodes[summed].shape
+        others = [o for o in node.operands if o.nid != summed]
+        if len(others) == 1 and len(self.view.nodes[others[0].nid].shape) < len(features):
+            text = "x @ w summed over devices, and its bias added after: a row-parallel product"
+            yield self.record("row_parallel", text, [product, summed, adds[0]])
+
+    def is_bare(self, nid: int) -> bool:
+        """Whether a node is a product that nothing follows yet."""
+        node = self.view.nodes[nid]
+        folded = isinstance(node.params, Labelled) and dict(node.params.traits).get("activation") == "none"
+        return node.op == "dot" or (folded and "bias" not in node.params.slots)
+
+    def softmax(self, found: Match) -> Iterator[Structure]:
+        root = next(v for v in self.view.values_of[found.nodes[found.pattern.root]] if v.id in self.view.block.producer)
+        try:
+            region = cut(self.view, root, found.leaves, through_scale=frozenset({"x"}))
+        except NotARegion:
+            return
+        if region.node_ids & self.attended:
+            return
+        yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
+
+    def in_a_row(self, layers: Sequence[tuple[Match, Structure]]) -> Iterator[Structure]:
+        """Equal layers each of which reads the one before: told by what they compute and where it goes, not by names."""
+        after = {found.leaves["x"]: (found, s) for found, s in layers}
+        before = {_result(found): (found, s) for found, s in layers}
+        kinds = {id(s): self.kind_of(found) for found, s in layers}
+        for found, structure in layers:
+            previous = before.get(found.leaves["x"])
+            if previous is not None and kinds[id(previous[1])] == kinds[id(structure)]:
+                continue  # not the first of its row
+            row = [(found, structure)]
+            while (n := after.get(_result(row[-1][0]))) is not None and kinds[id(n[1])] == kinds[id(structure)]:
+                row.append(n)
+            if len(row) > 1:
+                yield _row([s for _, s in row])
+
+    def kind_of(self, found: Match) -> Any:
+        """What a match computes, whatever its weights: equal for equal layers."""
+        inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
+        nodes = [self.view.nodes[found.nodes[p]] for p in inner]
+        params = tuple((n.params.traits, n.params.slots) if isinstance(n.params, Labelled) else () for n in nodes)
+        sizes = tuple((x, tuple(sorted(found.sizes[c] for c in cs))) for x, cs in sorted(found.letters.items()))
+        return found.pattern.example.name, tuple(sorted(found.scalars.items())), params, sizes, str(self.dtype(found))
+
+
+def _result(found: Match) -> int:
+    return found.nodes[found.pattern.root]
+
+
+def _row(row: Sequence[Structure]) -> Structure:
+    """The structure of equal layers in a row."""
+    return Structure(
+        f"repeated_layers@{_common(s.id.partition('@')[2] for s in row)}",
+        "repeated_layers",
+        f"{len(row)} equal layers in a row: {row[0].text}",
+        frozenset(i for s in row for i in s.node_ids),
+        tuple(i for s in row for i in s.sites),
+        row[0].block_path,
+        row[-1].source,
+    )
+
+
+def _common(scopes: Iterable[str]) -> str:
+    """The scope that all of some scopes stand in."""
+    parts = [s.split("/") for s in scopes]
+    shared = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return "/".join(shared)

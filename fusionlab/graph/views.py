@@ -1,0 +1,31 @@
+"""The canonical view of every block worth searching, with or without tiles folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .canonical import Tile, View
+from .ir import Block, Graph, Node
+from .rules import is_jax_rule, literal_inputs
+
+# Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
+# of the user's own.
+SEARCHED = frozenset(
+    "scan while cond remat2 remat checkpoint shard_map jit pjit custom_vjp_call custom_jvp_call".split()
+)
+
+
+def views(graph: Graph, tiles: Mapping[str, Sequence[Tile]] | None = None) -> Iterator[tuple[View, Node | None]]:
+    """Each block's view, with the user's custom rule it stands in (None: in none). `tiles` are given by the block's path."""
+    stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]
+    while stack:
+        block, literals, owner, outer = stack.pop()
+        view = View(block, literals, outer, (tiles or {}).get(block.path, ()))
+        yield view, owner
+        for node in reversed(block.nodes):
+            if node.primitive not in SEARCHED or is_jax_rule(node) or node.id in view.covered:
+                continue
+            inner = node if node.primitive in ("custom_vjp_call", "custom_jvp_call") else owner
+            known = literal_inputs(view, node)
+            stack.extend((child, known, inner, (view, node)) for child in reversed(node.blocks))

@@ -1,0 +1,93 @@
+"""The primitives of a fused op: what each is given, and what it means, told by its role and its parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import Primitive
+
+from ..device import Device
+from ..graph.labelled import Form
+
+if TYPE_CHECKING:
+    from .op import Op
+
+Array = Any
+Meaning = Callable[..., list[Array]]
+
+
+class FusedPrimitive(Primitive):
+    """A primitive that knows its op and its role there: "call", "tangent" or "cotangent".
+
+    Parameters: the op's attributes; of a call also `residuals`; of the others also `live`, `shape` (of the result) and
+    `shardings` (of the operands and the result, each None but on explicit mesh axes).
+    """
+
+    def __init__(self, name: str, op: Op, role: str):
+        super().__init__(name)
+        self.multiple_results = True
+        self.op = op
+        self.role = role
+
+    def stands_for(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The primitive and parameters this one takes the place of: what a remat policy is asked about instead."""
+        numbers = self.op.anchor_dimensions(params) if self.role == "call" else None
+        if numbers is None:
+            return self, dict(params)
+        asked = {"precision": params.get("precision"), "preferred_element_type": None, "out_sharding": None}
+        return jax.lax.dot_general_p, {"dimension_numbers": numbers, **asked}
+
+    def form(self, params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> Form | None:
+        """What the canonical view sees of a call: labels for the axes of its operands and its result."""
+        if self.role != "call":
+            return None
+        return self.op.form(dict(zip(params["present"], shapes, strict=True)), **attributes_of(params))
+
+    def operand_names(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+        """Slots and residuals; tangents are named "d_<slot>", the cotangent "ct"."""
+        if self.role == "call":
+            return params["present"]
+        wanted = wanted_of(params)
+        saved = self.op.saved_names(wanted, attributes_of(params))
+        return (*saved, *(f"d_{slot}" for slot in wanted)) if self.role == "tangent" else (*saved, "ct")
+
+    def function(self, params: Mapping[str, Any], implementation: str, device: Device | None = None) -> Meaning:
+        """What it computes of its operands, by one of the op's implementations.
+
+        Args:
+          params: the primitive's.
+          implementation: its name; "xla" is the meaning.
+          device: what it is lowered for; None for code that is to run anywhere.
+        """
+        one, attrs = self.op.implementations[implementation], attributes_of(params) | {"device": device}
+        if self.role == "call":
+            forward = functools.partial(one.forward, residuals=params["residuals"], **attrs)
+            return lambda *operands: forward(**dict(zip(params["present"], operands, strict=True)))
+        wanted = wanted_of(params)
+        saved = self.op.saved_names(wanted, attributes_of(params))
+        names = (*params["present"], "out")
+        shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
+
+        def tangent(*operands: Array) -> list[Array]:
+            kept, moving = operands[: len(saved)], operands[len(saved) :]
+            by_slot = dict(zip(wanted, moving, strict=True))
+            known = dict(zip(saved, kept, strict=True))
+            return [one.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)]
+
+        def cotangent(*operands: Array) -> list[Array]:
+            return one.cotangent(dict(zip(saved, operands[:-1], strict=True)), operands[-1], wanted, shardings, **attrs)
+
+        return tangent if self.role == "tangent" else cotangent
+
+
+def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The op's attributes among a primitive's parameters."""
+    return {k: v for k, v in params.items() if k not in ("residuals", "live", "shape", "shardings")}
+
+
+def wanted_of(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The slots whose tangents are given, or whose gradients are asked for."""
+    return tuple(slot for slot, live in zip(params["present"], params["live"], strict=True) if live)

@@ -1,0 +1,409 @@
+"""Folding: small sites become nodes of the fused ops, and what they are parts of is matched on top of them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fusionlab as fl
+from fusionlab.fusers.structure_forms import FOLDED, LERP, SOFTMAX
+from fusionlab.fusers.structures import KINDS, folded_views
+from fusionlab.graph.pattern import pattern_of
+from fusionlab.models import transformer
+
+from .checks import normal
+
+X, W, V, B = normal((6, 8), (8, 16), (8, 16), (16,))
+
+
+def kinds(fn, *args):
+    """Kind -> how often, with every kind that occurs."""
+    found = fl.find(fn, *args).structures
+    return {k: n for k in KINDS if (n := sum(s.kind == k for s in found))}
+
+
+def weights(e=8, hidden=24, heads=None):
+    """One layer's weights; the projections with an axis for the heads if `heads` is given."""
+    inner = (e,) if heads is None else (heads, e // heads)
+    shapes = {
+        "q": (e, *inner),
+        "k": (e, *inner),
+        "v": (e, *inner),
+        "o": (*inner, e),
+        "up": (e, hidden),
+        "down": (hidden, e),
+    }
+    biases = {"bq": inner, "bk": inner, "bv": inner, "bo": (e,), "bu": (hidden,), "bd": (e,)}
+    rest = {"gate": (e, hidden), "s1": (e,), "s2": (e,)}
+    names = [*shapes, *biases, *rest]
+    return dict(zip(names, normal(*(shapes | biases | rest).values()), strict=True))
+
+
+def norm(x, scale):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def rms(x, scale):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def layer(
+    p,
+    x,
+    *,
+    norm=norm,
+    first=True,
+    biased=True,
+    gated=False,
+    causal=False,
+    act=jax.nn.gelu,
+    swap=False,
+    residual=1.0,
+    heads=2,
+):
+    """A transformer layer as people write it."""
+    by_heads = p["q"].ndim == 3
+
+    def linear(h, w, b):
+        return h @ p[w] + p[b] if biased else h @ p[w]
+
+    def split(h, w, b):
+        if by_heads:
+            y = jnp.einsum("bte,ehc->bthc", h, p[w])
+            return y + p[b] if biased else y
+        y = linear(h, w, b)
+        shape = (*y.shape[:-1], heads, y.shape[-1] // heads)
+        return jnp.swapaxes(y.reshape(*y.shape[:-1], shape[-1], heads), -1, -2) if swap else y.reshape(shape)
+
+    def attend(h):
+        q, k, v = split(h, "q", "bq"), split(h, "k", "bk"), split(h, "v", "bv")
+        s = jnp.einsum("bthc,bshc->bhts", q, k) / jnp.sqrt(q.shape[-1])
+        if causal:
+            s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+        a = jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(s), v)
+        if by_heads:
+            y = jnp.einsum("bthc,hce->bte", a, p["o"])
+            return y + p["bo"] if biased else y
+        return linear(a.reshape(*a.shape[:2], -1), "o", "bo")
+
+    def feed(h):
+        u = act(linear(h, "up", "bu"))
+        return linear(u * (h @ p["gate"] + p["bu"] if biased else h @ p["gate"]) if gated else u, "down", "bd")
+
+    if first:
+        x = x + residual * attend(norm(x, p["s1"]))
+        return x + feed(norm(x, p["s2"]))
+    x = norm(x + residual * attend(x), p["s1"])
+    return norm(x + feed(x), p["s2"])
+
+
+INPUT = normal((3, 5, 8))[0]
+SPELLINGS = {
+    "norm before": {},
+    "norm after": {"first": False},
+    "no biases": {"biased": False},
+    "rms norm": {"norm": rms},
+    "gated": {"gated": True, "act": jax.nn.silu},
+    "gated, no biases": {"gated": True, "biased": False, "norm": rms},
+    "causal": {"causal": True},
+    "relu, norm after": {"act": jax.nn.relu, "first": False},
+}
+
+
+@pytest.mark.parametrize("by_heads", [False, True], ids=["split", "by heads"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_transformer_layer_is_one_structure_in_every_spelling(spelling, by_heads):
+    p = weights(heads=2 if by_heads else None)
+    found = fl.find(lambda p, x: layer(p, x, **SPELLINGS[spelling]), p, INPUT)
+    (whole,) = [s for s in found.structures if s.kind == "transformer_layer"]
+    assert ("norm after" in whole.text) == ("norm after" in spelling)
+    assert ("gated" in whole.text) == ("gated" in spelling)
+    assert set(whole.sites) == {c.id for c in found.candidates}
+    assert whole.node_ids >= {n for c in found.candidates for n in c.node_ids}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"residual": 0.5}, {"swap": True}, {"act": lambda h: h}],
+    ids=["a scaled residual", "heads split the other way round", "no activation"],
+)
+def test_what_computes_something_else_is_no_transformer_layer(changed):
+    p = weights()
+    assert "transformer_layer" in kinds(lambda x: layer(p, x), INPUT)
+    assert "transformer_layer" not in kinds(lambda x: layer(p, x, **changed), INPUT)
+
+
+def test_a_layer_whose_feed_forward_reads_another_value_is_none():
+    p = weights()
+
+    def parallel(p, x):  # attention and feed-forward side by side
+        return layer(p, x) - x + norm(x, p["s1"])
+
+    def other(x, y):
+        h = layer(p, x)
+        return h + (layer(p, y) - y)
+
+    assert kinds(parallel, p, INPUT).get("transformer_layer") == 1
+    assert kinds(other, INPUT, INPUT + 1).get("transformer_layer") == 2
+    assert "repeated_layers" not in kinds(other, INPUT, INPUT + 1)
+
+
+def test_equal_layers_in_a_row_are_told_by_what_they_compute_and_where_it_goes():
+    many = [weights() for _ in range(4)]
+
+    def stack(ps, x, acts=(jax.nn.gelu,) * 4):
+        for i, p in enumerate(ps):
+            with jax.named_scope(f"of_another_name_{i}"):
+                x = layer(p, x, act=acts[i])
+        return x
+
+    (row,) = [s for s in fl.find(stack, many, INPUT).structures if s.kind == "repeated_layers"]
+    assert row.text.startswith("4 equal layers in a row")
+    assert len(row.sites) == 4 * 9
+    silu = (jax.nn.gelu, jax.nn.gelu, jax.nn.silu, jax.nn.silu)
+    rows = [s.text[:14] for s in fl.find(lambda p, x: stack(p, x, silu), many, INPUT).structures if "rep" in s.kind]
+    assert rows == ["2 equal layers", "2 equal layers"]
+    mixed = (jax.nn.gelu, jax.nn.silu, jax.nn.gelu, jax.nn.silu)
+    assert "repeated_layers" not in kinds(lambda p, x: stack(p, x, mixed), many, INPUT)
+
+
+@pytest.mark.parametrize("wrap", ["scan", "remat", "vmap", "jit"])
+def test_layers_are_found_inside_regions(wrap):
+    p = weights()
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), p)
+    inside = {
+        "scan": lambda x: jax.lax.scan(lambda h, q: (layer(q, h), None), x, stacked)[0],
+        "remat": jax.checkpoint(lambda x: layer(p, x)),
+        "vmap": jax.vmap(lambda x: layer(p, x[None])[0]),
+        "jit": jax.jit(lambda x: layer(p, x)),
+    }[wrap]
+    assert kinds(inside, INPUT).get("transformer_layer") == 1
+
+
+def test_the_models_layers_are_found_with_their_parts():
+    params = transformer.init(jax.random.key(0), 3, embed=32)
+    x = transformer.inputs(jax.random.key(1), 2, 16, 32)
+
+    def model(ps, x):
+        for p in ps:
+            x = transformer.block(p, x, heads=4)
+        return x
+
+    want = {"transformer_layer": 3, "repeated_layers": 1, "qkv_siblings": 3, "residual_norm": 5}
+    assert kinds(model, params, x) == want
+
+
+def test_a_function_that_is_fused_already_has_the_same_structures():
+    p = weights()
+
+    def two(x):
+        return layer(p, layer(p, x))
+
+    before, after = fl.find(two, INPUT), fl.find(fl.fuse(two), INPUT)
+    assert not after.candidates
+    assert [s.kind for s in after.structures] == [s.kind for s in before.structures]
+    assert all(not s.sites for s in after.structures)
+
+
+def test_a_folded_view_holds_a_node_for_each_site():
+    p = weights()
+    found = fl.find(lambda x: layer(p, x), INPUT)
+    ((view, _),) = folded_views(found)
+    assert sorted(t.of.id for ts in view.tiles_at.values() for t in ts) == sorted(c.id for c in found.candidates)
+    assert "exp" not in view.by_op
+    assert "dot" not in view.by_op
+    assert len(view.by_op["gemm_epilogue"]) == 6
+    inner = {v.id for c in found.candidates for n in c.site.nodes for v in n.outputs} - {
+        c.root.id for c in found.candidates
+    }
+    assert not inner & view.ref.keys()
+
+
+# -- pairs, siblings, residuals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "second", [lambda x: x @ V, lambda x: x @ V + B, lambda x: (x @ V + B) * 1.0], ids=["bare", "biased", "times one"]
+)
+def test_a_gated_pair(second):
+    assert kinds(lambda x: jax.nn.silu(x @ W) * second(x), X) == {"glu_pair": 1}
+    assert kinds(lambda x: second(x) * jax.nn.gelu(x @ W + B), X) == {"glu_pair": 1}
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        lambda x: jax.nn.silu(x @ W) * ((x + 1) @ V),
+        lambda x: (x @ W + B) * (x @ V),
+        lambda x: jax.nn.silu(x @ W) + x @ V,
+        lambda x: jax.nn.silu(x @ W) * (x @ V) ** 2,
+        lambda x: 2 * jax.nn.silu(x @ W) * jnp.tanh(x @ V),
+    ],
+    ids=["of two values", "no activation", "a sum", "squared", "both activated"],
+)
+def test_what_is_nearly_a_gated_pair(near):
+    assert "glu_pair" not in kinds(near, X)
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3) @ v
+
+
+QKV = normal((8, 8), (8, 8), (8, 8), (8, 24))
+BATCH = normal((2, 6, 8))[0]
+
+
+def test_siblings_read_one_value():
+    wq, wk, wv, joint = QKV
+    assert kinds(lambda x: attention(x @ wq, x @ wk, x @ wv), BATCH) == {"qkv_siblings": 1}
+    assert kinds(lambda x: attention(x @ wq + wq[0], x @ wk, x @ wv + wv[0]), BATCH) == {"qkv_siblings": 1}
+    turned = {"qkv_siblings": 1}  # between the product and the attention
+    assert kinds(lambda x: attention(jnp.roll(x @ wq, 1, -1), jnp.cos(x @ wk), x @ wv), BATCH) == turned
+    assert kinds(lambda x, y: attention(x @ wq, y @ wk, y @ wv), BATCH, BATCH + 1) == {}
+    assert kinds(lambda x: attention(*jnp.split(x @ joint, 3, -1)), BATCH) == {}
+    assert kinds(lambda x: attention(x @ wq, x @ wk, x), BATCH) == {}
+
+
+def test_a_residual_that_a_norm_reads():
+    s = jnp.ones(8)
+    assert kinds(lambda x, y: norm(x + y, s), X, X + 1) == {"residual_norm": 1}
+    assert kinds(lambda x, y: rms(x + y, s), X, X + 1) == {"residual_norm": 1}
+    assert kinds(lambda x, y: norm(x + 0.5 * y, s), X, X + 1) == {}
+    assert kinds(lambda x, y: norm(x * y, s), X, X + 1) == {}
+    assert kinds(lambda x, y: norm(x + y, s), X, X[:1] + 1) == {}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_row_parallel_product(checked):
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def shard(fn):
+        specs = {"in_specs": (spec(None, "d"), spec("d", None), spec()), "out_specs": spec()}
+        return jax.shard_map(fn, mesh=mesh, check_vma=checked, **specs)
+
+    found = fl.find(shard(lambda x, w, b: jax.lax.psum(x @ w, "d") + b), X, W, B)
+    (row,) = found.structures
+    assert row.kind == "row_parallel"
+    assert row.sites == tuple(c.id for c in found.candidates)
+    assert kinds(shard(lambda x, w, b: jax.lax.psum(jnp.tanh(x @ w), "d") + b), X, W, B) == {}
+    assert kinds(shard(lambda x, w, b: jax.lax.psum(x @ w, "d") * b), X, W, B) == {}
+
+
+# -- what no pass fuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        jax.nn.softmax,
+        lambda x: jax.nn.softmax(3 * x, axis=0),
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+        lambda x: jnp.exp(jax.nn.log_softmax(x)),
+        lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True)),
+    ],
+)
+def test_a_softmax_by_itself(softmax):
+    assert kinds(softmax, X) == {"softmax": 1}
+    assert kinds(lambda x: softmax(x @ W), X) == {"softmax": 1}
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        jax.nn.log_softmax,
+        jax.nn.sigmoid,
+        lambda x: jnp.exp(x) / jnp.exp(2 * x).sum(-1, keepdims=True),
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(0, keepdims=True).sum(-1, keepdims=True) ** 2,
+        lambda x: jnp.exp(x) / (1 + jnp.exp(x).sum(-1, keepdims=True)),
+        lambda x: (
+            jnp.exp(2 * x - x.max(-1, keepdims=True)) / jnp.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
+        ),
+    ],
+)
+def test_what_is_no_softmax(near):
+    assert kinds(near, X) == {}
+
+
+def test_the_softmax_of_an_attention_is_its_own_fused_or_not():
+    q = normal((2, 5, 4))[0]
+    assert kinds(lambda q: attention(q, q, q), q) == {}
+
+    def weights_too(q):
+        p = jax.nn.softmax(q @ q.swapaxes(-1, -2))
+        return p, p @ q
+
+    found = fl.find(weights_too, q)
+    assert [r.code for r in found.rejections] == ["escapes"]
+    assert not found.structures
+
+
+@pytest.mark.parametrize("w", [0.25, "scalar", "vector", "full"])
+@pytest.mark.parametrize("blend", [f.text for f in LERP if "number" not in f.text])
+def test_a_blend_in_every_spelling(blend, w):
+    fn = eval(f"lambda x, y, w: {blend}")
+    y = X[:1] + 1
+    if w == 0.25:
+        assert kinds(lambda x, y: fn(x, y, w), X, X + 1) == {"lerp": 1}
+        return
+    weight = {"scalar": jnp.asarray(0.3), "vector": jnp.linspace(0, 1, 8), "full": X * 0.1}[w]
+    assert kinds(fn, X, X + 1, weight) == {"lerp": 1}
+    assert kinds(lambda x, y, w: fn(y, x, w), X, y, weight) == {"lerp": 1}  # one of them broadcast
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        lambda x, y, w: x * w + y * w,
+        lambda x, y, w: x * (2 - w) + y * w,
+        lambda x, y, w: x + w * (y + x),
+        lambda x, y, w: x * (1 - w) - y * w,
+        lambda x, y, w: 0.9 * x + 0.2 * y,
+        lambda x, y, w: x + y,
+        lambda x, y, w: 1.5 * x - 0.5 * y,
+    ],
+)
+def test_what_is_no_blend(near):
+    assert kinds(near, X, X + 1, jnp.asarray(0.3)) == {}
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_structure_is_told_in_text_data_and_html(tmp_path):
+    found = fl.find(lambda x: jax.nn.softmax(jax.nn.silu(x @ W) * (x @ V + B)), X)
+    pair, softmax = found.structures
+    assert (pair.id, softmax.id) == ("glu_pair@#1", "softmax@#1")
+    assert pair.source is not None
+    assert pair.source.file.endswith("test_structures.py")
+    data = found.to_dict()["structures"]
+    assert json.loads(json.dumps(data)) == data == [pair.to_dict(), softmax.to_dict()]
+    assert data[0]["sites"] == [c.id for c in found.candidates]
+    report, page = found.report(), found.to_html(tmp_path / "found.html")
+    for s in (pair, softmax):
+        assert s.id in report
+        assert s.id in page
+        assert s.text in report
+    assert found[pair.id] is pair
+    assert pair.id in found.explain(pair.id)
+    assert pair.id in found.explain(next(iter(pair.node_ids)))
+
+
+def test_a_program_without_structures_says_nothing_of_them():
+    found = fl.find(lambda x: x @ W + B, X)
+    assert found.structures == ()
+    assert "structures:" not in found.report()
+
+
+def test_every_form_compiles_to_a_pattern_of_its_own():
+    patterns = [pattern_of(f.example) for f in (*FOLDED, *SOFTMAX, *LERP)]
+    assert len({p.example.name for p in patterns}) == len(patterns)
+    assert {f.kind for f in (*FOLDED, *SOFTMAX, *LERP)} | {
+        "qkv_siblings",
+        "row_parallel",
+        "repeated_layers",
+    } == KINDS.keys()
