@@ -9,7 +9,7 @@ the op its operands.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from .attention_forms import NEGATED, TAILS, Reading, Tail, readings, tail_example, whole_example
 from .attention_plan import attributes_of, plan_of
-from .base import Search, anchor_text, propose
+from .base import Search, all_nodes, anchor_text, propose
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, is_ones, read_masks
 from .site import Site
@@ -72,7 +72,8 @@ class DotProductAttentionPass:
             if exponentials is None or exponentials in done:
                 continue  # the products of a backward pass read the same exponentials as their forward
             done.add(exponentials)
-            yield _Site(self, search, node).examine()
+            site = _Site(self, search, node)
+            yield site.own_rule(exponentials) or site.examine()
 
 
 def _exponentials(view: View, dot: CNode) -> int | None:
@@ -80,18 +81,34 @@ def _exponentials(view: View, dot: CNode) -> int | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        exp = _reach(view, operand.nid, "exp", 3, _THROUGH)
-        if exp is not None and _reach(view, exp, "dot", 8, None) is not None:
+        exp = _reach(view, operand.nid, _is_exp, 3, _THROUGH)
+        if exp is not None and _reach(view, exp, _is_dot, 8, None) is not None:
             return exp
     return None
 
 
-def _reach(view: View, start: int, op: str, depth: int, through: frozenset[str] | None) -> int | None:
-    """The nearest node of kind `op` below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
+def _is_dot(view: View, nid: int) -> bool:
+    return view.nodes[nid].op == "dot"
+
+
+def _is_exp(view: View, nid: int) -> bool:
+    """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
+    if view.nodes[nid].op not in ("custom_jvp_call", "custom_vjp_call"):
+        return view.nodes[nid].op == "exp"
+    makers = (view.block.producer.get(v.id) for v in view.values_of.get(nid, ()))
+    inside = {n.primitive for m in makers if m is not None for n in all_nodes([m])}
+    summed = any(view.nodes[u].op == "reduce_sum" for u in view.users.get(nid, ()))
+    return "exp" in inside and (summed or "reduce_sum" in inside)
+
+
+def _reach(
+    view: View, start: int, wanted: Callable[[View, int], bool], depth: int, through: frozenset[str] | None
+) -> int | None:
+    """The nearest wanted node below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
     level = [start]
     for _ in range(depth + 1):
         for nid in level:
-            if view.nodes[nid].op == op:
+            if wanted(view, nid):
                 return nid
         inner = [n for n in level if through is None or view.nodes[n].op in through]
         level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
@@ -112,6 +129,15 @@ class _Site(Site):
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def own_rule(self, exponentials: int) -> Rejection | None:
+        """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
+        if self.view.nodes[exponentials].op == "exp":
+            return None
+        maker = self.raw_of(exponentials) or self.anchor
+        sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
+        edit = "use jax.nn.softmax, if its derivative is the one that is meant"
+        return self.rejection("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])
 
     def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
         """With the kind of attention it is, unless a number makes it none."""

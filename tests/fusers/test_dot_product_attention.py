@@ -441,3 +441,15 @@ def test_a_mask_traced_by_an_enclosing_transformation_is_data():
 
     got = jax.vmap(lambda m: fl.fuse(masked(m))(Q, K[:, :6], V[:, :6]))(mask)
     np.testing.assert_allclose(got, jax.vmap(lambda m: masked(m)(Q, K[:, :6], V[:, :6]))(mask), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gate_with_a_derivative_of_its_own_is_no_softmax():
+    @jax.custom_jvp
+    def gate(x):
+        return x / (1 + jnp.exp(-x))
+
+    gate.defjvp(lambda p, t: (gate(p[0]), t[0]))
+    w = N[0][0, :4, 0]
+    found = fl.find(lambda x: (gate(x @ w) * (x @ w)) @ w, N[1], passes=ATTENTION)
+    assert not found.candidates
+    assert not found.rejections

@@ -69,6 +69,14 @@ def own_exp(s: Any) -> Any:
 own_exp.defjvp(lambda p, t: (jnp.exp(p[0]), t[0]))
 
 
+@jax.custom_vjp
+def own_softmax(s: Any) -> Any:
+    return jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True)
+
+
+own_softmax.defvjp(lambda s: (own_softmax(s), None), lambda _, ct: (ct,))
+
+
 def weights_returned(q: Any, k: Any, v: Any) -> Any:
     p = softmax(scores(q, k))
     return jnp.einsum("bhts,bshd->bthd", p, v), p
@@ -180,7 +188,8 @@ GRADIENT = (
     near("gradient stopped at the sum", "stop_gradient", attend(normalised(lambda e: lax.stop_gradient(last(e))))),
     near("gradient reversed at the scores", "custom_rule", attend(lambda s: softmax(reversed_gradient(s)))),
     near("gradient reversed at the weights", "custom_rule", attend(lambda s: reversed_gradient(softmax(s)))),
-    near("an exponential with a derivative of its own", None, attend(lambda s: (e := own_exp(s)) / last(e))),
+    near("an exponential with a derivative of its own", "custom_rule", attend(lambda s: (e := own_exp(s)) / last(e))),
+    near("a softmax with a derivative of its own", "custom_rule", attend(own_softmax)),
     near("weights that are named", "named_residual", attend(lambda s: checkpoint_name(softmax(s), "weights"))),
     near("scores that are named", "named_residual", attend(lambda s: softmax(checkpoint_name(s, "scores")))),
 )  # fmt: skip
