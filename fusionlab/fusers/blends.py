@@ -7,7 +7,6 @@ carry themselves: the gradient that Adam blends into its moments has the loss's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -47,7 +46,7 @@ def _blend(view: View, root: Node) -> tuple[Form, tuple[Node, ...]] | None:
             if ref.coef != 1 or pattern.nodes[pattern.root].op != target.op:
                 continue
             found = match(pattern, part, ref.nid)
-            if isinstance(found, Match) and _adds_up(found, root.outputs[0].dtype):
+            if isinstance(found, Match) and _adds_up(view, root, found):
                 return form, _used(part, found, nodes)
     return None
 
@@ -87,10 +86,24 @@ def _used(part: View, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]
     return tuple(n for n in nodes if part.ref[n.outputs[0].id].nid in inner or n is nodes[-1] or n.primitive == "mul")
 
 
-def _adds_up(found: Match, dtype: Any) -> bool:
-    """Whether the two numbers of a blend are w and 1 - w, as far as the dtype can tell."""
+def _adds_up(view: View, root: Node, found: Match) -> bool:
+    """Whether the two numbers of a blend are w and 1 - w, as far as the dtype can tell: 0.999 is 1 in bfloat16.
+
+    Both are to stand in the program: x + 0.001 * y is no blend.
+    """
     if "w" not in found.scalars:
         return True
     w = found.scalars["w"]
-    rest = found.scalars.get("1 - w", 1 - w)
-    return 0 < w < 1 and abs(w + rest - 1) <= 2 * float(jnp.finfo(dtype).eps)
+    if "1 - w" not in found.scalars:
+        return 0 < w < 1
+    pair = w, found.scalars["1 - w"]
+    multiplied = all(_multiplies(view, maker) for maker, _ in _makers(view, root))
+    rounding = float(jnp.finfo(root.outputs[0].dtype).eps)
+    return multiplied and min(pair) > 0 and max(pair) <= 1 and abs(sum(pair) - 1) <= rounding
+
+
+def _multiplies(view: View, node: Node | None) -> bool:
+    """Whether a node is a multiplication, or subtracts one: x - w * x."""
+    if node is None or node.primitive == "mul":
+        return node is not None
+    return node.primitive == "sub" and any(m is not None and m.primitive == "mul" for m, _ in _makers(view, node))

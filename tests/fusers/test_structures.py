@@ -371,6 +371,22 @@ def test_what_is_no_blend(near):
     assert kinds(near, X, X + 1, jnp.asarray(0.3)) == {}
 
 
+def test_numbers_that_bfloat16_rounds():
+    x, y = normal((6, 8), (6, 8), dtype=jnp.bfloat16)
+    assert kinds(lambda x, y: 0.999 * x + 0.001 * y, x, y) == {"lerp": 1}  # what Adam does: 0.999 is 1 there
+    assert kinds(lambda x, y: 0.9 * x + 0.1 * y, x, y) == {"lerp": 1}
+    assert kinds(lambda x, y: x + 0.001 * y, x, y) == {}
+    assert kinds(lambda x, y: 0.9 * x + 0.12 * y, x, y) == {}
+
+
+def test_a_blend_of_values_that_carry_factors_of_their_own():
+    def moments(m, x):
+        g = jax.grad(lambda x: jnp.mean(x**2))(x)
+        return 0.9 * m + 0.1 * g, 0.999 * m + 0.001 * (g * g), m + 0.1 * (g - m)
+
+    assert kinds(moments, X, X + 1) == {"lerp": 3}
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
