@@ -20,6 +20,7 @@ from ..graph.match import Match
 from ..graph.pattern import Example
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
+WITHOUT_MAX = "softmax without max"
 _STEP_LIMIT = 12  # steps between a softmax and its product; models have up to 4
 
 
@@ -51,7 +52,7 @@ def _divided_after(z: Any, v: Any) -> Any:
 
 SOFTMAXES: Mapping[str, Callable[[Any], Any]] = {
     "softmax": _by_max,
-    "softmax without max": _plain,
+    WITHOUT_MAX: _plain,
     "exp(z - logsumexp(z))": _by_logsumexp,
     "exp(log_softmax(z))": _by_log_softmax,
 }

@@ -9,6 +9,7 @@ the op its operands.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +23,11 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
-from .attention_forms import NEGATED, TAILS, Reading, Tail, readings, tail_example, whole_example
+from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
 from .attention_plan import attributes_of, plan_of
 from .base import Search, all_nodes, anchor_text, propose
 from .findings import Candidate, Rejection
-from .masks import MASK_FILL, Masking, is_ones, read_masks
+from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .site import Site
 
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
@@ -200,6 +201,17 @@ class _Site(Site):
         masks = read_masks(self.view, found, region.leaves, read.steps, self.search.certifier)
         if isinstance(masks, str):
             return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
+        if read.tail.softmax == WITHOUT_MAX and blind_rows(
+            self.view, found, {n: region.leaves[n] for n in masks.biases}, self.search.certifier
+        ):
+            sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
+            return self.rejection(
+                "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
+            )
+        if (
+            read.tail.softmax == WITHOUT_MAX
+        ):  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
+            masks = replace(masks, mask_value=-math.inf)
         factor *= found.scalars.get("factor", 1.0)
         dropped = masks.dropped | self.dropped(region, factor)
         scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
@@ -308,8 +320,11 @@ def _notes(read: Reading, masks: Masking) -> Iterator[str]:
         yield "its mask is causal, but made outside the loop, so that the fused op takes it as data"
     if masks.row is not None and masks.fill > _SAFE_FILL:
         yield f"masked scores become {masks.fill:g}: right while no score is as low"
-    if read.tail.softmax == "softmax without max":
-        yield "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
+    if read.tail.softmax == WITHOUT_MAX:
+        yield (
+            "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op, "
+            "and a row of scores below -103 is 0 / 0 there"
+        )
 
 
 def _without(region: Region, dropped: frozenset[str]) -> Region:

@@ -18,6 +18,7 @@ from .attention_forms import Step, Steps
 from .layout import BROADCAST, axes_of
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
+_VANISHES = -103.0  # exp of less is 0 in float32
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,19 @@ def constant_mask(
     row = next(c for c in classes if c != keys[0])
     grid = kept if classes == [row, keys[0]] else kept.T
     return Constant(row, fill) if np.array_equal(grid, np.tril(np.ones_like(grid))) else None
+
+
+def blind_rows(view: View, found: Match, biases: Mapping[str, Value], memo: Memo) -> bool:
+    """Whether a constant among the biases leaves a row nothing but scores whose exponentials are 0."""
+    for name, value in biases.items():
+        array = constant_array(view, value, memo)
+        if array is None:
+            continue
+        axes = axes_of(found, view, found.leaf_id(name), value, broadcast=True)
+        keys = tuple(d for d, c in enumerate(axes) if c in found.letters["s"])
+        if bool(np.any(np.all(array <= _VANISHES, axis=keys))):
+            return True
+    return False
 
 
 def is_ones(view: View, value: Value, memo: Memo) -> bool:

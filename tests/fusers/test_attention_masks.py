@@ -320,3 +320,38 @@ def test_a_softmax_of_some_keys_takes_no_further_mask_and_a_mask_of_all_keys_is_
 def test_a_selection_of_all_probabilities_keeps_their_factor():
     site = fused(attention(lambda s: s, lambda p: jnp.where(np.ones((6, 7), bool), p / 0.9, 0.0)))
     assert site.attrs["factors_scale"] == pytest.approx(1 / 0.9)
+
+
+# -- a softmax that subtracts no maximum ----------------------------------------------------------------------------------------------
+
+
+def by_hand(change):
+    """Attention by exp(s) / sum(exp(s)): a row that sees no key is 0 / 0."""
+
+    def attend(q, k, v, *more):
+        e = jnp.exp(change(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5, *more))
+        return jnp.einsum("bhts,bshd->bthd", e / e.sum(-1, keepdims=True), v)
+
+    return attend
+
+
+def test_without_a_maximum_a_row_that_sees_no_key_stays_nan():
+    fn = by_hand(lambda s, m: jnp.where(m, s, -1e9))
+    args = (Q, K, V, jnp.asarray(SEEN))
+    (site,) = fl.find(fn, *args, passes=ATTENTION).candidates
+    assert "0 / 0" in site.notes[0]
+    want, got = jax.jit(fn)(*args), fl.fuse(fn, passes=ATTENTION)(*args)
+    assert np.isnan(want[0, 2]).all()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("keep", "fits"), [(CAUSAL, True), (np.asarray(CAUSAL) & ~np.eye(6, 7, dtype=bool), False)])
+def test_without_a_maximum_a_constant_that_blinds_a_row_is_declined(keep, fits):
+    fn = by_hand(lambda s: s + np.where(np.asarray(keep), 0, -1e9).astype(np.float32))
+    found = fl.find(fn, Q, K, V, passes=ATTENTION)
+    assert len(found.candidates) == fits
+    if not fits:
+        (r,) = found.rejections
+        assert (r.code, "attention" in r.concepts) == ("mask", True)
+        assert "some of its rows see no key" in r.sentence

@@ -1,0 +1,225 @@
+"""The backward pass of a region, in a program that is differentiated already.
+
+There is no backward pattern: the region itself is differentiated, by the JAX that is installed, and the result is looked up in the
+program's canonical view, node by node, with a candidate for the cotangent in its place. What is found is exact by construction, and
+written as this JAX writes it.
+
+A cotangent's candidates stand at the frontier: nodes that read values of the region, or what is made of those alone, and one value
+else, of the shape of the region's root.
+
+A value that is read in several places has a gradient of several terms. In which order JAX adds them up hangs on what stands around
+the region, and terms from elsewhere may come in between: gradients are compared as sets of terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from .canonical import CNode, Coef, Ref, View, tidy
+from .certify import with_vjp
+from .evaluate import is_float
+from .ir import Block, Node, Value
+from .region import VIEWS, Region
+from .rules import inline
+from .scopes import is_backward
+from .signature import Memo, region_signature
+from .trace import block_of_jaxpr
+
+_TERMS = 64  # of one value's gradient
+_CLOSURE = (
+    400  # nodes made of the region's values alone that are looked at; AD makes a few for each of the region's own
+)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Where the gradient of a region is computed.
+
+    Attributes:
+      cotangent: the value that is the cotangent of the region's root.
+      gradients: leaf name -> the value that is its gradient, or in which it is a part of the sum.
+      absent: leaves of floats whose gradient the program does not compute from this cotangent.
+    """
+
+    cotangent: Value
+    gradients: dict[str, Value]
+    absent: tuple[str, ...]
+
+
+@dataclass
+class Derivatives(Memo):
+    """The programs of regions' derivatives, remembered by what the regions compute: layers share theirs."""
+
+    def of(self, region: Region) -> Block:
+        """(leaves, cotangent) -> (value, gradients of the leaves of floats)."""
+        return self.once(("vjp", region_signature(region)), lambda: _derivative(region))
+
+
+def _derivative(region: Region) -> Block:
+    function = jex_core.jaxpr_as_fun(region.jaxpr())
+    avals = [v.aval for v in region.inputs]
+    return block_of_jaxpr(with_vjp(lambda *a: function(*a)[0], avals, region.root.aval))
+
+
+def find_backward(view: View, region: Region, derivatives: Derivatives, sums: Sums) -> Backward | None:
+    """The backward pass of a region of `view`, by the cotangent that explains most gradients; None where there is none."""
+    names = {v.id: name for name, v in region.leaves.items()}
+    floats = [v for v in region.inputs if is_float(v.dtype)]
+    program = None
+    best: Backward | None = None
+    for cotangent in _cotangents(view, region):
+        program = program or derivatives.of(region)
+        probe = _Probe(view)
+        refs = [view.read(v) for v in region.inputs]
+        found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
+        values = [sums.find(probe, ref, leaf) for ref, leaf in zip(found, floats, strict=True)]
+        gradients = {names[leaf.id]: v for leaf, v in zip(floats, values, strict=True) if v is not None}
+        if gradients and (best is None or len(gradients) > len(best.gradients)):
+            absent = tuple(names[leaf.id] for leaf, v in zip(floats, values, strict=True) if v is None)
+            best = Backward(cotangent, gradients, absent)
+    return best
+
+
+Term = tuple[Coef, int, tuple[int | None, ...]]  # a factor, a node, and the node's axis at each axis of the value
+
+
+class Sums:
+    """The gradients of a block, by the terms they are the sums of."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.by_term: dict[Term, list[tuple[int, Value]]] = {}
+        for node in view.block.nodes:
+            value = node.outputs[0] if node.outputs else None
+            if value is not None and is_float(value.dtype) and is_backward(node.eqn):
+                terms = _terms(view, view.ref[value.id])
+                for term in terms:
+                    self.by_term.setdefault(term, []).append((len(terms), value))
+
+    def find(self, probe: View, ref: Ref, leaf: Value) -> Value | None:
+        """The value of the leaf's type that is a Ref, or the shortest sum that has all of its terms; the first in the program."""
+        terms = _terms(probe, ref)
+        if any(nid >= len(self.view.nodes) for _, nid, _ in terms):
+            return None
+        rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
+        fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
+        wanted = Counter(terms)
+        whole = (
+            (n, v) for n, v in fits if n >= len(terms) and not wanted - Counter(_terms(self.view, self.view.ref[v.id]))
+        )
+        return min(whole, key=lambda found: (found[0], found[1].id), default=(0, None))[1]
+
+
+def _terms(view: View, ref: Ref) -> list[Term]:
+    """What a value is the sum of, down through sums of sums."""
+    found: list[Term] = []
+    stack: list[Term] = [(ref.coef, ref.nid, tuple(d if d >= 0 else None for d in ref.dims))]
+    while stack and len(stack) + len(found) < _TERMS:
+        coef, nid, places = stack.pop()
+        node = view.nodes[nid]
+        if node.op != "sum":
+            found.append((tidy(coef), nid, places))
+            continue
+        for o in node.operands:
+            at = {slot: axis for axis, slot in enumerate(o.axes)}
+            stack.append((coef * o.coef, o.nid, tuple(at.get(p) if p is not None else None for p in places)))
+    return found + [(tidy(c), n, p) for c, n, p in stack]
+
+
+def _cotangents(view: View, region: Region) -> Iterator[Value]:
+    """Candidates for the cotangent of the region's root, nearest first, each once."""
+    tried: set[int] = set()
+    for node, odd in _frontier(view, region):
+        value: Any = odd
+        while isinstance(value, Value):
+            if _like(value, region.root) and value.id not in tried and is_backward_value(view, value):
+                tried.add(value.id)
+                yield value
+            maker = view.block.producer.get(value.id)
+            if maker is None or maker.primitive not in VIEWS:
+                break
+            value = maker.inputs[0]
+        del node
+
+
+def _like(value: Value, root: Value) -> bool:
+    return value.shape == root.shape and value.dtype == root.dtype
+
+
+def is_backward_value(view: View, value: Value) -> bool:
+    """Whether a value may be a cotangent: what a backward pass makes, or is given."""
+    maker = view.block.producer.get(value.id)
+    return maker is None or is_backward(maker.eqn)
+
+
+def _frontier(view: View, region: Region) -> Iterator[tuple[Node, Value]]:
+    """Nodes that read the region's values, or what is made of those alone, and one value else: with that value."""
+    block = view.block
+    known = {v.id for v in region.inputs} | {v.id for n in region.nodes for v in n.outputs}
+    inside = region.node_ids | {n.id for n in region.support}
+    known |= {v.id for n in region.support for v in n.outputs}
+    level = [v for n in region.nodes for v in n.outputs] + list(region.inputs)
+    seen: set[int] = set()
+    while level:
+        after: list[Value] = []
+        for value in level:
+            for node in block.users.get(value.id, ()):
+                if node.id in seen or node.id in inside:
+                    continue
+                others = {a.id: a for a in node.inputs if isinstance(a, Value) and not _known(view, a, known)}
+                if not others and len(seen) < _CLOSURE:
+                    seen.add(node.id)
+                    known.update(v.id for v in node.outputs)
+                    after += node.outputs
+                elif len(others) == 1:
+                    yield node, *others.values()
+        level = after
+
+
+def _known(view: View, value: Value, known: set[int]) -> bool:
+    return value.id in known or view.is_literal(view.ref[value.id])
+
+
+class _Nodes:
+    """The nodes of a view, and further ones that it does not get."""
+
+    def __init__(self, base: list[CNode]) -> None:
+        self.base, self.count, self.own = base, len(base), list[CNode]()
+
+    def __getitem__(self, nid: int) -> CNode:
+        return self.base[nid] if nid < self.count else self.own[nid - self.count]
+
+    def __len__(self) -> int:
+        return self.count + len(self.own)
+
+    def append(self, node: CNode) -> None:
+        self.own.append(node)
+
+
+class _Table:
+    """A view's hash-consing table, read, and one of its own, written."""
+
+    def __init__(self, base: dict[Any, int]) -> None:
+        self.base, self.own = base, dict[Any, int]()
+
+    def get(self, key: Any) -> int | None:
+        found = self.base.get(key)
+        return self.own.get(key) if found is None else found
+
+    def __setitem__(self, key: Any, nid: int) -> None:
+        self.own[key] = nid
+
+
+class _Probe(View):
+    """A view that looks nodes up in another, which stays as it is."""
+
+    def __init__(self, base: View) -> None:
+        self._start(base.block)
+        self.nodes = _Nodes(base.nodes)  # type: ignore[assignment]
+        self._table = _Table(base._table)  # type: ignore[assignment]
+        self._unique = base._unique
