@@ -143,7 +143,7 @@ class LinearSite(Site):
 
     def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
         """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
-        axes = axes_of(found, self.view, found.pattern.root, total)
+        axes = axes_of(found, self.view, found.pattern.root, total, broadcast=True)
         features = found.letters["n"]
         real = [c for c in axes if c is not None]
         if not features or len(found.letters["m"]) != 1 or len(features) != 1 or real[-1] in features:

@@ -121,7 +121,7 @@ def _layers() -> Iterator[Form]:
 
 RESIDUAL_NORM = Form(
     "residual_norm",
-    "norm(x + y): a residual connection that a norm reads",
+    "norm(x + y): a norm of a sum, as of a residual connection",
     _example("residual, norm", _residual_norm, {"x": "mn", "y": "mn"}, ("epsilon",)),
 )
 FOLDED = (RESIDUAL_NORM, *_pairs(), *_layers())

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..graph.canonical import CNode, Tile, View
+from ..graph.canonical import ONE, CNode, Tile, View
 from ..graph.ir import Graph, Node
-from ..graph.labelled import Labelled
+from ..graph.labelled import Labelled, labels_of
 from ..graph.match import Match, match
 from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, cut
@@ -30,9 +30,9 @@ KINDS = {
     "repeated_layers": "equal layers in a row, each of which reads the one before",
     "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
     "glu_pair": "two products of one value, one of them activated, multiplied with each other",
-    "residual_norm": "a norm of the sum of two values",
+    "residual_norm": "a norm of the sum of two values, as a residual connection is",
     "row_parallel": "a product that is summed over devices before its bias is added",
-    "softmax": "a softmax that is no part of an attention",
+    "softmax": "a softmax that stands in no site",
     "lerp": "a blend of two values, x + w * (y - x), in any spelling",
 }
 
@@ -125,6 +125,8 @@ class _Searcher:
                 yield from self.row_parallel(nid)
         layers: list[tuple[Match, Structure]] = []
         for form, found in self.matches(FOLDED, _Searcher.has_op):
+            if form.kind == "glu_pair" and found.leaves["w"] == found.leaves["v"]:
+                continue  # one product, read twice
             structure = self.structure(form, found)
             if form.kind == "transformer_layer":
                 layers.append((found, structure))
@@ -201,24 +203,38 @@ class _Searcher:
     # -- what is read off rather than matched ---------------------------------------------------------------------
 
     def siblings(self, attention: int) -> Iterator[Structure]:
-        """Queries, keys and values made by a product each, of one value."""
-        operands = self.view.nodes[attention].operands[:3]
-        made = [self.products_below(o.nid) for o in operands]
+        """Queries, keys and values made by a product each, of one value, with weights that could stand side by side."""
+        if not isinstance(self.view.nodes[attention].params, Labelled):
+            return  # a residual of the op's, in a program that is fused and differentiated
+        made = [self.products_below(o.nid) for o in self.view.nodes[attention].operands[:3]]
         if any(len(m) != 1 for m in made) or len(set().union(*made)) != 3:
             return
-        products = [m.pop() for m in made]
-        read = [{o.nid for o in self.view.nodes[p].operands[:2]} for p in products]
-        if len(set.intersection(*read)) == 1:
-            text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
-            yield self.record("qkv_siblings", text, [*products, attention])
+        products = [next(iter(m)) for m in made]
+        if any(self.view.nodes[p].op == "dot_product_attention" for p in products):
+            return
+        read = [self.factors(p) for p in products]
+        shared = set.intersection(*(set(r) for r in read))
+        if len(shared) == 1:
+            (x,) = shared
+            weights = {nid for r in read for nid, _ in r if nid != x[0]}
+            wide = all(len(self.view.nodes[x[0]].shape) >= len(self.view.nodes[w].shape) for w in weights)
+            if len(weights) == 3 and wide:
+                text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
+                yield self.record("qkv_siblings", text, [*products, attention])
+
+    def factors(self, product: int) -> list[tuple[int, frozenset[int]]]:
+        """The operands of a product, of a fused one x and w, each with its axes that are summed over."""
+        node = self.view.nodes[product]
+        own = labels_of(node) or ()
+        return [(o.nid, frozenset(i for i, x in enumerate(o.axes) if x not in own)) for o in node.operands[:2]]
 
     def products_below(self, start: int) -> set[int]:
-        """The products a value is made of, as far as the first on each way."""
+        """The products and attentions a value is made of, as far as the first on each way."""
         found: set[int] = set()
         seen, stack = {start}, [start]
         while stack:
             node = self.view.nodes[stack.pop()]
-            if node.op in ("dot", "gemm_epilogue"):
+            if node.op in ("dot", "gemm_epilogue", "dot_product_attention"):
                 found.add(node.id)
                 continue
             fresh = [o.nid for o in node.operands if o.nid not in seen]
@@ -227,19 +243,31 @@ class _Searcher:
         return found
 
     def row_parallel(self, summed: int) -> Iterator[Structure]:
-        """A product, the sum over devices of it alone, and what is added as its bias."""
-        (operand, *more) = self.view.nodes[summed].operands
-        product = operand.nid
-        while self.view.nodes[product].op == "reshape":
-            product = self.view.nodes[product].operands[0].nid
+        """A product, the sum over devices of it alone, and a vector along its features that is added as its bias."""
+        node = self.view.nodes[summed]
         adds = [u for u in self.view.users.get(summed, ()) if self.view.nodes[u].op == "sum"]
-        if more or not self.is_bare(product) or len(adds) != 1:
+        if len(node.operands) != 1 or len(adds) != 1 or not self.is_bare(node.operands[0].nid):
             return
-        node, features = self.view.nodes[adds[0]], self.view.nodes[summed].shape
-        others = [o for o in node.operands if o.nid != summed]
-        if len(others) == 1 and len(self.view.nodes[others[0].nid].shape) < len(features):
+        edges = self.view.nodes[adds[0]].operands
+        if len(edges) != 2 or any(o.coef != 1 for o in (*edges, node.operands[0])):
+            return
+        mine, bias = sorted(edges, key=lambda o: o.nid != summed)
+        slots = {slot: axis for axis, slot in enumerate(mine.axes)}
+        along = [slots.get(slot, -1) for slot in bias.axes]
+        order = self.view.ref[self.view.values_of[summed][0].id].dims
+        features = frozenset(node.operands[0].axes[axis] for axis in along if axis >= 0)
+        last = along and -1 not in along and sorted(along) == sorted(order[-len(along) :])
+        if last and features in self.free_axes(node.operands[0].nid):
             text = "x @ w summed over devices, and its bias added after: a row-parallel product"
-            yield self.record("row_parallel", text, [product, summed, adds[0]])
+            yield self.record("row_parallel", text, [node.operands[0].nid, summed, adds[0]])
+
+    def free_axes(self, product: int) -> list[frozenset[int]]:
+        """For each factor of a product, the product's own axes that it alone has; none where the factors share an axis."""
+        node, (one, two) = self.view.nodes[product], self.view.nodes[product].operands[:2]
+        own = labels_of(node) or ()
+        if any(x in one.axes and x in two.axes for x in own):
+            return []
+        return [frozenset(i for i, x in enumerate(own) if x in o.axes) for o in (one, two)]
 
     def is_bare(self, nid: int) -> bool:
         """Whether a node is a product that nothing follows yet."""
@@ -259,30 +287,49 @@ class _Searcher:
 
     def in_a_row(self, layers: Sequence[tuple[Match, Structure]]) -> Iterator[Structure]:
         """Equal layers each of which reads the one before: told by what they compute and where it goes, not by names."""
-        after = {found.leaves["x"]: (found, s) for found, s in layers}
-        before = {_result(found): (found, s) for found, s in layers}
-        kinds = {id(s): self.kind_of(found) for found, s in layers}
+        after: dict[Any, list[tuple[Match, Structure]]] = {}
         for found, structure in layers:
-            previous = before.get(found.leaves["x"])
-            if previous is not None and kinds[id(previous[1])] == kinds[id(structure)]:
-                continue  # not the first of its row
-            row = [(found, structure)]
-            while (n := after.get(_result(row[-1][0]))) is not None and kinds[id(n[1])] == kinds[id(structure)]:
-                row.append(n)
+            after.setdefault((self.kind_of(found), self.reads(found)), []).append((found, structure))
+        used: set[int] = set()
+        for found, structure in layers:
+            row = [structure]
+            while id(row[-1]) not in used:
+                used.add(id(row[-1]))
+                following = after.get((self.kind_of(found), self.gives(found)), ())
+                found, following = next(((m, s) for m, s in following if id(s) not in used), (found, None))
+                if following is None:
+                    break
+                row.append(following)
             if len(row) > 1:
-                yield _row([s for _, s in row])
+                yield _row(row)
+
+    def reads(self, found: Match) -> tuple[int, tuple[str, ...]]:
+        """What a layer reads, and the letter of each of its axes."""
+        return found.leaves["x"], self.letters_of(found, found.leaf_id("x"))
+
+    def gives(self, found: Match) -> tuple[int, tuple[str, ...]]:
+        """What a layer makes, and the letter of each of its axes: the next one may read it turned."""
+        return found.nodes[found.pattern.root], self.letters_of(found, found.pattern.root)
+
+    def letters_of(self, found: Match, pid: int) -> tuple[str, ...]:
+        letter = {c: x for x, cs in found.letters.items() for c in cs}
+        return tuple(letter[found.axes[pid, axis]] for axis in range(len(self.view.nodes[found.nodes[pid]].shape)))
 
     def kind_of(self, found: Match) -> Any:
         """What a match computes, whatever its weights: equal for equal layers."""
         inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
         nodes = [self.view.nodes[found.nodes[p]] for p in inner]
-        params = tuple((n.params.traits, n.params.slots) if isinstance(n.params, Labelled) else () for n in nodes)
+        made = tuple(
+            (n.params.traits, n.params.slots, _numbers(n)) if isinstance(n.params, Labelled) else () for n in nodes
+        )
         sizes = tuple((x, tuple(sorted(found.sizes[c] for c in cs))) for x, cs in sorted(found.letters.items()))
-        return found.pattern.example.name, tuple(sorted(found.scalars.items())), params, sizes, str(self.dtype(found))
+        return found.pattern.example.name, made, sizes, str(self.dtype(found))
 
 
-def _result(found: Match) -> int:
-    return found.nodes[found.pattern.root]
+def _numbers(node: CNode) -> tuple[tuple[str, Any], ...]:
+    """The numbers among a fused op's operands, and its mask: layers that see other keys are no equal ones."""
+    slots = zip(node.params.slots, node.operands, strict=True)
+    return tuple((slot, o.nid if slot == "mask" else o.coef) for slot, o in slots if o.nid == ONE or slot == "mask")
 
 
 def _row(row: Sequence[Structure]) -> Structure:

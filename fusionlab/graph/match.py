@@ -179,22 +179,29 @@ class _Matcher:
         for (pid, axis), c in classes.items():
             if isinstance(axis, int):
                 sizes[c] = self.view.nodes[state.nodes[pid]].shape[axis]
+        if _meets_itself(classes):
+            return self._other_axes(state, "two axes of one value are one axis in it")
         members = places(classes, {pid: self.view.nodes[state.nodes[pid]] for pid in state.order})
         letters: dict[str, list[int]] = {letter: [] for letter in pattern.letters}
         for c, pids in members.items():
             fits = [x for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))]
             if len(fits) != 1:
                 names = sorted(pattern.leaf_of[p] for p in pids if p in pattern.leaf_of)
-                reason = f"an axis of size {sizes[c]} that {' and '.join(names) or 'no operand'} has plays no part in the pattern"
-                self.miss(state, state.nodes[pattern.root], reason, "axes")
-                return Miss(pattern, pattern.size, pattern.size, state.nodes[pattern.root], reason, "axes", state.nodes)
+                owner = " and ".join(names) or "no operand"
+                return self._other_axes(
+                    state, f"an axis of size {sizes[c]} that {owner} has plays no part in the pattern"
+                )
             letters[fits[0]].append(c)
         fixed = {x: tuple(cs) for x, cs in letters.items()}
         if not self._parts_fit(state, classes, fixed):
-            reason = "axes are split or merged in another order than the pattern's"
-            self.miss(state, state.nodes[pattern.root], reason, "axes")
-            return Miss(pattern, pattern.size, pattern.size, state.nodes[pattern.root], reason, "axes", state.nodes)
+            return self._other_axes(state, "axes are split or merged in another order than the pattern's")
         return Match(pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
+
+    def _other_axes(self, state: _State, reason: str) -> Miss:
+        """The miss of a match whose nodes all fit, and whose axes do not."""
+        root = state.nodes[self.pattern.root]
+        self.miss(state, root, reason, "axes")
+        return Miss(self.pattern, self.pattern.size, self.pattern.size, root, reason, "axes", state.nodes)
 
     def _parts_fit(self, state: _State, classes: Mapping[Axis, int], letters: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether reshapes merge and split the axes in the pattern's order."""
@@ -238,6 +245,17 @@ def close(a: Coef, b: Coef, ulps: int = 2) -> bool:
     if isinstance(a, bool) or isinstance(b, bool):
         return False
     return abs(a - b) <= ulps * 2**-23 * max(abs(a), abs(b))
+
+
+def _meets_itself(classes: Mapping[Axis, int]) -> bool:
+    """Whether two axes of one node are one: x + x.T."""
+    seen: set[tuple[Any, int]] = set()
+    for (key, axis), c in classes.items():
+        if isinstance(axis, int):
+            if (key, c) in seen:
+                return True
+            seen.add((key, c))
+    return False
 
 
 def _params_fit(want: CNode, have: CNode, example: Example) -> bool:

@@ -82,7 +82,7 @@ def _identity(x: Array) -> Array:
 
 
 PLAIN: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys("copy copy_p pvary stop_gradient reduce_precision name optimization_barrier".split(), _identity),
+    **dict.fromkeys("copy copy_p pvary stop_gradient reduce_precision name optimization_barrier reshard".split(), _identity),
     **{n: getattr(np, n) for n in "exp exp2 expm1 log log1p sin cos tan tanh sinh cosh floor ceil sign abs sqrt square".split()},
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _div, "neg": np.negative,
     "max": _max, "min": np.minimum, "pow": np.power, "rem": np.fmod, "atan2": np.arctan2, "rsqrt": lambda x: 1 / np.sqrt(x),

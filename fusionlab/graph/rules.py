@@ -136,6 +136,8 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 def _reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The least groups of neighbouring axes of the same number of entries: (axes before, axes after) for each."""
+    if 0 in before:  # nothing is in it, whatever its other axes
+        return ((len(before), len(after)),)
     groups: list[tuple[int, int]] = []
     i = j = 0
     while i < len(before) and j < len(after):
@@ -147,8 +149,6 @@ def _reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tu
             else:
                 new, j = new * after[j], j + 1
         groups.append((i - start[0], j - start[1]))
-    if i < len(before) or j < len(after):  # nothing is in an array of no entries, whatever its other axes
-        return ((len(before), len(after)),)
     return tuple(groups)
 
 
@@ -292,7 +292,7 @@ def inline(view: View, program: Block, ins: list[Ref]) -> list[Ref]:
         return env[atom.id] if isinstance(atom, Value) else view.read(atom)
 
     for node in program.nodes:
-        refs = apply_rule(view, node, [read(a) for a in node.inputs])
+        refs = _foreign(view, node, [read(a) for a in node.inputs])
         env.update((v.id, ref) for v, ref in zip(node.outputs, refs, strict=True))
     return [read(a) for a in program.outputs]
 
@@ -306,6 +306,15 @@ def is_jax_rule(node: Node) -> bool:
         return False
     functions = rule_functions(node.params.get("jvp_jaxpr_fun"))
     return bool(functions) and all(is_jax_file(f.__code__.co_filename) for f in functions)
+
+
+def _foreign(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """As `apply_rule`, for a node of another program: its ids mean something else in the view."""
+    if is_jax_rule(node):
+        return inline(view, node.blocks[0], ins)
+    if node.blocks or node.eqn.effects:
+        return [view.unique_leaf(node.primitive, v.shape) for v in node.outputs]
+    return apply_rule(view, node, ins)
 
 
 def passed_whole(node: Node) -> int:

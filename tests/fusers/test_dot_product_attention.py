@@ -453,3 +453,13 @@ def test_a_gate_with_a_derivative_of_its_own_is_no_softmax():
     found = fl.find(lambda x: (gate(x @ w) * (x @ w)) @ w, N[1], passes=ATTENTION)
     assert not found.candidates
     assert not found.rejections
+
+
+def test_a_sum_that_is_read_turned_is_another_function():
+    q, k, v = normal((2, 2, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), seed=3)
+
+    def turned(q, k, v):
+        e = jnp.exp(q @ k.swapaxes(-1, -2) * 0.1)
+        return jnp.einsum("bhts,bhsd->bhtd", e / jnp.swapaxes(e.sum(-1, keepdims=True), 0, 1), v)
+
+    assert declined(turned, q, k, v).code == "axes"

@@ -455,3 +455,8 @@ def test_a_bias_that_a_loop_is_given_broadcast_is_told():
     (rejection,) = found.rejections
     assert (rejection.code, rejection.concepts) == ("bias", ("linear",))
     assert "given broadcast to every row" in rejection.sentence
+
+
+def test_rows_that_repeat_themselves_are_rows():
+    found = agree(lambda x, w, b: jnp.broadcast_to(x, (3, 6, 4)) @ w + b, X, W, B, passes="gemm_epilogue")
+    assert len(found.candidates) + len(found.rejections) == 1

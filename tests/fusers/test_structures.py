@@ -6,6 +6,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fusionlab as fl
@@ -223,6 +224,78 @@ def test_a_folded_view_holds_a_node_for_each_site():
     assert not inner & view.ref.keys()
 
 
+CUBE = normal((3, 3, 5, 8), (8, 8, 8))[0]
+
+
+def test_two_axes_of_one_value_do_not_meet():
+    w1, w2 = W, V
+    square = normal((8, 8, 4))[0]
+    assert kinds(lambda x, y, w: x + w * (y - x.T), W[:, :8], W[:, :8] + 1, jnp.asarray(0.3)) == {}
+    assert kinds(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True).swapaxes(0, 1), square) == {}
+    turned = normal((6, 6, 8))[0]
+    assert kinds(lambda x: jax.nn.silu(x @ w1) * (x.swapaxes(0, 1) @ w2), turned) == {}
+
+
+def test_layers_read_turned_are_in_no_row():
+    p, q = weights(), weights()
+    cube = normal((5, 5, 8))[0]
+    assert kinds(lambda x: layer(q, layer(p, x)), cube)["repeated_layers"] == 1
+    axial = kinds(lambda x: layer(q, layer(p, x).swapaxes(0, 1)), cube)
+    assert axial["transformer_layer"] == 2
+    assert "repeated_layers" not in axial
+
+
+def test_layers_that_branch_are_in_rows_of_their_own_kind():
+    p = [weights() for _ in range(4)]
+
+    def branches(x, first):
+        a = layer(p[0], x)
+        one, two = layer(p[1], a), layer(p[2], a, act=jax.nn.silu)
+        return (one + two) if first else (two + one)
+
+    for first in (True, False):
+        (row,) = [
+            s for s in fl.find(lambda x, f=first: branches(x, f), INPUT).structures if s.kind == "repeated_layers"
+        ]
+        assert row.text.startswith("2 equal layers")
+
+    def late(x):
+        a = layer(p[0], x)
+        b = layer(p[1], a)
+        return layer(p[2], b) + layer(p[3], a)
+
+    (row,) = [s for s in fl.find(late, INPUT).structures if s.kind == "repeated_layers"]
+    assert row.text.startswith("3 equal layers")
+
+
+def test_layers_of_other_numbers_or_masks_are_not_equal():
+    p = weights()
+
+    def attend(cap=None, mask=None):
+        def block(x):
+            h = norm(x, p["s1"])
+            q, k, v = ((h @ p[n]).reshape(*h.shape[:-1], 2, 4) for n in "qkv")
+            s = jnp.einsum("bthc,bshc->bhts", q, k) * 0.5
+            s = s if cap is None else cap * jnp.tanh(s / cap)
+            s = s if mask is None else jnp.where(mask, s, -1e9)
+            a = jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(s), v)
+            x = x + a.reshape(*x.shape) @ p["o"]
+            return x + jax.nn.gelu(norm(x, p["s2"]) @ p["up"]) @ p["down"]
+
+        return block
+
+    near, far = (np.abs(np.subtract.outer(range(5), range(5))) < n for n in (2, 3))
+    for one, two, equal in (
+        ({"cap": 20.0}, {"cap": 20.0}, True),
+        ({"cap": 20.0}, {"cap": 50.0}, False),
+        ({"mask": near}, {"mask": near}, True),
+        ({"mask": near}, {"mask": far}, False),
+    ):
+        found = kinds(lambda x, one=one, two=two: attend(**two)(attend(**one)(x)), INPUT)
+        assert found["transformer_layer"] == 2
+        assert ("repeated_layers" in found) is equal
+
+
 # -- pairs, siblings, residuals ---------------------------------------------------------------------------------------
 
 
@@ -242,8 +315,9 @@ def test_a_gated_pair(second):
         lambda x: jax.nn.silu(x @ W) + x @ V,
         lambda x: jax.nn.silu(x @ W) * (x @ V) ** 2,
         lambda x: 2 * jax.nn.silu(x @ W) * jnp.tanh(x @ V),
+        lambda x: fl.ops.gemm_epilogue(x, W, activation="silu") * (x @ W),
     ],
-    ids=["of two values", "no activation", "a sum", "squared", "both activated"],
+    ids=["of two values", "no activation", "a sum", "squared", "both activated", "one weight"],
 )
 def test_what_is_nearly_a_gated_pair(near):
     assert "glu_pair" not in kinds(near, X)
@@ -266,6 +340,19 @@ def test_siblings_read_one_value():
     assert kinds(lambda x, y: attention(x @ wq, y @ wk, y @ wv), BATCH, BATCH + 1) == {}
     assert kinds(lambda x: attention(*jnp.split(x @ joint, 3, -1)), BATCH) == {}
     assert kinds(lambda x: attention(x @ wq, x @ wk, x), BATCH) == {}
+    assert kinds(lambda x, y, z: attention(x @ wq, y @ wq, z @ wq), BATCH, BATCH + 1, BATCH + 2) == {}  # of one weight
+    assert kinds(lambda x: attention(x @ wq, x.swapaxes(1, 2) @ wk, x.swapaxes(1, 2) @ wv), normal((2, 8, 8))[0]) == {}
+    twice = kinds(lambda x, c: attention(attention(x @ wq, c, c), x @ wk, x @ wv), BATCH, BATCH + 1)
+    assert twice == {}
+
+
+def test_siblings_are_counted_once_where_the_function_is_fused_and_differentiated():
+    wq, wk, wv, _ = QKV
+
+    def loss(x):
+        return attention(x @ wq, x @ wk, x @ wv).sum()
+
+    assert kinds(jax.value_and_grad(fl.fuse(loss)), BATCH) == {"qkv_siblings": 1}
 
 
 def test_a_residual_that_a_norm_reads():
@@ -291,7 +378,18 @@ def test_a_row_parallel_product(checked):
     assert row.kind == "row_parallel"
     assert row.sites == tuple(c.id for c in found.candidates)
     assert kinds(shard(lambda x, w, b: jax.lax.psum(jnp.tanh(x @ w), "d") + b), X, W, B) == {}
-    assert kinds(shard(lambda x, w, b: jax.lax.psum(x @ w, "d") * b), X, W, B) == {}
+    for near in (
+        lambda s, b: s * b,
+        lambda s, b: s + 1.0,
+        lambda s, b: s / 4 + b,
+        lambda s, b: 2 * s - 3 * b,
+        lambda s, b: b - s,
+        lambda s, b: s + b[:6, None],
+        lambda s, b: s + jnp.broadcast_to(b, (6, 16)) * s,
+    ):
+        assert kinds(shard(lambda x, w, b, near=near: near(jax.lax.psum(x @ w, "d"), b)), X, W, B) == {}
+    scores = kinds(shard(lambda x, w, b: jax.lax.psum(jnp.einsum("mk,mk->m", x, x), "d") + 1e-6), X, W, B)
+    assert scores == {}
 
 
 # -- what no pass fuses -----------------------------------------------------------------------------------------------

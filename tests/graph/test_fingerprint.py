@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 from jax.scipy.stats import norm
 
+import fusionlab as fl
 from fusionlab.fusers.epilogues import KNOWN
 from fusionlab.graph.canonical import View
 from fusionlab.graph.certify import Certifier
-from fusionlab.graph.fingerprint import TOLERANCE, cone, distance, recognise
+from fusionlab.graph.fingerprint import TOLERANCE, _known_profile, cone, distance, recognise
 from fusionlab.graph.trace import trace
 from fusionlab.kernels import meaning_of
 
@@ -264,3 +265,12 @@ def test_an_answer_is_remembered_by_the_cones_signature():
     assert first.name == "gelu_tanh"
     assert recognise(view, starts[2], block.outputs[2], KNOWN, certifier).name == "relu"
     assert certifier.misses > misses
+
+
+def test_activations_are_known_under_an_explicit_mesh_too():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    _known_profile.cache_clear()
+    with jax.set_mesh(mesh):
+        found = fl.find(lambda x: jax.nn.gelu(x @ w), x)
+    assert [c.attrs["activation"] for c in found.candidates] == ["gelu_tanh"]

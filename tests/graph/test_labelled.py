@@ -8,7 +8,7 @@ import pytest
 
 from fusionlab import ops
 from fusionlab.graph.axes import reshape_kind
-from fusionlab.graph.canonical import View
+from fusionlab.graph.canonical import Tile, View
 from fusionlab.graph.labelled import Labelled, labels_of
 from fusionlab.graph.match import Match, Miss, match
 from fusionlab.graph.pattern import Example, pattern_of
@@ -110,6 +110,8 @@ def test_a_sum_over_an_axis_that_no_operand_has_is_left_opaque():
         ((4, 6, 10), (2, 2, 60), ((1, 2), (2, 1))),
         ((0, 3), (3, 0), ((2, 2),)),
         ((2, 0), (0, 5, 1), ((2, 2),)),
+        ((0, 5), (0, 2, 7), ((2, 3),)),
+        ((0, 5), (0, 7), ((2, 2),)),
     ],
 )
 def test_a_reshape_is_known_by_the_axes_it_merges_and_splits(before, after, kind):
@@ -178,3 +180,22 @@ def test_a_loose_example_takes_what_it_is_told_to_take(activation, kind, fits):
         *((4, 8), (8, 16), (16,), (16,)),
     )
     assert isinstance(match(pattern_of(LOOSE), view, ref.nid), Match) is fits
+
+
+def test_a_program_in_the_place_of_nodes_leaves_its_own_ids_behind():
+    """The view of a program that is folded is that of the program written with the op, whatever ids either has."""
+
+    def gated(x, w):
+        return jax.nn.relu(x @ w) * 2
+
+    graph = trace(gated, jnp.ones((4, 8)), jnp.ones((8, 8)))
+    block = graph.top
+    last = block.nodes[-1]
+    program = trace(lambda h: jax.nn.relu(h) * 2, jnp.ones((4, 8))).top
+    inside = [n for n in block.nodes if n.primitive != "dot_general"]
+    (product,) = [n for n in block.nodes if n.primitive == "dot_general"]
+    tile = Tile(last.outputs[0], product.outputs, frozenset(n.id for n in inside), program)
+    view, plain = View(block, tiles=[tile]), View(block)
+    assert view.nodes[view.ref[product.outputs[0].id].nid].op == "dot"
+    assert view.ref[last.outputs[0].id] == plain.ref[last.outputs[0].id]
+    assert set(view.ref) == {v.id for v in (*block.inputs, *product.outputs, *last.outputs)}
