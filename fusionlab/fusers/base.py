@@ -152,6 +152,7 @@ def propose(
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
+        region=region,
     )
 
 

@@ -227,7 +227,7 @@ class _Site(Site):
         leaks = escapes(region)
         if leaks:
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            return self.escaping(leaks[0], edit, region.nodes)
+            return self.escaping(leaks[0], edit, region.nodes, region=region)
         region = _without(region, dropped)
         attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
             "precision": self.precision(region)

@@ -34,6 +34,9 @@ class Epilogue:
     def __init__(self, site: Site, start: Value, biased: bool) -> None:
         self.site, self.start, self.biased = site, start, biased
         self.view, self.certifier = site.view, site.search.certifier
+        self.leaking: Value | None = (
+            None  # the end of the activation that was declined for who else reads its inner values
+        )
 
     def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
         """The last recognised function of the start that nothing escapes from, or why there is none."""
@@ -57,8 +60,9 @@ class Epilogue:
             if larger and first_unknown is not None:
                 continue  # a part of a larger function, which is the one to speak of
             edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
-            concepts = concepts_of(False, known.name)
-            problem = problem or self.site.escaping(leak, edit, nodes, known.name, concepts)
+            if problem is None:
+                self.leaking = value
+                problem = self.site.escaping(leak, edit, nodes, known.name, concepts_of(False, known.name))
         if problem is None and first_unknown is not None:
             problem = self.unknown(nodes, *first_unknown)
         return None, None, problem or self.custom_rule()

@@ -12,12 +12,14 @@ from typing import Any
 
 from ..errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
 from ..graph.ir import Block, Graph, Node, Value
+from ..graph.region import Region
 from ..graph.rewrite import to_jaxpr
 from ..graph.scopes import Source
 from ..graph.text import node_text
 from ..graph.trace import graph_of_jaxpr
 from ..kernels.implementation import BackendVerdict as Backend
 from ..kernels.implementation import Residual
+from .pairs import Pair, pairs_of, told_together
 from .report import columns_of, counted, nameless, together, which
 from .structures import Structure, structures_of
 
@@ -45,6 +47,7 @@ class Candidate:
       concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
       program: what replaces the site, as a function of its leaves' values in the order the site reads them.
       site: the rewriter's own record (opaque to readers).
+      region: the site's nodes and values (opaque to readers).
     """
 
     id: str
@@ -65,6 +68,7 @@ class Candidate:
     concepts: tuple[str, ...] = ()
     program: Block | None = dataclasses.field(default=None, repr=False)
     site: Any = dataclasses.field(default=None, repr=False)
+    region: Region | None = dataclasses.field(default=None, repr=False)
 
     @property
     def scope(self) -> str:
@@ -117,6 +121,7 @@ class Rejection:
       edit: the source edit that would make it match, or None.
       winner: for `overlap`, the id of the candidate that took the nodes.
       concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
+      region: of a site that is whole but for what reads its inner values: its nodes and values (opaque to readers).
     """
 
     id: str
@@ -131,6 +136,7 @@ class Rejection:
     edit: str | None = None
     winner: str | None = None
     concepts: tuple[str, ...] = ()
+    region: Region | None = dataclasses.field(default=None, repr=False)
 
     @property
     def scope(self) -> str:
@@ -186,6 +192,11 @@ class Findings:
     def structures(self) -> tuple[Structure, ...]:
         """What the sites found are parts of (transformer layers, QKV siblings, ...), and softmax and lerp, which no pass fuses."""
         return structures_of(self)
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The forward sites, fused or declined, whose gradient this program computes as well: it was differentiated already."""
+        return pairs_of(self)
 
     def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
         """Every candidate or rejection that touches a node."""
@@ -248,7 +259,8 @@ class Findings:
 
     def report(self) -> str:
         """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why."""
-        parts = (self.lines(), self.reasons(), self._chosen(), self._structured(), (f"note: {n}" for n in self.notes))
+        told = (self._chosen(), self._paired(), self._structured())
+        parts = (self.lines(), self.reasons(), *told, (f"note: {n}" for n in self.notes))
         return "\n".join(line for part in parts for line in part)
 
     def reasons(self, most: int | None = None) -> list[str]:
@@ -274,6 +286,13 @@ class Findings:
             lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
         return [f"backends on {self.device}:", *lines] if lines else []
 
+    def _paired(self) -> list[str]:
+        """The pairs, alike ones together."""
+        groups = together(self.pairs, lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent))
+        return (
+            ["backward passes in this program:", *(f"  {told_together(alike)}" for alike in groups)] if groups else []
+        )
+
     def _structured(self) -> list[str]:
         """The structures, alike ones together."""
         groups = together(self.structures, lambda s: (s.kind, s.text))
@@ -287,7 +306,7 @@ class Findings:
     def explain(self, node: Node | int | str) -> str:
         """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences."""
         if isinstance(node, str) and "@" in node:
-            return _explained(self[node])
+            return "\n".join([_explained(self[node]), *(f"  {p}" for p in self.pairs if p.site == node)])
         found = self._node(node)
         texts = [_explained(i).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
@@ -318,6 +337,7 @@ class Findings:
             "lines": self.lines(),
             "candidates": [c.to_dict() for c in self.candidates],
             "rejections": [r.to_dict() for r in self.rejections],
+            "pairs": [p.to_dict() for p in self.pairs],
             "structures": [s.to_dict() for s in self.structures],
             "notes": list(self.notes),
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},

@@ -8,7 +8,7 @@ nothing to fuse.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -86,12 +86,13 @@ class _Site(LinearSite):
         return self.rejection("dtype", sentence, edit=_FLOATS)
 
     def with_activation(self, linear: Linear) -> Iterator[Candidate | Rejection]:
-        end, name, problem = Epilogue(self, linear.value, linear.bias).activation()
+        behind = Epilogue(self, linear.value, linear.bias)
+        end, name, problem = behind.activation()
         if end is not None and name is not None:
             yield self.candidate(linear, end, name, ())
             return
         if problem is not None:
-            yield problem
+            yield replace(problem, region=self.whole(linear, behind.leaking))
         summed = None if linear.bias else summed_over_devices(self, self.product)
         notes = (f"linear part only: {problem.sentence}",) if problem else ()
         if linear.bias:
@@ -99,6 +100,13 @@ class _Site(LinearSite):
         elif summed is not None:
             notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
             yield self.candidate(linear, linear.value, "none", notes)
+
+    def whole(self, linear: Linear, end: Value | None) -> Region | None:
+        """The product with an activation that ends in `end`, as a region; None where it cannot be cut out."""
+        try:
+            return None if end is None else cut(self.view, end, linear.leaves, as_read=frozenset({"x"}))
+        except NotARegion:
+            return None
 
     def candidate(self, linear: Linear, root: Value, activation: str, notes: tuple[str, ...]) -> Candidate | Rejection:
         try:
@@ -142,7 +150,7 @@ class _Site(LinearSite):
         leaks = escapes(region)
         if leaks:
             edit = "compute the outside use from x, w and b again"
-            return self.escaping(leaks[0], edit, region.nodes, concepts=concepts)
+            return self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
         return None
 
     def scale(self, linear: Linear, region: Region) -> float:

@@ -303,7 +303,7 @@ class _Site(Site):
                 return problem
             leaks = escapes(region)
             if leaks:
-                return self.escaping(leaks[0], "compute the outside use from x again", region.nodes)
+                return self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
             plan = _plan(self.search, self.view, found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")

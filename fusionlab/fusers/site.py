@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..graph.canonical import View
@@ -161,15 +162,25 @@ class Site:
         return product
 
     def escaping(
-        self, escape: Escape, edit: str, site: Sequence[Node], what: str = "", concepts: Sequence[str] = ()
+        self,
+        escape: Escape,
+        edit: str,
+        site: Sequence[Node],
+        what: str = "",
+        concepts: Sequence[str] = (),
+        region: Region | None = None,
     ) -> Rejection:
-        """The rejection for an inner value that is read outside; `edit` where the reader is the user's own code."""
+        """The rejection for an inner value that is read outside; `edit` where the reader is the user's own code.
+
+        `region` is the whole site, where it could be cut out.
+        """
         sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
         reader = escape.user
         if reader is not None and (is_backward(reader.eqn) or is_differentiated(escape.node.eqn)):
             sentence += ", as the backward pass of a program that is differentiated already does"
             edit = FUSE_FIRST
-        return self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)
+        problem = self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)
+        return replace(problem, region=region)
 
     def rejection(
         self,

@@ -23,10 +23,10 @@ from jax.extend import core as jex_core
 from .canonical import CNode, Coef, Ref, View, tidy
 from .certify import with_vjp
 from .evaluate import is_float
-from .ir import Block, Node, Value
-from .region import VIEWS, Region
+from .ir import Block, Value
+from .region import Region
 from .rules import inline
-from .scopes import is_backward
+from .scopes import is_differentiated
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 
@@ -96,7 +96,7 @@ class Sums:
         self.by_term: dict[Term, list[tuple[int, Value]]] = {}
         for node in view.block.nodes:
             value = node.outputs[0] if node.outputs else None
-            if value is not None and is_float(value.dtype) and is_backward(node.eqn):
+            if value is not None and is_float(value.dtype) and is_differentiated(node.eqn):
                 terms = _terms(view, view.ref[value.id])
                 for term in terms:
                     self.by_term.setdefault(term, []).append((len(terms), value))
@@ -134,31 +134,26 @@ def _terms(view: View, ref: Ref) -> list[Term]:
 def _cotangents(view: View, region: Region) -> Iterator[Value]:
     """Candidates for the cotangent of the region's root, nearest first, each once."""
     tried: set[int] = set()
-    for node, odd in _frontier(view, region):
-        value: Any = odd
-        while isinstance(value, Value):
-            if _like(value, region.root) and value.id not in tried and is_backward_value(view, value):
+    for odd in _frontier(view, region):
+        for value in _shown_by(view, odd):
+            if value.shape == region.root.shape and value.dtype == region.root.dtype and value.id not in tried:
                 tried.add(value.id)
                 yield value
-            maker = view.block.producer.get(value.id)
-            if maker is None or maker.primitive not in VIEWS:
-                break
-            value = maker.inputs[0]
-        del node
 
 
-def _like(value: Value, root: Value) -> bool:
-    return value.shape == root.shape and value.dtype == root.dtype
+def _shown_by(view: View, value: Value) -> Iterator[Value]:
+    """A value, and those that it is only another view of."""
+    nid = view.ref[value.id].nid
+    found: Value | None = value
+    while found is not None:
+        yield found
+        maker = view.block.producer.get(found.id)
+        sources = (a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value))
+        found = next((a for a in sources if view.ref[a.id].nid == nid), None)
 
 
-def is_backward_value(view: View, value: Value) -> bool:
-    """Whether a value may be a cotangent: what a backward pass makes, or is given."""
-    maker = view.block.producer.get(value.id)
-    return maker is None or is_backward(maker.eqn)
-
-
-def _frontier(view: View, region: Region) -> Iterator[tuple[Node, Value]]:
-    """Nodes that read the region's values, or what is made of those alone, and one value else: with that value."""
+def _frontier(view: View, region: Region) -> Iterator[Value]:
+    """What nodes read beside the region's values, or what is made of those alone, where it is one value."""
     block = view.block
     known = {v.id for v in region.inputs} | {v.id for n in region.nodes for v in n.outputs}
     inside = region.node_ids | {n.id for n in region.support}
@@ -171,18 +166,16 @@ def _frontier(view: View, region: Region) -> Iterator[tuple[Node, Value]]:
             for node in block.users.get(value.id, ()):
                 if node.id in seen or node.id in inside:
                     continue
-                others = {a.id: a for a in node.inputs if isinstance(a, Value) and not _known(view, a, known)}
+                read = [a for a in node.inputs if isinstance(a, Value) and a.id not in known]
+                others = {a.id: a for a in read if not view.is_literal(view.ref[a.id])}
+                yield from (a for a in read if a.shape and a.id not in others)  # the cotangent of a sum: ones
                 if not others and len(seen) < _CLOSURE:
                     seen.add(node.id)
                     known.update(v.id for v in node.outputs)
                     after += node.outputs
                 elif len(others) == 1:
-                    yield node, *others.values()
+                    yield from others.values()
         level = after
-
-
-def _known(view: View, value: Value, known: set[int]) -> bool:
-    return value.id in known or view.is_literal(view.ref[value.id])
 
 
 class _Nodes:

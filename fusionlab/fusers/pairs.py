@@ -1,0 +1,73 @@
+"""Forward sites and their backward passes, in a program that is differentiated already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..graph.backward import Derivatives, Sums, find_backward
+from ..graph.ir import Value
+from ..graph.scopes import is_backward
+from ..graph.views import views
+
+if TYPE_CHECKING:
+    from .findings import Findings
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A forward site and its backward pass.
+
+    Attributes:
+      site: id of the candidate or rejection.
+      cotangent: the value that is the cotangent of the site's result.
+      gradients: operand -> the value that is its gradient, or in whose sum it is a part.
+      absent: float operands whose gradient is not computed from that cotangent here (data, mostly).
+    """
+
+    site: str
+    cotangent: Value
+    gradients: Mapping[str, Value]
+    absent: tuple[str, ...]
+
+    def __str__(self) -> str:
+        found = ", ".join(f"d{name} = {v!r}" for name, v in self.gradients.items())
+        rest = f"; no gradient of {', '.join(self.absent)}" if self.absent else ""
+        return f"its backward pass is here: from {self.cotangent!r}, {found}{rest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able: values by name."""
+        return {
+            "site": self.site,
+            "cotangent": self.cotangent.name,
+            "gradients": {name: v.name for name, v in self.gradients.items()},
+            "absent": list(self.absent),
+        }
+
+
+def pairs_of(found: Findings) -> tuple[Pair, ...]:
+    """Every site of `found` whose backward pass stands in the same block, in program order."""
+    items = [(item, item.region) for item in (*found.candidates, *found.rejections) if item.region is not None]
+    if not items or not any(is_backward(n.eqn) for n in found.graph.nodes()):
+        return ()
+    blocks = {view.block.path: view for view, _ in views(found.graph)}
+    sums: dict[str, Sums] = {}
+    derivatives = Derivatives()
+    pairs = []
+    for item, region in sorted(items, key=lambda pair: pair[1].nodes[0].id):
+        path = region.block.path
+        here = sums.setdefault(path, Sums(blocks[path])) if path not in sums else sums[path]
+        back = find_backward(blocks[path], region, derivatives, here)
+        if back is not None:
+            pairs.append(Pair(item.id, back.cotangent, back.gradients, back.absent))
+    return tuple(pairs)
+
+
+def told_together(alike: Sequence[Pair]) -> str:
+    """One line for pairs of one pass and with the same gradients."""
+    first, n = alike[0], len(alike)
+    names = ", ".join("d" + name for name in first.gradients)
+    which = first.site if n == 1 else f"{n} sites, {first.site} and more"
+    rest = f"; no gradient of {', '.join(first.absent)}" if first.absent else ""
+    return f"{which}: {names}{rest}"
