@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..graph.backward import Derivatives, Sums, find_backward
-from ..graph.ir import Value
+from ..graph.backward import Backward, Derivatives, Sums, find_backward
+from ..graph.canonical import View
+from ..graph.ir import Graph, Value
+from ..graph.joined import joined_views
+from ..graph.region import Region
 from ..graph.scopes import is_backward
 from ..graph.views import views
 
@@ -51,17 +54,26 @@ def pairs_of(found: Findings) -> tuple[Pair, ...]:
     items = [(item, item.region) for item in (*found.candidates, *found.rejections) if item.region is not None]
     if not items or not any(is_backward(n.eqn) for n in found.graph.nodes()):
         return ()
-    blocks = {view.block.path: view for view, _ in views(found.graph)}
-    sums: dict[str, Sums] = {}
-    derivatives = Derivatives()
-    pairs = []
-    for item, region in sorted(items, key=lambda pair: pair[1].nodes[0].id):
-        path = region.block.path
-        here = sums.setdefault(path, Sums(blocks[path])) if path not in sums else sums[path]
-        back = find_backward(blocks[path], region, derivatives, here)
-        if back is not None:
-            pairs.append(Pair(item.id, back.cotangent, back.gradients, back.absent))
-    return tuple(pairs)
+    search = _Search(found.graph)
+    ordered = sorted(items, key=lambda pair: pair[1].nodes[0].id)
+    backs = ((item.id, search.backward(region)) for item, region in ordered)
+    return tuple(Pair(name, b.cotangent, b.gradients, b.absent) for name, b in backs if b is not None)
+
+
+class _Search:
+    """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.derivatives = Derivatives()
+        self.places: dict[str, list[tuple[View, Sums]]] = {}
+        for view, _ in views(graph):
+            self.places.setdefault(view.block.path, []).append((view, Sums(view)))
+        for path, view in joined_views(graph):
+            self.places.setdefault(path, []).append((view, Sums(view)))
+
+    def backward(self, region: Region) -> Backward | None:
+        found = (find_backward(view, region, self.derivatives, sums) for view, sums in self.places[region.block.path])
+        return max((b for b in found if b is not None), key=lambda b: len(b.gradients), default=None)
 
 
 def told_together(alike: Sequence[Pair]) -> str:

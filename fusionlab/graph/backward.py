@@ -26,7 +26,6 @@ from .evaluate import is_float
 from .ir import Block, Value
 from .region import Region
 from .rules import inline
-from .scopes import is_differentiated
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 
@@ -89,14 +88,14 @@ Term = tuple[Coef, int, tuple[int | None, ...]]  # a factor, a node, and the nod
 
 
 class Sums:
-    """The gradients of a block, by the terms they are the sums of."""
+    """The values of a block, by the terms they are the sums of."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.by_term: dict[Term, list[tuple[int, Value]]] = {}
         for node in view.block.nodes:
             value = node.outputs[0] if node.outputs else None
-            if value is not None and is_float(value.dtype) and is_differentiated(node.eqn):
+            if value is not None and is_float(value.dtype):  # inside a checkpoint nothing says which are gradients
                 terms = _terms(view, view.ref[value.id])
                 for term in terms:
                     self.by_term.setdefault(term, []).append((len(terms), value))
@@ -155,10 +154,11 @@ def _shown_by(view: View, value: Value) -> Iterator[Value]:
 def _frontier(view: View, region: Region) -> Iterator[Value]:
     """What nodes read beside the region's values, or what is made of those alone, where it is one value."""
     block = view.block
-    known = {v.id for v in region.inputs} | {v.id for n in region.nodes for v in n.outputs}
-    inside = region.node_ids | {n.id for n in region.support}
-    known |= {v.id for n in region.support for v in n.outputs}
-    level = [v for n in region.nodes for v in n.outputs] + list(region.inputs)
+    own = (*region.nodes, *region.support)
+    inside = {n.id for n in own}
+    level = [*(v for n in own for v in n.outputs), *region.inputs]
+    known = {v.id for v in level}
+    of_root = {region.root.id}  # made of the root alone, as the cotangent of sum(sin(y)) is
     seen: set[int] = set()
     while level:
         after: list[Value] = []
@@ -169,6 +169,11 @@ def _frontier(view: View, region: Region) -> Iterator[Value]:
                 read = [a for a in node.inputs if isinstance(a, Value) and a.id not in known]
                 others = {a.id: a for a in read if not view.is_literal(view.ref[a.id])}
                 yield from (a for a in read if a.shape and a.id not in others)  # the cotangent of a sum: ones
+                yield from (
+                    a for a in node.inputs if isinstance(a, Value) and a.id in of_root and a.id != region.root.id
+                )
+                if any(isinstance(a, Value) and a.id in of_root for a in node.inputs) and not others:
+                    of_root.update(v.id for v in node.outputs)
                 if not others and len(seen) < _CLOSURE:
                     seen.add(node.id)
                     known.update(v.id for v in node.outputs)

@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import fusionlab as fl
 from fusionlab.models import transformer
@@ -37,6 +38,71 @@ def test_every_site_of_a_train_step_has_its_backward():
         assert gradients | absent == leaves
         assert absent <= {"x"}, (name, absent)
     assert sum(bool(absent) for _, absent in whole.values()) <= 3  # queries, keys and values read that norm
+
+
+def layer(w, x):
+    h = jax.nn.gelu(x @ w + B)
+    centred = h - h.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * B
+
+
+MESH = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+SPEC = jax.sharding.PartitionSpec
+
+
+def scanned(w, x, reverse=False):
+    return jax.lax.scan(lambda h, v: (layer(v, h), None), x, jnp.stack([w, w, w]), reverse=reverse)[0]
+
+
+def sharded(w, x, checked):
+    specs = {"in_specs": (SPEC(), SPEC("d", None)), "out_specs": SPEC("d", None)}
+    return jax.shard_map(layer, mesh=MESH, check_vma=checked, **specs)(w, jnp.concatenate([x, x]))
+
+
+REGIONS = {
+    "plain": layer,
+    "scan": scanned,
+    "scan, reversed": partial(scanned, reverse=True),
+    "scan of a shared weight": lambda w, x: jax.lax.scan(lambda h, _: (layer(w, h), None), x, None, length=3)[0],
+    "scan in a scan": lambda w, x: jax.lax.scan(lambda h, _: (scanned(w, h), None), x, None, length=2)[0],
+    "shard_map": partial(sharded, checked=False),
+    "shard_map, checked": partial(sharded, checked=True),
+    "cond": lambda w, x: jax.lax.cond(x.sum() > 0, layer, lambda w, x: x, w, x),
+    "vmap": lambda w, x: jax.vmap(lambda row: layer(w, row[None])[0])(x),
+    "scan of a checkpoint": lambda w, x: jax.lax.scan(
+        lambda h, _: (jax.checkpoint(layer)(w, h), None), x, None, length=3
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_backward_pass_is_found_across_regions(name):
+    """That of the linear layer with its activation, and that of the norm; in a checkpoint that of what is computed again."""
+    found = fl.find(jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(REGIONS[name](w, x))), (0, 1)), W, X)
+    items = {x.id: x for x in (*found.candidates, *found.rejections) if x.region is not None}
+    gradients = {c: set(p.gradients) for p in found.pairs for c in items[p.site].concepts}
+    # Where types say what varies over devices, dw is summed over them by the program, and not by the site.
+    assert gradients["gelu_tanh"] >= ({"x"} if "checked" in name else {"x", "w"})
+    if "checkpoint" not in name:  # what ends a checkpoint is not computed again
+        assert gradients["layer_norm"] >= {"x"}
+    for p in found.pairs:
+        assert set(p.gradients) | set(p.absent) == set(items[p.site].region.leaves)
+
+
+def test_a_scan_over_other_entries_is_not_the_backward_pass():
+    """What runs back reads the residuals of another scan: its entries are not those of this one."""
+
+    def twice(w, x):
+        (y, _), (z, pull) = (jax.vjp(lambda w, f=f: scanned(w, f * x), w) for f in (1.0, 2.0))
+        return y, z, pull(jnp.cos(y))
+
+    found = fl.find(twice, W, X)
+    blocks = {p.site: p for p in found.pairs}
+    first = next(x for x in (*found.candidates, *found.rejections) if x.region is not None)
+    scans = [n for n in found.graph.top.nodes if n.primitive == "scan"]
+    assert len(scans) == 3
+    assert first.region.block.path == scans[0].blocks[0].path
+    assert first.id not in blocks
 
 
 def test_a_function_that_is_not_differentiated_has_no_pairs():
