@@ -24,7 +24,7 @@ from .canonical import CNode, Coef, Ref, View, tidy
 from .certify import with_vjp
 from .evaluate import is_float
 from .ir import Block, Value
-from .region import Region
+from .region import VIEWS, Region
 from .rules import inline
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
@@ -141,14 +141,14 @@ def _cotangents(view: View, region: Region) -> Iterator[Value]:
 
 
 def _shown_by(view: View, value: Value) -> Iterator[Value]:
-    """A value, and those that it is only another view of."""
-    nid = view.ref[value.id].nid
+    """A value, and those that it is only another view of, or the same entries in another shape."""
     found: Value | None = value
     while found is not None:
         yield found
-        maker = view.block.producer.get(found.id)
-        sources = (a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value))
-        found = next((a for a in sources if view.ref[a.id].nid == nid), None)
+        maker, nid = view.block.producer.get(found.id), view.ref[found.id].nid
+        sources = [a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value)]
+        reshaped = maker is not None and maker.primitive in VIEWS
+        found = next((a for a in sources if reshaped or view.ref[a.id].nid == nid), None)
 
 
 def _frontier(view: View, region: Region) -> Iterator[Value]:
