@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
 from ..graph.region import VIEWS, Escape
-from ..graph.scopes import is_differentiated
+from ..graph.scopes import in_differentiated, is_differentiated
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from .base import SUMS_OVER_DEVICES, anchor_text
 from .findings import Rejection
@@ -90,7 +90,7 @@ class Epilogue:
         if known.code == "gradient":
             name = "relu" if known.nearest.startswith("relu") else known.nearest.partition("_")[0]
             edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
-        if is_differentiated(self.site.anchor.eqn):
+        if in_differentiated(self.site.anchor):
             edit = FUSE_FIRST  # the function is the activation's derivative, or holds it
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 

@@ -88,6 +88,8 @@ class Candidate:
         where = f" ({self.source})" if self.source else ""
         return f"{self.id}: {self.formula}{where}, {self.nodes_before} nodes -> {self.nodes_after}"
 
+    __repr__ = __str__  # a list of them is to be read, and their nodes are many
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
         return {
@@ -145,6 +147,8 @@ class Rejection:
     def __str__(self) -> str:
         edit = f" Edit: {self.edit}" if self.edit else ""
         return f"{self.id} declined [{self.code}]: {self.sentence} ({self.matched} of {self.total} matched){edit}"
+
+    __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able; `nodes` are the guilty ones, `site` those matched so far."""
@@ -306,12 +310,28 @@ class Findings:
     def explain(self, node: Node | int | str) -> str:
         """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences."""
         if isinstance(node, str) and "@" in node:
-            return "\n".join([_explained(self[node]), *(f"  {p}" for p in self.pairs if p.site == node)])
+            return "\n".join([_explained(self[node]), *(f"  {p.text}" for p in self.pairs if p.site == node)])
+        given = self._given(node)
+        if given is not None:
+            return given
         found = self._node(node)
         texts = [_explained(i).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         return "\n".join([node_text(found), *("  " + text for text in texts)])
+
+    def _given(self, name: Any) -> str | None:
+        """What there is to say of a value that no node makes: an argument, what a body is given, a captured array."""
+        for block in self.graph.blocks() if isinstance(name, str) else ():
+            for i, value in enumerate((*block.inputs, *(v for v, _ in block.consts))):
+                if value.name == name:
+                    named = block is self.graph.top and i < len(self.graph.in_names)
+                    what = (
+                        f"the argument {self.graph.in_names[i]}" if named else f"given to {block.path or 'the program'}"
+                    )
+                    readers = [f"  read by {node_text(n)}" for n in block.users.get(value.id, ())]
+                    return "\n".join([f"{value!r} is {what}: no node makes it", *readers])
+        return None
 
     def _node(self, node: Node | int | str) -> Node:
         if isinstance(node, Node):

@@ -35,6 +35,13 @@ class Pair:
     absent: tuple[str, ...]
 
     def __str__(self) -> str:
+        return f"{self.site}: {self.text}"
+
+    __repr__ = __str__
+
+    @property
+    def text(self) -> str:
+        """What is known of it, without the site's name."""
         found = ", ".join(f"d{name} = {v!r}" for name, v in self.gradients.items())
         rest = f"; no gradient of {', '.join(self.absent)}" if self.absent else ""
         return f"its backward pass is here: from {self.cotangent!r}, {found}{rest}"

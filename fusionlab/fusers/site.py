@@ -11,7 +11,7 @@ from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region
-from ..graph.scopes import is_backward, is_differentiated
+from ..graph.scopes import in_differentiated, is_backward
 from .base import Pass, Search, anchor_text, escape_text, reject
 from .findings import Rejection
 
@@ -176,7 +176,7 @@ class Site:
         """
         sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
         reader = escape.user
-        if reader is not None and (is_backward(reader.eqn) or is_differentiated(escape.node.eqn)):
+        if in_differentiated(escape.node) or (reader is not None and is_backward(reader.eqn)):
             sentence += ", as the backward pass of a program that is differentiated already does"
             edit = FUSE_FIRST
         problem = self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)

@@ -71,22 +71,31 @@ def _merge(x: Any) -> Any:
     return jnp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
 
 
-# How the projections stand: name -> (axes of the weights in and out, queries of x and a weight, the result's product).
-_PROJECTIONS: dict[str, tuple[tuple[str, str, str], Callable[..., Any], Callable[..., Any]]] = {
-    "biased": (("ef", "eg", "ge"), lambda x, w: _split(gemm_epilogue(x, w)), lambda a, w: gemm_epilogue(_merge(a), w)),
-    "bare": (("ef", "eg", "ge"), lambda x, w: _split(x @ w), lambda a, w: _merge(a) @ w),
-    "bare, by heads": (
-        ("ehf", "ehg", "hge"),
-        lambda x, w: jnp.einsum("bte,ehf->bthf", x, w),
-        lambda a, w: jnp.einsum("bthg,hge->bte", a, w),
-    ),
+# How the projections to queries, keys and values stand, with the axes of their weights; and that of the result.
+_INTO: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "biased": ("ef", "eg", lambda x, w: _split(gemm_epilogue(x, w))),
+    "bare": ("ef", "eg", lambda x, w: _split(x @ w)),
+    "bare, by heads": ("ehf", "ehg", lambda x, w: jnp.einsum("bte,ehf->bthf", x, w)),
+}
+
+
+def _rows(w: Any) -> Any:
+    """A weight whose heads are an axis of their own, as a matrix."""
+    return w if len(w.shape) == 2 else jnp.reshape(w, (-1, w.shape[-1]))
+
+
+_OUT_OF: dict[str, Callable[..., Any]] = {
+    "biased": lambda a, w: gemm_epilogue(_merge(a), _rows(w)),
+    "bare": lambda a, w: _merge(a) @ _rows(w),
+    "bare, by heads": lambda a, w: jnp.einsum("bthg,hge->bte", a, w),
 }
 
 
 def _layers() -> Iterator[Form]:
-    for (name, (axes, project, output)), (last, linear), gated, first in itertools.product(
-        _PROJECTIONS.items(), _LINEAR.items(), (False, True), (True, False)
-    ):
+    kinds = itertools.product(_INTO.items(), _OUT_OF.items(), _LINEAR.items(), (False, True), (True, False))
+    for (name, (qk, v, project)), (end, output), (last, linear), gated, first in kinds:
+        if end == "bare, by heads" and len(qk) == 2:
+            continue  # a weight with an axis for the heads beside weights without one
 
         def attend(
             x: Any, q: Any, k: Any, v: Any, o: Any, scale: Any, project: Any = project, output: Any = output
@@ -107,12 +116,11 @@ def _layers() -> Iterator[Form]:
             x = layer_norm(x + attend(x, *weights[:4], scale), epsilon=one)
             return layer_norm(x + feed(x, *weights[4:]), epsilon=two)
 
-        qk, v, o = axes
-        leaves = {"x": "bte", "q": qk, "k": qk, "v": v, "o": o, "up": "en", "down": "ne"}
+        leaves = {"x": "bte", "q": qk, "k": qk, "v": v, "o": "hge" if len(qk) == 3 else "ge", "up": "en", "down": "ne"}
         leaves |= {"gate": "en"} if gated else {}
         order = "norm before" if first else "norm after"
         example = _example(
-            f"transformer layer, {order}, projections {name}, feed-forward {last}{', gated' if gated else ''}",
+            f"transformer layer, {order}, projections {name}, their result's {end}, feed-forward {last}{', gated' if gated else ''}",
             pre if first else post, leaves, ("scale", "epsilon", "epsilon of the second"),
         )  # fmt: skip
         text = f"a transformer layer ({order} attention and feed-forward{', gated' if gated else ''})"

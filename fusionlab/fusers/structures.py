@@ -67,6 +67,8 @@ class Structure:
         where = f" ({self.source})" if self.source else ""
         return f"{self.id}: {self.text}{where}"
 
+    __repr__ = __str__
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
         return {

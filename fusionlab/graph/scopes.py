@@ -152,6 +152,11 @@ def is_differentiated(eqn: Any) -> bool:
     return "jvp(" in str(eqn.source_info.name_stack)
 
 
+def in_differentiated(node: Any) -> bool:
+    """The same of a node, also inside calls and regions that JAX has differentiated: their own equations do not say so."""
+    return any(is_differentiated(eqn) for eqn in (*node.calls, node.eqn))
+
+
 @functools.lru_cache(maxsize=65536)
 def clean_scope(raw: str) -> str:
     names, backward = [], None

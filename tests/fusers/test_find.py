@@ -487,3 +487,24 @@ def test_a_pass_of_ones_own_is_asked_like_the_built_in_ones():
     assert [r.id for r in found.rejections] == ["sines@#1", "sines@#2"]
     assert str(found).splitlines()[0] == "sines: 0 subgraphs fused, 2 declined (structure x2), nodes 3 -> 3"
     assert str(found).splitlines()[2].startswith("  [structure] 2 sites, sines@#1 and more at test_find.py:")
+
+
+def test_a_value_that_no_node_makes_is_explained_too():
+    found = fl.find(
+        lambda params, x: jax.lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, params["w"])[0], {"w": W[None]}, X
+    )
+    assert "the argument params['w']" in found.explain("%0")
+    assert "read by" in found.explain("%0")
+    body = next(b for b in found.graph.blocks() if b.path)
+    assert f"given to {body.path}" in found.explain(body.inputs[0].name)
+    with pytest.raises(ArgumentError, match="no node makes %999"):
+        found.explain("%999")
+
+
+def test_the_edit_in_a_scan_of_a_differentiated_program_is_to_fuse_first():
+    def loss(w, x):
+        return jax.lax.scan(lambda h, v: (jax.nn.gelu(h @ v), None), x, w)[0].sum()
+
+    found = fl.find(jax.grad(loss), jnp.stack([W, W, W]), X)
+    edits = {r.edit for r in found.rejections if r.code == "escapes"}
+    assert edits == {"fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"}

@@ -59,6 +59,7 @@ def layer(
     norm=norm,
     first=True,
     biased=True,
+    out_biased=None,
     gated=False,
     causal=False,
     act=jax.nn.gelu,
@@ -68,6 +69,7 @@ def layer(
 ):
     """A transformer layer as people write it."""
     by_heads = p["q"].ndim == 3
+    end_biased = biased if out_biased is None else out_biased
 
     def linear(h, w, b):
         return h @ p[w] + p[b] if biased else h @ p[w]
@@ -88,8 +90,9 @@ def layer(
         a = jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(s), v)
         if by_heads:
             y = jnp.einsum("bthc,hce->bte", a, p["o"])
-            return y + p["bo"] if biased else y
-        return linear(a.reshape(*a.shape[:2], -1), "o", "bo")
+        else:
+            y = a.reshape(*a.shape[:2], -1) @ p["o"]
+        return y + p["bo"] if end_biased else y
 
     def feed(h):
         u = act(linear(h, "up", "bu"))
@@ -112,11 +115,16 @@ SPELLINGS = {
     "gated, no biases": {"gated": True, "biased": False, "norm": rms},
     "causal": {"causal": True},
     "relu, norm after": {"act": jax.nn.relu, "first": False},
+    "the result alone bare": {"out_biased": False},
+    "the result alone biased": {"biased": False, "out_biased": True},
 }
 
 
-@pytest.mark.parametrize("by_heads", [False, True], ids=["split", "by heads"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+# Weights with an axis for the heads, of which only some are biased, are not among the examples.
+BOTH = [(name, by_heads) for name in SPELLINGS for by_heads in (False, True) if not (by_heads and "alone" in name)]
+
+
+@pytest.mark.parametrize(("spelling", "by_heads"), BOTH)
 def test_a_transformer_layer_is_one_structure_in_every_spelling(spelling, by_heads):
     p = weights(heads=2 if by_heads else None)
     found = fl.find(lambda p, x: layer(p, x, **SPELLINGS[spelling]), p, INPUT)
