@@ -11,7 +11,7 @@ from ..graph.canonical import View
 from ..graph.ir import Graph, Value
 from ..graph.joined import joined_views
 from ..graph.region import Region
-from ..graph.scopes import is_backward
+from ..graph.scopes import in_backward
 from ..graph.views import views
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class Pair:
 
 
 def pairs_of(found: Findings) -> tuple[Pair, ...]:
-    """Every site of `found` whose backward pass stands in the same block, in program order."""
+    """Every site of `found` whose backward pass is in the program, in program order."""
     items = [(item, item.region) for item in (*found.candidates, *found.rejections) if item.region is not None]
-    if not items or not any(is_backward(n.eqn) for n in found.graph.nodes()):
+    if not items or not any(map(in_backward, found.graph.nodes())):
         return ()
-    search = _Search(found.graph)
+    search = _Search(found.graph, {region.block.path for _, region in items})
     ordered = sorted(items, key=lambda pair: pair[1].nodes[0].id)
     backs = ((item.id, search.backward(region)) for item, region in ordered)
     return tuple(Pair(name, b.cotangent, b.gradients, b.absent) for name, b in backs if b is not None)
@@ -70,13 +70,12 @@ def pairs_of(found: Findings) -> tuple[Pair, ...]:
 class _Search:
     """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, paths: set[str]) -> None:
         self.derivatives = Derivatives()
         self.places: dict[str, list[tuple[View, Sums]]] = {}
-        for view, _ in views(graph):
-            self.places.setdefault(view.block.path, []).append((view, Sums(view)))
-        for path, view in joined_views(graph):
-            self.places.setdefault(path, []).append((view, Sums(view)))
+        for path, view in (*((v.block.path, v) for v, _ in views(graph)), *joined_views(graph)):
+            if path in paths:
+                self.places.setdefault(path, []).append((view, Sums(view)))
 
     def backward(self, region: Region) -> Backward | None:
         found = (find_backward(view, region, self.derivatives, sums) for view, sums in self.places[region.block.path])

@@ -176,7 +176,9 @@ class Site:
         """
         sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
         reader = escape.user
-        if in_differentiated(escape.node) or (reader is not None and is_backward(reader.eqn)):
+        # What the program itself returns is the user's wish; what a scan's body returns may be kept for the backward pass.
+        kept = in_differentiated(escape.node) and (reader is not None or bool(self.search.block.path))
+        if kept or (reader is not None and is_backward(reader.eqn)):
             sentence += ", as the backward pass of a program that is differentiated already does"
             edit = FUSE_FIRST
         problem = self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)

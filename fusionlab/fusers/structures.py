@@ -126,7 +126,7 @@ class _Searcher:
             for nid in self.view.by_op.get(op, ()):
                 yield from self.row_parallel(nid)
         layers: list[tuple[Match, Structure]] = []
-        for form, found in self.matches(FOLDED, _Searcher.has_op):
+        for form, found in self.matches(FOLDED, self.has_op):
             if form.kind == "glu_pair" and found.leaves["w"] == found.leaves["v"]:
                 continue  # one product, read twice
             structure = self.structure(form, found)
@@ -134,14 +134,12 @@ class _Searcher:
                 layers.append((found, structure))
             yield structure
         yield from self.in_a_row(layers)
-        for _, found in self.matches(SOFTMAX, lambda _, node: node.op in ("prod", "exp")):
+        for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
             yield from self.softmax(found)
         for form, nodes in blends(self.view):
             yield self.of_nodes("lerp", form.text, {n.id: n for n in nodes})
 
-    def matches(
-        self, forms: Sequence[Form], wanted: Callable[[_Searcher, CNode], bool]
-    ) -> Iterator[tuple[Form, Match]]:
+    def matches(self, forms: Sequence[Form], wanted: Callable[[CNode], bool]) -> Iterator[tuple[Form, Match]]:
         """At every node that is `wanted` the first of the forms of each kind."""
         roots: dict[str, list[Form]] = {}
         for form in forms:
@@ -149,7 +147,7 @@ class _Searcher:
             roots.setdefault(pattern.nodes[pattern.root].op, []).append(form)
         for op, here in roots.items():
             for nid in self.view.by_op.get(op, ()):
-                if not wanted(self, self.view.nodes[nid]) or not self.forward(nid):
+                if not wanted(self.view.nodes[nid]) or not self.forward(nid):
                     continue
                 kinds: set[str] = set()
                 for form in here:
@@ -181,7 +179,7 @@ class _Searcher:
 
     def structure(self, form: Form, found: Match) -> Structure:
         leaves = set(found.pattern.leaf_of)
-        inner = [t for p, t in found.nodes.items() if p not in leaves and t != 0]
+        inner = [t for p, t in found.nodes.items() if p not in leaves and t != ONE]
         return self.record(form.kind, form.text, inner)
 
     def record(self, kind: str, text: str, nids: Iterable[int]) -> Structure:

@@ -26,13 +26,13 @@ from .evaluate import is_float
 from .ir import Block, Value
 from .region import VIEWS, Region
 from .rules import inline
+from .scopes import in_backward
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 
 _TERMS = 64  # of one value's gradient
-_CLOSURE = (
-    400  # nodes made of the region's values alone that are looked at; AD makes a few for each of the region's own
-)
+# Nodes made of the region's values alone that are looked at; differentiation makes a few for each of the region's own.
+_CLOSURE = 400
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,17 @@ def find_backward(view: View, region: Region, derivatives: Derivatives, sums: Su
         found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
         values = [sums.find(probe, ref, leaf) for ref, leaf in zip(found, floats, strict=True)]
         gradients = {names[leaf.id]: v for leaf, v in zip(floats, values, strict=True) if v is not None}
-        if gradients and (best is None or len(gradients) > len(best.gradients)):
+        if not any(_is_backward(view, v) for v in gradients.values()):
+            continue  # x.T @ v of a forward pass is the gradient of x @ w, were v its cotangent
+        if best is None or len(gradients) > len(best.gradients):
             absent = tuple(names[leaf.id] for leaf, v in zip(floats, values, strict=True) if v is None)
             best = Backward(cotangent, gradients, absent)
     return best
+
+
+def _is_backward(view: View, value: Value) -> bool:
+    maker = view.block.producer.get(value.id)
+    return maker is not None and in_backward(maker)
 
 
 Term = tuple[Coef, int, tuple[int | None, ...]]  # a factor, a node, and the node's axis at each axis of the value

@@ -16,7 +16,7 @@ from .compat import scan_counts
 from .ir import Atom, Block, Graph, Node, Value
 from .rules import literal_inputs
 
-_WHOLE = frozenset("jit pjit remat2 remat checkpoint custom_vjp_call custom_jvp_call".split())
+_WHOLE = frozenset("jit pjit remat2 remat checkpoint cond".split())  # each body is given and returns whole values
 
 
 def joined_views(graph: Graph) -> Iterator[tuple[str, View]]:
@@ -45,7 +45,7 @@ def _pairs(block: Block) -> Iterator[tuple[Node, Node]]:
             if maker is not None and maker.blocks:
                 makers[maker.id] = maker
         for forward in makers.values():
-            if forward.primitive == backward.primitive and len(forward.blocks) == len(backward.blocks):
+            if _same_run(forward, backward):
                 yield forward, backward
 
 
@@ -75,7 +75,7 @@ def _known(block: Block, forward: Node, one: Block, backward: Node, two: Block) 
                 if mine == place and isinstance(outer, Value) and outer.id == source.id:
                     known[i] = inner
                     break
-    return known if _same_run(forward, backward) else {}
+    return known
 
 
 Place = Any  # where an operand or result stands: two values are the same only in the same kind of place
@@ -107,14 +107,15 @@ def _result_places(node: Node) -> list[Place | None]:
         return [None] * carried + ["x"] * (len(node.outputs) - carried)
     if node.primitive == "shard_map":
         return [str(s) for s in node.params["out_specs"]]
-    return ["whole" if node.primitive in _WHOLE or node.primitive == "cond" else None] * len(node.outputs)
+    return ["whole"] * len(node.outputs)
 
 
 def _same_run(forward: Node, backward: Node) -> bool:
-    """Whether the second goes through the same entries, branch or devices as the first."""
+    """Whether the second is a region of the same kind that goes through the same entries, branch or devices as the first."""
+    if forward.primitive != backward.primitive or len(forward.blocks) != len(backward.blocks):
+        return False
     if forward.primitive == "scan":
-        one, two = forward.params, backward.params
-        return one["length"] == two["length"]
+        return forward.params["length"] == backward.params["length"]
     if forward.primitive == "cond":
         first, second = forward.inputs[0], backward.inputs[0]
         return isinstance(first, Value) and isinstance(second, Value) and first.id == second.id

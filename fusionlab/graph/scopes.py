@@ -157,6 +157,11 @@ def in_differentiated(node: Any) -> bool:
     return any(is_differentiated(eqn) for eqn in (*node.calls, node.eqn))
 
 
+def in_backward(node: Any) -> bool:
+    """Whether a node belongs to a backward pass: it, or a call or region around it. `add_any` occurs nowhere else."""
+    return node.primitive == "add_any" or any(is_backward(eqn) for eqn in (*node.calls, node.eqn))
+
+
 @functools.lru_cache(maxsize=65536)
 def clean_scope(raw: str) -> str:
     names, backward = [], None

@@ -508,3 +508,14 @@ def test_the_edit_in_a_scan_of_a_differentiated_program_is_to_fuse_first():
     found = fl.find(jax.grad(loss), jnp.stack([W, W, W]), X)
     edits = {r.edit for r in found.rejections if r.code == "escapes"}
     assert edits == {"fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"}
+
+
+def test_what_the_user_returns_from_a_differentiated_program_is_not_blamed_on_the_backward_pass():
+    def loss(w):
+        h = X @ w + B
+        return jax.nn.relu(h).sum(), h
+
+    found = fl.find(lambda w: jax.value_and_grad(loss, has_aux=True)(w)[0], W)
+    (declined,) = [r for r in found.rejections if r.code == "escapes"]
+    assert declined.sentence.endswith("is also returned")
+    assert "jax.grad(fl.fuse(loss))" not in declined.edit

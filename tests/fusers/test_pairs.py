@@ -105,6 +105,30 @@ def test_a_scan_over_other_entries_is_not_the_backward_pass():
     assert first.id not in blocks
 
 
+def test_what_a_forward_pass_computes_is_no_backward_pass():
+    """x.T @ v would be the gradient of x @ w if v were its cotangent; the gradient that is taken here is another function's."""
+
+    def gram(x, w, v, u):
+        return x @ w + B, x.T @ v, jax.grad(lambda u: jnp.sum(jnp.sin(u)))(u)
+
+    found = fl.find(gram, X, W, X + 1, B)
+    assert len(found.candidates) == 1
+    assert found.pairs == ()
+
+
+def test_regions_in_a_row_that_do_not_run_back_are_no_obstacle():
+    def loops(w):
+        step = (lambda c: c[0] < 3.0, lambda c: (c[0] + 1, c[1] * 2), (0.0, 1.0))
+        once = jax.lax.while_loop(*step)
+        solved = jax.lax.custom_linear_solve(lambda v: v * 2, once[1] * B, lambda _, b: b / 2, lambda _, b: b / 2)
+        again = jax.lax.custom_linear_solve(lambda v: v * 2, solved, lambda _, b: b / 2, lambda _, b: b / 2)
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(w), jax.lax.while_loop(*step[:2], once), again
+
+    found = fl.find(loops, W)
+    assert isinstance(found.pairs, tuple)
+    assert found.to_dict()["pairs"] == [p.to_dict() for p in found.pairs]
+
+
 def test_a_function_that_is_not_differentiated_has_no_pairs():
     found = fl.find(lambda x: jax.nn.relu(x @ W + B), X)
     assert found.pairs == ()
