@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import gc
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +51,23 @@ def scanned(layers, grad):
     return fl.trace(jax.grad(loss) if grad else loss, params, x, x)
 
 
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """(what `call` gives, its processor seconds): unlike wall time, hardly moved by what else the machine runs.
+
+    What earlier tests left behind is kept from the garbage collector, which would walk all of it on this one's account.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        started = time.process_time()
+        return call(), time.process_time() - started
+    finally:
+        gc.unfreeze()
+
+
 def search(graph):
-    """(findings, processor seconds of the whole search): unlike wall time, hardly moved by what else the machine runs."""
-    started = time.process_time()
-    found = fl.find(graph)
-    return found, time.process_time() - started
+    """(findings, processor seconds of the whole search)."""
+    return timed(lambda: fl.find(graph))
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +140,10 @@ def test_structures_are_linear_in_the_program_too():
                 transformer.inputs(jax.random.key(1), 2, 16, 32),
             )
         )
-        found = fl.find(stack, params, x)
-        started = time.process_time()
-        structures = found.structures
-        seconds[n] = time.process_time() - started
+        graph = fl.trace(stack, params, x)
+        runs = [timed(lambda found=found: found.structures) for found in (fl.find(graph) for _ in range(3))]
+        structures, seconds[n] = runs[0][0], min(s for _, s in runs)
         count = collections.Counter(s.kind for s in structures)
         assert count == {"transformer_layer": n, "repeated_layers": 1, "qkv_siblings": n, "residual_norm": 2 * n - 1}
     print(f"structures of 24 and 96 layers: {seconds[24]:.2f} s and {seconds[96]:.2f} s")
-    assert seconds[96] < 4.5 * max(seconds[24], 0.1)
+    assert seconds[96] < 4.5 * seconds[24]
