@@ -1,12 +1,16 @@
 """Random programs: whether fusionlab's rewrite of each is the program itself, judged against float64.
 
-    python -m benchmarks random_programs [--start 0] [--count 10000] [--resume] [--compiled-every 20] [-o FILE]
+    python -m benchmarks random_programs [--start 0] [--count 10000] [--resume] [--compiled-every 20] [--train-steps] [-o FILE]
 
 A program is a function of its seed (tests/soundness/generator.py): planted sites, right and wrong, in random surroundings.
 Where sites are accepted, outputs and gradients of the fused program are compared with the original's
 (tests/soundness/judge.py). The record is written every minute, and read again with `--resume`: seeds it holds are not
 run again, failing ones excepted; its `runs` say which commit, versions and machine judged how many. A
 seed whose rewrite is wrong, or at which something raised, is recorded with the reason; the exit status is 1 then.
+
+With `--train-steps` what is run is a whole train step of each program, differentiated already (tests/soundness/train_steps.py), and
+loss, gradients, updated arguments and the optimiser's state are compared; the record is a file of its own, and its `pairs` counts the
+sites that were fused together with their backward passes.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "random_programs.json"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+PROGRAMS, TRAIN_STEPS = "random_programs.json", "random_train_steps.json"
 VERDICTS = ("same", "no site", "uncomparable", "wrong", "raised")
 _SAVE_S = 60.0
 _FORGET = 100  # programs after which JAX's caches are dropped: nothing in them is of use to the next
@@ -31,7 +36,7 @@ _FORGET = 100  # programs after which JAX's caches are dropped: nothing in them 
 
 def empty() -> dict[str, Any]:
     """A record of nothing."""
-    zero: dict[str, Any] = {key: {} for key in ("candidates", "rejections", "uncomparable", "failing")}
+    zero: dict[str, Any] = {key: {} for key in ("candidates", "pairs", "rejections", "uncomparable", "failing")}
     return {
         "seeds": [],
         "verdicts": dict.fromkeys(VERDICTS, 0),
@@ -54,7 +59,7 @@ def add(record: dict[str, Any], judgement: Any, compiled: bool) -> None:
     if judgement.verdict in ("wrong", "raised"):
         record["failing"][str(judgement.seed)] = f"{judgement.verdict}: {judgement.reason}"
         return
-    for key in ("candidates", "rejections"):
+    for key in ("candidates", "pairs", "rejections"):
         counts = collections.Counter(record[key]) + collections.Counter(getattr(judgement, key))
         record[key] = dict(sorted(counts.items()))
     if judgement.verdict == "uncomparable":
@@ -88,11 +93,14 @@ def holds(ranges: Iterable[Sequence[int]], seed: int) -> bool:
     return any(first <= seed <= last for first, last in ranges)
 
 
-def judged(seed: int, compiled: bool) -> Any:
-    """The judgement of a seed; one of verdict "raised" where anything raises."""
-    generator, judges = (importlib.import_module(f"soundness.{name}") for name in ("generator", "judge"))
+def judged(seed: int, compiled: bool, train_steps: bool = False) -> Any:
+    """The judgement of a seed, or of its train step; one of verdict "raised" where anything raises."""
+    generator, steps, judges = (
+        importlib.import_module(f"soundness.{n}") for n in ("generator", "train_steps", "judge")
+    )
+    made = steps.train_step if train_steps else generator.program
     try:
-        return judges.judge(generator.program(seed), compiled)
+        return judges.judge(made(seed), compiled)
     except Exception as error:  # whatever it is, it goes into the record
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:300]
@@ -100,15 +108,15 @@ def judged(seed: int, compiled: bool) -> Any:
         return judges.Judgement(seed, "raised", f"{type(error).__name__} at {place}: {text}")
 
 
-def run(record: dict[str, Any], seeds: Iterable[int], every: int, save: Any) -> None:
-    """Judges the seeds, in order; `save()` is called now and then, and at the end."""
+def run(record: dict[str, Any], seeds: Iterable[int], every: int, train_steps: bool, save: Any) -> None:
+    """Judges the seeds, or their train steps, in order; `save()` is called now and then, and at the end."""
     import jax
 
     started = saved = time.perf_counter()
     before = record["seconds"]
     for count, seed in enumerate(seeds, 1):
         compiled = bool(every) and seed % every == 0
-        found = judged(seed, compiled)
+        found = judged(seed, compiled, train_steps)
         add(record, found, compiled)
         if found.verdict in ("wrong", "raised"):
             print(f"seed {seed}: {found.verdict}: {found.reason}", flush=True)
@@ -126,8 +134,10 @@ def run(record: dict[str, Any], seeds: Iterable[int], every: int, save: Any) -> 
 def summary(record: dict[str, Any]) -> str:
     programs = sum(record["verdicts"].values())
     counts = ", ".join(f"{n} {verdict}" for verdict, n in record["verdicts"].items())
-    sites = ", ".join(f"{n} {name}" for name, n in record["candidates"].items()) or "none"
-    return f"in all {programs}: {counts}; sites fused: {sites}"
+    sites, pairs = (
+        ", ".join(f"{n} {name}" for name, n in record[key].items()) or "none" for key in ("candidates", "pairs")
+    )
+    return f"in all {programs}: {counts}; sites fused: {sites}; with their backward passes: {pairs}"
 
 
 def main(argv: list[str]) -> int:
@@ -139,8 +149,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--compiled-every", type=int, default=20, help="every so manieth program is compiled too; 0: none"
     )
-    parser.add_argument("-o", "--output", type=Path, default=OUTPUT, help="where the JSON record is")
+    parser.add_argument("--train-steps", action="store_true", help="a differentiated train step of each program")
+    parser.add_argument("-o", "--output", type=Path, help="where the JSON record is")
     options = parser.parse_args(argv)
+    output = options.output or RESULTS / (TRAIN_STEPS if options.train_steps else PROGRAMS)
     sys.path.insert(0, str(ROOT / "tests"))
 
     import jax
@@ -150,8 +162,8 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     where = environment()
     record = empty()
-    if options.resume and options.output.exists():
-        record |= without_failures(load_json(options.output)["result"])
+    if options.resume and output.exists():
+        record |= without_failures(load_json(output)["result"])
     wanted = range(options.start, options.start + options.count)
     seeds = [s for s in wanted if not holds(record["seeds"], s)]
 
@@ -168,10 +180,10 @@ def main(argv: list[str]) -> int:
     def save() -> None:
         this["programs"] = sum(record["verdicts"].values()) - before
         command = " ".join(["python", "-m", "benchmarks", "random_programs", *argv])
-        save_json(options.output, {"command": command, "what": __doc__, "result": record})
+        save_json(output, {"command": command, "what": __doc__, "result": record})
 
-    run(record, seeds, options.compiled_every, save)
-    print(f"{summary(record)}\n{where}\nrecord: {options.output}")
+    run(record, seeds, options.compiled_every, options.train_steps, save)
+    print(f"{summary(record)}\n{where}\nrecord: {output}")
     return 1 if record["failing"] else 0
 
 

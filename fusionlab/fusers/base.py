@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +22,8 @@ from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
+
+GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
 class Pass(Protocol):
@@ -60,7 +62,8 @@ class Pass(Protocol):
 class Search:
     """One pass over one block.
 
-    Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse).
+    Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse),
+    `differentiated` (there is a backward pass in the program).
     """
 
     graph: Graph
@@ -69,10 +72,16 @@ class Search:
     certifier: Certifier
     options: Mapping[str, Any] = field(default_factory=dict)
     implementation: str | None = None
+    differentiated: bool = False
 
     @property
     def block(self) -> Any:
         return self.view.block
+
+    @property
+    def gradient(self) -> bool:
+        """Whether the pass's `_grad` is on: else the gradient is JAX's own of the reference."""
+        return self.options.get(GRADIENT, True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +125,8 @@ def propose(
     concepts: Sequence[str] = (),
 ) -> Any:
     """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`."""
+    if not search.gradient:
+        plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
     problem = _unfit(region)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
@@ -199,7 +210,8 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs]))
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
-    residuals = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
+    saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
+    residuals = saved if search.gradient else ()
     backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
     return _Facts(verdict, program, residuals, backends)
 

@@ -28,7 +28,7 @@ from .attention_plan import attributes_of, plan_of
 from .base import Search, all_nodes, anchor_text, propose
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
-from .site import Site
+from .site import Site, with_concepts
 
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
@@ -145,7 +145,7 @@ class _Site(Site):
         if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
             return outcome
         kind = self.kind or ("masked" if read.steps or read.tail.change else "unmasked")
-        return replace(outcome, concepts=("attention", f"attention_{kind}"))
+        return with_concepts(outcome, ("attention", f"attention_{kind}"))
 
     def read(self) -> Reading | Miss:
         """The site's spelling, from the outside in; the miss that came furthest if it has none."""
@@ -224,16 +224,20 @@ class _Site(Site):
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
-        leaks = escapes(region)
+        whole, leaks = region, escapes(region)
+
+        def proposed() -> Candidate | Rejection:
+            region = _without(whole, dropped)
+            attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
+                "precision": self.precision(region)
+            }
+            plan = plan_of(self.search, read, region, masks, attrs)
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks)))
+
         if leaks:
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            return self.escaping(leaks[0], edit, region.nodes, region=region)
-        region = _without(region, dropped)
-        attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
-            "precision": self.precision(region)
-        }
-        plan = plan_of(self.search, read, region, masks, attrs)
-        return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks)))
+            return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
+        return proposed()
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
         """Factors on the probabilities that are all one."""

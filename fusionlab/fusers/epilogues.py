@@ -34,9 +34,8 @@ class Epilogue:
     def __init__(self, site: Site, start: Value, biased: bool) -> None:
         self.site, self.start, self.biased = site, start, biased
         self.view, self.certifier = site.view, site.search.certifier
-        self.leaking: Value | None = (
-            None  # the end of the activation that was declined for who else reads its inner values
-        )
+        # The end and the name of the activation that was declined for who else reads its inner values.
+        self.leaking: tuple[Value, str] | None = None
 
     def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
         """The last recognised function of the start that nothing escapes from, or why there is none."""
@@ -61,7 +60,7 @@ class Epilogue:
                 continue  # a part of a larger function, which is the one to speak of
             edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
             if problem is None:
-                self.leaking = value
+                self.leaking = value, known.name
                 problem = self.site.escaping(leak, edit, nodes, known.name, concepts_of(False, known.name))
         if problem is None and first_unknown is not None:
             problem = self.unknown(nodes, *first_unknown)

@@ -14,8 +14,9 @@ from ..graph.certify import Certifier
 from ..graph.ir import Graph, Node
 from ..graph.views import views
 from ..kernels import meaning_of
-from .base import Pass, Search
+from .base import GRADIENT, Pass, Search
 from .findings import Candidate, Findings, Rejection
+from .pairing import is_differentiated, with_backward
 
 
 def find_in(
@@ -61,18 +62,26 @@ def _find_in(
     found_views = list(views(graph))
     seconds = {"canonicalise": time.perf_counter() - started}
     found: list[Candidate | Rejection] = []
+    differentiated = is_differentiated(graph)
     for pass_, options in passes:
         if implementation is not None and implementation not in _implementations(pass_):
             continue
         started = time.perf_counter()
         for view, owner in found_views:
-            search = Search(graph, view, device, certifier, options, implementation)
+            search = Search(graph, view, device, certifier, options, implementation, differentiated)
             for item in pass_.search(search):
                 found.append(_inside_rule(item, owner) if owner is not None else item)
         seconds[pass_.name] = time.perf_counter() - started
+    if differentiated:
+        started = time.perf_counter()
+        certifier_views = [view for view, _ in found_views]
+        found = with_backward(graph, certifier_views, found, certifier)
+        seconds["pairs"] = time.perf_counter() - started
     candidates, rejections = _settle(found)
     names = tuple(p.name for p, _ in passes)
-    return Findings(graph, names, *_number(candidates, rejections), seconds, str(device))
+    gradients = tuple(f"{p.name}_grad" for p, options in passes if options.get(GRADIENT, True))
+    found_all = _number(candidates, rejections)
+    return Findings(graph, names, *found_all, seconds, str(device), gradients=gradients, differentiated=differentiated)
 
 
 def _implementations(pass_: Pass) -> Mapping[str, Any]:
@@ -169,9 +178,13 @@ def _number(
         counter[item.id] = counter.get(item.id, 0) + 1
         ids[id(item)] = f"{item.id}#{counter[item.id]}"
     winners = {str(key): name for key, name in ids.items()}
-    new_c = tuple(replace(c, id=ids[id(c)]) for c in sorted(candidates, key=lambda c: first[id(c)]))
+
+    def told(item: Candidate | Rejection) -> Any:
+        return item.backward and replace(item.backward, site=ids[id(item)])
+
+    new_c = tuple(replace(c, id=ids[id(c)], backward=told(c)) for c in sorted(candidates, key=lambda c: first[id(c)]))
     new_r = tuple(
-        replace(r, id=ids[id(r)], winner=winners.get(r.winner or ""))
+        replace(r, id=ids[id(r)], winner=winners.get(r.winner or ""), backward=told(r))
         for r in sorted(rejections, key=lambda r: first[id(r)])
     )
     return new_c, new_r

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from ..graph.text import node_text
 from ..graph.trace import graph_of_jaxpr
 from ..kernels.implementation import BackendVerdict as Backend
 from ..kernels.implementation import Residual
-from .pairs import Pair, pairs_of, told_together
+from .pairs import Pair, told_together
 from .report import columns_of, counted, nameless, together, which
 from .structures import Structure, structures_of
 
+RUNS_UNDER_GRAD = "runs under jax.grad"
 _LINES = 20  # of reasons that a printed report holds before it is cut short
 
 
@@ -48,6 +49,8 @@ class Candidate:
       program: what replaces the site, as a function of its leaves' values in the order the site reads them.
       site: the rewriter's own record (opaque to readers).
       region: the site's nodes and values (opaque to readers).
+      backward: its backward pass, in a program that is differentiated already.
+      otherwise: what stands here if it cannot be fused with its backward pass, which reads its inner values (during a search only).
     """
 
     id: str
@@ -69,10 +72,17 @@ class Candidate:
     program: Block | None = dataclasses.field(default=None, repr=False)
     site: Any = dataclasses.field(default=None, repr=False)
     region: Region | None = dataclasses.field(default=None, repr=False)
+    backward: Pair | None = None
+    otherwise: Callable[[], Iterable[Candidate | Rejection]] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def scope(self) -> str:
         return self.id.partition("@")[2].rpartition("#")[0]
+
+    @property
+    def all_node_ids(self) -> frozenset[int]:
+        """`node_ids`, and those of its backward pass that are fused with it."""
+        return self.node_ids | (self.backward.node_ids if self.backward else frozenset())
 
     @property
     def backend(self) -> Backend | None:
@@ -124,6 +134,7 @@ class Rejection:
       winner: for `overlap`, the id of the candidate that took the nodes.
       concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
       region: of a site that is whole but for what reads its inner values: its nodes and values (opaque to readers).
+      backward: its backward pass, which is not fused either.
     """
 
     id: str
@@ -139,6 +150,7 @@ class Rejection:
     winner: str | None = None
     concepts: tuple[str, ...] = ()
     region: Region | None = dataclasses.field(default=None, repr=False)
+    backward: Pair | None = None
 
     @property
     def scope(self) -> str:
@@ -173,7 +185,8 @@ class Findings:
     """All candidates and rejections of a search over one graph.
 
     Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
-    are judged for), `notes` (sentences on the search).
+    are judged for), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
+    program has a backward pass in it).
     """
 
     graph: Graph
@@ -183,10 +196,23 @@ class Findings:
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     device: str = ""
     notes: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    differentiated: bool = False
 
-    def counts(self) -> dict[str, int]:
-        """Pass name -> number of candidates; every pass asked is a key, zeros too."""
-        return {p: sum(c.pass_name == p for c in self.candidates) for p in self.passes}
+    def counts(self) -> dict[str, int | str]:
+        """Pass name -> number of candidates; every pass asked is a key, zeros too.
+
+        "<pass>_grad" is a key where the gradient is fused too: the number of candidates that are fused with their backward passes, in
+        a program that is differentiated already; in any other the words "runs under jax.grad", for it is fused then.
+        """
+        found: dict[str, int | str] = {}
+        for p in self.passes:
+            mine = [c for c in self.candidates if c.pass_name == p]
+            found[p] = len(mine)
+            if f"{p}_grad" in self.gradients:
+                fused = sum(c.backward is not None and c.backward.stays is None for c in mine)
+                found[f"{p}_grad"] = fused if self.differentiated else RUNS_UNDER_GRAD
+        return found
 
     def concepts(self) -> dict[str, int]:
         """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
@@ -200,12 +226,13 @@ class Findings:
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
         """The forward sites, fused or declined, whose gradient this program computes as well: it was differentiated already."""
-        return pairs_of(self)
+        items = sorted((*self.candidates, *self.rejections), key=lambda x: x.region.nodes[0].id if x.region else -1)
+        return tuple(item.backward for item in items if item.backward is not None)
 
     def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
         """Every candidate or rejection that touches a node."""
         nid = node if isinstance(node, int) else node.id
-        hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.node_ids]
+        hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.all_node_ids]
         return hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids]
 
     def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
@@ -254,8 +281,17 @@ class Findings:
         return f"{pass_name}: {len(mine)} subgraphs fused, {len(declined)} declined{why}, nodes {before} -> {after}"
 
     def lines(self) -> list[str]:
-        """The line of every pass asked, in order."""
-        return [self.line(p) for p in self.passes] or ["no passes asked"]
+        """The line of every pass asked, in order; that of its gradient, where there is something to say, after it."""
+        told = ((self.line(p), *self._gradient_line(p)) for p in self.passes)
+        return [line for lines in told for line in lines] or ["no passes asked"]
+
+    def _gradient_line(self, pass_name: str) -> list[str]:
+        """ "gemm_epilogue_grad: 3 subgraphs fused", "gemm_epilogue_grad: runs under jax.grad"; none where nothing is fused forward."""
+        counts = self.counts()
+        fused = counts.get(f"{pass_name}_grad")
+        if fused is None or not counts[pass_name]:
+            return []
+        return [f"{pass_name}_grad: {fused if isinstance(fused, str) else f'{fused} subgraphs fused'}"]
 
     def __str__(self) -> str:
         """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""

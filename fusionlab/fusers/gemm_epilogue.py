@@ -91,8 +91,23 @@ class _Site(LinearSite):
         if end is not None and name is not None:
             yield self.candidate(linear, end, name, ())
             return
+
+        def otherwise() -> Iterator[Candidate | Rejection]:
+            return self.linear_part(linear, problem, behind.leaking)
+
+        if behind.leaking is not None and self.search.differentiated:
+            outcome = self.candidate(linear, *behind.leaking, ())
+            if isinstance(outcome, Candidate):
+                yield replace(outcome, otherwise=otherwise)
+                return
+        yield from otherwise()
+
+    def linear_part(
+        self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
+    ) -> Iterator[Candidate | Rejection]:
+        """The product with its bias, where the activation behind it is not fused, and why that is not."""
         if problem is not None:
-            yield replace(problem, region=self.whole(linear, behind.leaking))
+            yield replace(problem, region=self.whole(linear, leaking))
         summed = None if linear.bias else summed_over_devices(self, self.product)
         notes = (f"linear part only: {problem.sentence}",) if problem else ()
         if linear.bias:
@@ -101,10 +116,10 @@ class _Site(LinearSite):
             notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
             yield self.candidate(linear, linear.value, "none", notes)
 
-    def whole(self, linear: Linear, end: Value | None) -> Region | None:
-        """The product with an activation that ends in `end`, as a region; None where it cannot be cut out."""
+    def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:
+        """The product with the activation that was declined, as a region; None where it cannot be cut out."""
         try:
-            return None if end is None else cut(self.view, end, linear.leaves, as_read=frozenset({"x"}))
+            return None if leaking is None else cut(self.view, leaking[0], linear.leaves, as_read=frozenset({"x"}))
         except NotARegion:
             return None
 
@@ -118,7 +133,16 @@ class _Site(LinearSite):
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
         concepts = concepts_of(linear.bias, activation)
-        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
+
+        def proposed() -> Candidate | Rejection:
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
+
+        leaks = escapes(region)
+        if not leaks:
+            return proposed()
+        edit = "compute the outside use from x, w and b again"
+        problem = self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
+        return self.unless_paired(problem, proposed)
 
     def conditions(self, linear: Linear, region: Region, activation: str) -> Rejection | None:
         if self.anchor not in region.nodes:
@@ -147,10 +171,6 @@ class _Site(LinearSite):
         if not close(scale, 1.0):
             sentence = f"{anchor_text(self.anchor)}: the product is multiplied by {scale:g} before the bias"
             return self.rejection("scalar", sentence, [self.anchor], None, "fold the factor into x or w")
-        leaks = escapes(region)
-        if leaks:
-            edit = "compute the outside use from x, w and b again"
-            return self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
         return None
 
     def scale(self, linear: Linear, region: Region) -> float:

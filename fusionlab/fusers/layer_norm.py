@@ -31,7 +31,7 @@ from .base import Plan, Search, anchor_text, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norms import ROOTS, Surroundings
-from .site import Site
+from .site import Site, with_concepts
 
 _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
@@ -196,6 +196,7 @@ class _Site(Site):
     def examine(self) -> Candidate | Rejection:
         """The candidate with the furthest result; else why the furthest match is none; else the nearest miss."""
         problem: Rejection | None = None
+        paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         best: Miss | None = None
         for value in self.around.results:
             if narrows(value.dtype, self.around.x.dtype):
@@ -203,13 +204,15 @@ class _Site(Site):
             found = self.matched(value)
             if isinstance(found, Match):
                 outcome = self.named(self.candidate(found, value), found.pattern.example)
-                if isinstance(outcome, Candidate):
-                    return outcome
-                problem = problem or outcome
+                if isinstance(outcome, Candidate) and outcome.otherwise is None:
+                    return outcome if paired is None else replace(paired, otherwise=lambda c=outcome: (c,))
+                paired = paired or (outcome if isinstance(outcome, Candidate) else None)
+                problem = problem or (outcome if isinstance(outcome, Rejection) else None)
             elif found is not None and (best is None or found.matched > best.matched):
                 best = found
-        if problem is not None:
-            return problem
+        outcome = paired or problem
+        if outcome is not None:
+            return outcome
         return self.nearly() or self.uneven() or self.held() or self.missed(self.some(best))
 
     def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
@@ -218,7 +221,7 @@ class _Site(Site):
             outcome.code in ("scalar", "structure", "value") or (outcome.code == "axes" and self.over_batch())
         ):
             return outcome
-        return replace(outcome, concepts=(f"{example.name.partition('_')[0]}_norm",))
+        return with_concepts(outcome, (f"{example.name.partition('_')[0]}_norm",))
 
     def over_batch(self) -> bool:
         """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
@@ -303,10 +306,14 @@ class _Site(Site):
                 return problem
             leaks = escapes(region)
             if leaks:
-                return self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
-            plan = _plan(self.search, self.view, found, region)
+                problem = self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
+                return self.unless_paired(problem, lambda: self.proposed(found, region))
+            return self.proposed(found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def proposed(self, found: Match, region: Region) -> Candidate | Rejection:
+        plan = _plan(self.search, self.view, found, region)
         if isinstance(plan, str):
             edit = "move the normalised axes to the end first, with jnp.moveaxis"
             return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..graph.pattern import Example, pattern_of
 from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region
 from ..graph.scopes import in_differentiated, is_backward
 from .base import Pass, Search, anchor_text, escape_text, reject
-from .findings import Rejection
+from .findings import Candidate, Rejection
 
 # Rejection codes of what stands where a pattern has something else, by canonical op.
 _CODES = {
@@ -23,6 +23,14 @@ _CODES = {
     "custom_vjp_call": "custom_rule",
 }
 FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
+
+
+def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
+    """A candidate or rejection with what was recognised there, and so what stands here otherwise."""
+    give = getattr(outcome, "otherwise", None)
+    if give is None:
+        return replace(outcome, concepts=concepts)
+    return replace(outcome, concepts=concepts, otherwise=lambda: [with_concepts(o, concepts) for o in give()])
 
 
 class Site:
@@ -183,6 +191,13 @@ class Site:
             edit = FUSE_FIRST
         problem = self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)
         return replace(problem, region=region)
+
+    def unless_paired(self, problem: Rejection, propose: Callable[[], Candidate | Rejection]) -> Candidate | Rejection:
+        """The rejection of a site whose inner values are read outside; where the backward pass may be who reads them, the site
+        that `propose` gives, to be fused with that.
+        """
+        outcome = propose() if self.search.differentiated else problem
+        return replace(outcome, otherwise=lambda: (problem,)) if isinstance(outcome, Candidate) else problem
 
     def rejection(
         self,

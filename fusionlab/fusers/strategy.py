@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
-from .base import Pass, check_options
+from .base import GRADIENT, Pass, check_options
 
 
 class Strategy(Mapping[str, Any]):
     """A frozen choice of passes: `Strategy(gemm_epilogue=True, dot_product_attention=False)`.
 
-    A value is True, False, or a dict of the pass's options. Passes not named are off. Round-trips through JSON.
+    A value is True, False, or a dict of the pass's options. Passes not named are off. A pass brings its gradient, `<pass>_grad`,
+    with it: `Strategy(gemm_epilogue=True, gemm_epilogue_grad=False)` fuses forward alone, and differentiates as JAX does; a
+    `_grad` alone is refused. Round-trips through JSON.
     """
 
     def __init__(self, **passes: bool | Mapping[str, Any]) -> None:
@@ -66,23 +68,40 @@ def select(
 
     Raises:
       UnknownNameError: a name or option that does not exist; the message lists the valid ones.
+      ArgumentError: a `_grad` without its pass, or with options.
     """
     if passes is None:
         return [(p, {}) for p in registry.values()]
     if isinstance(passes, str):
         passes = [passes]
     chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
-    for name in chosen:
+    for name, value in chosen.items():
+        if name not in registry and name.removesuffix("_grad") not in registry:
+            raise unknown_name("pass", name, (*registry, *map("{}_grad".format, registry)))
         if name not in registry:
-            raise unknown_name("pass", name, registry)
+            _check_gradient(name, value, chosen)
     result = []
     for name, pass_ in registry.items():
         value = chosen.get(name, False)
         options = dict(value) if isinstance(value, Mapping) else {}
         check_options(pass_, options)
+        if chosen.get(f"{name}_grad", True) is False:
+            options[GRADIENT] = False
         if value is not False:
             result.append((pass_, options))
     return result
+
+
+def _check_gradient(name: str, value: Any, chosen: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for a `_grad` that cannot be had."""
+    forward = name.removesuffix("_grad")
+    if isinstance(value, Mapping):
+        raise ArgumentError(f"{name}: got options, needed True or False; it follows the options of {forward}")
+    if value is not False and chosen.get(forward, False) is False:
+        raise ArgumentError(
+            f"passes: got {name} without {forward}, needed both: a fused backward pass reads what the fused forward pass "
+            f"keeps; add {forward}"
+        )
 
 
 _SITE_ID = re.compile(r"(\w+)@.*#\d+")

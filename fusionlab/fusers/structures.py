@@ -15,7 +15,7 @@ from ..graph.ir import Graph, Node
 from ..graph.labelled import Labelled, labels_of
 from ..graph.match import Match, match
 from ..graph.pattern import pattern_of
-from ..graph.region import NotARegion, cut
+from ..graph.region import NotARegion, cut, escapes
 from ..graph.rules import SUMS_OVER_DEVICES
 from ..graph.scopes import Source, is_backward
 from ..graph.views import views
@@ -93,7 +93,8 @@ def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
     """Each block's canonical view, with the candidates of `found` folded into the ops they would become."""
     tiles: dict[str, list[Tile]] = {}
     for c in found.candidates:
-        if c.program is not None:
+        # Inner values that a backward pass reads would not be in the view: those of a site that is fused with it.
+        if c.program is not None and c.region is not None and not escapes(c.region):
             tile = Tile(c.root, c.site.leaves, c.node_ids, c.program, c)
             tiles.setdefault(c.block_path, []).append(tile)
     return views(found.graph, tiles)

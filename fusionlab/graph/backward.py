@@ -31,8 +31,25 @@ from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 
 _TERMS = 64  # of one value's gradient
+_ADDITIONS = ("add", "add_any")
 # Nodes made of the region's values alone that are looked at; differentiation makes a few for each of the region's own.
 _CLOSURE = 400
+
+
+@dataclass(frozen=True)
+class Share:
+    """The gradient of one leaf, as the program has it: a value, or some of the terms of a value that is a sum.
+
+    Attributes:
+      value: the value.
+      own: ids of the values whose sum the gradient is: `value` itself, or terms of it.
+      through: ids of the additions between those and `value`, which add terms from elsewhere as well; None where the gradient
+        cannot be told apart from those.
+    """
+
+    value: Value
+    own: frozenset[int]
+    through: frozenset[int] | None = frozenset()
 
 
 @dataclass(frozen=True)
@@ -40,13 +57,15 @@ class Backward:
     """Where the gradient of a region is computed.
 
     Attributes:
+      view: of the block, or of the two read as one, that it stands in.
       cotangent: the value that is the cotangent of the region's root.
-      gradients: leaf name -> the value that is its gradient, or in which it is a part of the sum.
+      gradients: leaf name -> its gradient.
       absent: leaves of floats whose gradient the program does not compute from this cotangent.
     """
 
+    view: View
     cotangent: Value
-    gradients: dict[str, Value]
+    gradients: dict[str, Share]
     absent: tuple[str, ...]
 
 
@@ -65,12 +84,24 @@ def _derivative(region: Region) -> Block:
     return block_of_jaxpr(with_vjp(lambda *a: function(*a)[0], avals, region.root.aval))
 
 
-def find_backward(view: View, region: Region, derivatives: Derivatives, sums: Sums) -> Backward | None:
-    """The backward pass of a region of `view`, by the cotangent that explains most gradients; None where there is none."""
+def find_backward(
+    view: View,
+    region: Region,
+    derivatives: Derivatives,
+    sums: Sums,
+    expected: int | None = None,
+    taken: frozenset[int] | set[int] = frozenset(),
+) -> Backward | None:
+    """The backward pass of a region of `view`, by the cotangent that explains most gradients; None where there is none.
+
+    Where nothing is asked of an operand that several regions read (data), the cotangent of one explains the others' gradients as
+    well. Then that is taken which shows the canonical node `expected`, else the first that gives no value in `taken`.
+    """
     names = {v.id: name for name, v in region.leaves.items()}
     floats = [v for v in region.inputs if is_float(v.dtype)]
     program = None
     best: Backward | None = None
+    best_rank = 0, False, False
     for cotangent in _cotangents(view, region):
         program = program or derivatives.of(region)
         probe = _Probe(view)
@@ -78,11 +109,16 @@ def find_backward(view: View, region: Region, derivatives: Derivatives, sums: Su
         found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
         values = [sums.find(probe, ref, leaf) for ref, leaf in zip(found, floats, strict=True)]
         gradients = {names[leaf.id]: v for leaf, v in zip(floats, values, strict=True) if v is not None}
-        if not any(_is_backward(view, v) for v in gradients.values()):
+        if not any(_is_backward(view, v.value) for v in gradients.values()):
             continue  # x.T @ v of a forward pass is the gradient of x @ w, were v its cotangent
-        if best is None or len(gradients) > len(best.gradients):
+        sure = view.ref[cotangent.id].nid == expected
+        free = taken.isdisjoint(i for share in gradients.values() for i in share.own)
+        rank = len(gradients), sure, free
+        if best is None or rank > best_rank:
             absent = tuple(names[leaf.id] for leaf, v in zip(floats, values, strict=True) if v is None)
-            best = Backward(cotangent, gradients, absent)
+            best, best_rank = Backward(view, cotangent, gradients, absent), rank
+        if not best.absent and best_rank[1:] in ((True, True), (expected is not None, True)):
+            break
     return best
 
 
@@ -100,25 +136,58 @@ class Sums:
     def __init__(self, view: View) -> None:
         self.view = view
         self.by_term: dict[Term, list[tuple[int, Value]]] = {}
+        self.terms_of: dict[int, Counter[Term]] = {}  # value id -> its terms
         for node in view.block.nodes:
             value = node.outputs[0] if node.outputs else None
             if value is not None and is_float(value.dtype):  # inside a checkpoint nothing says which are gradients
                 terms = _terms(view, view.ref[value.id])
+                self.terms_of[value.id] = Counter(terms)
                 for term in terms:
                     self.by_term.setdefault(term, []).append((len(terms), value))
 
-    def find(self, probe: View, ref: Ref, leaf: Value) -> Value | None:
-        """The value of the leaf's type that is a Ref, or the shortest sum that has all of its terms; the first in the program."""
+    def find(self, probe: View, ref: Ref, leaf: Value) -> Share | None:
+        """The value of the leaf's type that is a Ref, or a sum that has all of its terms: the shortest, the first in the program."""
         terms = _terms(probe, ref)
         if any(nid >= len(self.view.nodes) for _, nid, _ in terms):
             return None
         rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
         fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
         wanted = Counter(terms)
-        whole = (
-            (n, v) for n, v in fits if n >= len(terms) and not wanted - Counter(_terms(self.view, self.view.ref[v.id]))
-        )
-        return min(whole, key=lambda found: (found[0], found[1].id), default=(0, None))[1]
+        whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms_of[v.id])
+        n, value = min(whole, key=lambda found: (found[0], found[1].id), default=(0, None))
+        if value is None:
+            return None
+        return Share(value, frozenset({value.id})) if n == len(terms) else self._share(self._outermost(value), wanted)
+
+    def _outermost(self, value: Value) -> Value:
+        """The last of the sums that a sum alone is added up into, one by one: where all terms of all gradients meet."""
+        block = self.view.block
+        while value.id not in block.returned:
+            users = block.users.get(value.id, ())
+            if len(users) != 1 or users[0].primitive not in _ADDITIONS:
+                break
+            value = users[0].outputs[0]
+        return value
+
+    def _share(self, value: Value, wanted: Counter[Term]) -> Share:
+        """Which values, added up into `value`, are the terms wanted."""
+        own, others, through = set[int](), set[int](), set[int]()
+        left, stack = Counter(wanted), [value]
+        while stack:
+            part = stack.pop()
+            terms = self.terms_of.get(part.id) or Counter(_terms(self.view, self.view.ref[part.id]))
+            maker = self.view.block.producer.get(part.id)
+            if terms <= left:
+                own.add(part.id)
+                left = left - terms
+            elif left.keys().isdisjoint(terms):
+                others.add(part.id)
+            elif maker is None or maker.primitive not in _ADDITIONS:
+                return Share(value, frozenset(), None)
+            else:
+                through.add(maker.id)
+                stack += [a for a in maker.inputs if isinstance(a, Value)]
+        return Share(value, frozenset(own), None if left or own & others else frozenset(through))
 
 
 def _terms(view: View, ref: Ref) -> list[Term]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .compat import has_side_effects
 from .ir import Atom, Block, Literal, Node, Value
 
 Coef = float | int | bool
@@ -206,7 +207,7 @@ class View:
     def opaque(self, node: Node, refs: Sequence[Ref]) -> list[Ref]:
         """A node the view does not look into: equal only to itself, unless its params can be compared."""
         params: Any = ("raw", node.id)
-        if not node.blocks and not node.eqn.effects:
+        if not node.blocks and not has_side_effects(node.eqn):
             try:
                 items = tuple(sorted((k, v) for k, v in node.params.items() if v is not None))
                 hash(items)

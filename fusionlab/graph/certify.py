@@ -65,6 +65,29 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
     new = with_vjp(replacement, avals, out)
+    return _same(old, new, avals, out, inline, lambda want, got: _agree(region, want, got))
+
+
+def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
+    """The gradients that a program computes, against those that would stand in their place.
+
+    Args:
+      region: the site: its inputs and its root are the arguments of both programs, the root as a cotangent.
+      old: jaxpr of (inputs, cotangent) -> terms of the gradients.
+      new: jaxpr of (inputs, cotangent) -> (value, the gradients).
+      groups: (name, number of terms) of each gradient, in the order of both.
+    """
+
+    def agree(want: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> Verdict:
+        terms = iter(want)
+        sums = [sum(next(terms) for _ in range(n)) for _, n in groups]
+        return _close(region, [f"gradient of {name}" for name, _ in groups], sums, got[1:])
+
+    return _same(old, new, [v.aval for v in region.inputs], region.root.aval, inline, agree)
+
+
+def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, agree: Callable[..., Verdict]) -> Verdict:
+    """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do."""
     inline = traced_once(_on_one_device(inline))
     draws = _DRAWS if sum(math.prod(a.shape) for a in avals) <= _FEW else 1
     try:
@@ -76,7 +99,7 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
             pairs = [_evaluated(old, new, avals, out, inline, seed, reduce=False) for seed in range(draws)]
         except CannotEvaluate as error:
             return Verdict("uncertified", str(error))
-    return next((v for want, got in pairs if not (v := _agree(region, want, got)).ok), Verdict(None))
+    return next((v for want, got in pairs if not (v := agree(want, got)).ok), Verdict(None))
 
 
 def _on_one_device(inline: Inline) -> Inline:
@@ -99,10 +122,13 @@ def _evaluated(
 
 
 def _agree(region: Region, want: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> Verdict:
+    return _close(region, ["value", *(f"gradient of {n}" for n in _float_names(region))], want, got)
+
+
+def _close(region: Region, names: Sequence[str], want: Sequence[Any], got: Sequence[np.ndarray]) -> Verdict:
     tolerance = max(
         TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in (*region.inputs, region.root) if is_float(v.dtype)
     )
-    names = ["value", *(f"gradient of {n}" for n in _float_names(region))]
     for name, a, b in zip(names, want, got, strict=True):
         error = relative_error(a, b)
         if not error <= tolerance:
@@ -111,9 +137,12 @@ def _agree(region: Region, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
     return Verdict(None)
 
 
-def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any) -> Any:
-    """A jaxpr of (arguments, cotangent) -> (value, gradient of each float argument); `avals` and `out` are their types."""
-    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
+def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Sequence[int] | None = None) -> Any:
+    """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
+
+    `avals` and `out` are the types of the arguments and of the value.
+    """
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
 
     def joint(*args: Any) -> list[Any]:
         *primals, ct = args

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -53,6 +54,56 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(_leaves(consts)), len(_leaves(carry))
+
+
+@functools.lru_cache(maxsize=256)
+def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    def run(const: list, first: list, entries: list) -> Any:
+        def body(c: list, x: list) -> tuple[list, list]:
+            total = sum([*const, *c, *x], jax.numpy.zeros(()))
+            return [v + total for v in c], [total * (i + 2) for i in range(ys)]
+
+        return jax.lax.scan(body, first, entries, length=2)
+
+    given = [[jax.ShapeDtypeStruct(shape, "float32")] * n for n, shape in ((consts, ()), (carry, ()), (xs, (2,)))]
+    jaxpr, _ = split_closed(jax.make_jaxpr(run)(*given))
+    params = next(eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    return {k: params[k] for k in ("ft_in", "ft_out") if k in params}
+
+
+def scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    """The parameters by which a scan tells its constants, carries, entries and per-step results apart, where they are trees.
+
+    Read off a scan with as many of each: how these trees are built is JAX's own affair.
+    """
+    return dict(_scan_trees(consts, carry, xs, ys))
+
+
+@functools.lru_cache(maxsize=1)
+def unspecified_sharding() -> Any:
+    """What a jit equation has in `out_shardings` where the user asked for nothing."""
+    jaxpr, _ = split_closed(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0))
+    return jaxpr.eqns[0].params["out_shardings"][0]
+
+
+def has_side_effects(eqn: Any) -> bool:
+    """Whether an equation does more than compute its results; that it names a mesh axis, JAX notes as an effect as well."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def explicit_axes(aval: Any) -> bool:
+    """Whether a value is typed as laid out over explicit mesh axes."""
+    sharding = getattr(aval, "sharding", None)
+    types_of = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
+    spec = getattr(sharding, "spec", None) or ()
+    return any("Explicit" in str(t) for t in types_of) and any(s is not None for s in spec)
+
+
+def without_dead_code(closed: Any) -> Any:
+    """A closed jaxpr without what nobody reads, also inside scans, shard_maps and other regions and across them; inputs stay."""
+    jaxpr, consts = split_closed(closed)
+    new, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return rebuild(closed, list(new.constvars), list(new.invars), list(new.outvars), list(new.eqns), list(consts))
 
 
 def _leaves(tree: Any) -> list:

@@ -24,9 +24,9 @@ from jax.extend import core as jex_core
 from .breakpoints import breakpoints
 from .canonical import ONE, View
 from .certify import Certifier, with_vjp
+from .emit import slice_jaxpr
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .ir import Literal, Node, Value
-from .rewrite import slice_jaxpr
 from .rules import is_jax_rule
 from .signature import node_signature
 
@@ -116,7 +116,19 @@ def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     made = node.outputs[0].dtype
     if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and made != start.dtype:
         return False  # rounding, and what overflows where, is part of what the program means
-    return all(isinstance(a, Literal) or a.id in inside or view.ref[a.id].nid == ONE for a in node.inputs)
+    return all(isinstance(a, Literal) or a.id in inside or _written(view, a) for a in node.inputs)
+
+
+def _written(view: View, value: Value) -> bool:
+    """Whether a value is a literal, and made of literals: what is 0 whatever the arrays are is made of those all the same."""
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        maker = view.block.producer.get(v.id)
+        if view.ref[v.id].nid != ONE or (maker is None and v.id not in view.known_inputs):
+            return False
+        stack += [a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value)]
+    return True
 
 
 def between(view: View, start: Value, end: Value) -> list[Node]:

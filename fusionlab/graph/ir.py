@@ -96,6 +96,11 @@ class Block:
         return {v.id: n for n in self.nodes for v in n.outputs}
 
     @functools.cached_property
+    def position(self) -> dict[int, int]:
+        """Node id -> its place in the block."""
+        return {n.id: i for i, n in enumerate(self.nodes)}
+
+    @functools.cached_property
     def users(self) -> dict[int, tuple[Node, ...]]:
         """Value id -> the nodes of this block that read it, in program order, each once."""
         users: dict[int, dict[int, Node]] = {}

@@ -28,7 +28,7 @@ def joined_views(graph: Graph) -> Iterator[tuple[str, View]]:
             for one, two in zip(forward.blocks, backward.blocks, strict=True):
                 known = _known(block, forward, one, backward, two)
                 if known:
-                    whole = _joined(one, two, known)
+                    whole = _joined(one, two, known, _kept(block, forward, backward, set(known)))
                     inside = View(whole, literal_inputs(view, forward))
                     yield one.path, inside
                     stack.append((whole, inside))
@@ -122,8 +122,33 @@ def _same_run(forward: Node, backward: Node) -> bool:
     return forward.primitive == "shard_map" or forward.primitive in _WHOLE
 
 
-def _joined(one: Block, two: Block, known: dict[int, Atom]) -> Block:
-    """Both bodies in a row; a copy stands for each input, or captured array, of the second that is a value of the first."""
+def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[bool]:
+    """For each result of the first region, whether anything but the second reads it; a carry is read the next time round."""
+    shift = len(backward.inputs) - len(backward.blocks[0].inputs)
+    carried = scan_counts(forward.params)[1] if forward.primitive == "scan" else 0
+
+    def elsewhere(value: Value) -> bool:
+        if value.id in block.returned:
+            return True
+        for user in block.users.get(value.id, ()):
+            if user is backward:
+                at = [i for i, a in enumerate(user.inputs) if isinstance(a, Value) and a.id == value.id]
+                if not all(i - shift in known for i in at):
+                    return True
+            elif user.id >= 0 or elsewhere(
+                user.outputs[0]
+            ):  # the copies that `_joined` puts have no id of the program's
+                return True
+        return False
+
+    return [i < carried or elsewhere(value) for i, value in enumerate(forward.outputs)]
+
+
+def _joined(one: Block, two: Block, known: dict[int, Atom], kept: list[bool]) -> Block:
+    """Both bodies in a row; a copy stands for each input, or captured array, of the second that is a value of the first.
+
+    What the first returns (`kept`: to others than the second) and what the second returns is what both return.
+    """
     arrays = {id(array): value for value, array in one.consts}
     same = [(two.inputs[i], atom) for i, atom in known.items()]
     same += [(value, arrays[id(array)]) for value, array in two.consts if id(array) in arrays]
@@ -131,5 +156,6 @@ def _joined(one: Block, two: Block, known: dict[int, Atom]) -> Block:
     copies = [replace(like, primitive="copy", inputs=(a,), outputs=(v,), blocks=(), id=-1 - v.id) for v, a in same]
     inputs = (*one.inputs, *(v for i, v in enumerate(two.inputs) if i not in known))
     consts = (*one.consts, *((v, array) for v, array in two.consts if id(array) not in arrays))
-    nodes, outputs = (*one.nodes, *copies, *two.nodes), (*one.outputs, *two.outputs)
+    returned = (a for a, keep in zip(one.outputs, kept, strict=True) if keep)
+    nodes, outputs = (*one.nodes, *copies, *two.nodes), (*returned, *two.outputs)
     return Block(one.path, one.label, inputs, consts, nodes, outputs, one.jaxpr)

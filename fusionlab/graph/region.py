@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .canonical import ONE, View
+from .emit import slice_jaxpr
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
-from .rewrite import slice_jaxpr
 from .rules import passed_whole
 from .signature import Memo, node_signature
 

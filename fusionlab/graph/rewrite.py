@@ -1,27 +1,25 @@
 """Graph -> jaxpr, with sites replaced. Everything outside a site is the traced equation itself, untouched.
 
-A `Replacement` names the nodes that go, the value they made, and the function that makes it instead. Equations of the other
-nodes are re-emitted with their own params, effects, contexts, scopes and source lines; regions are rebuilt only where a site
-stands inside them, with their own parameters.
+A `Replacement` names the nodes that go, the value they made, and the function that makes it instead; in a program that is
+differentiated already, its backward pass as well. Equations of the other nodes are re-emitted with their own params, effects,
+contexts, scopes and source lines; regions are rebuilt only where a site stands inside them, with their own parameters.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
-from .compat import rebuild, split_closed, varying_axes
-from .ir import Atom, Block, Graph, Literal, Node, Value
+from .compat import rebuild, without_dead_code
+from .emit import Env, atom_in, copied, inlined, kind, live, source_info
+from .gradients import BackwardPart, Key, claims_of, first_gradients, in_order, summed
+from .ir import Block, Graph, Node, Value
 from .manual import make_jaxpr
-from .scopes import traceback_of
-from .trace import FLATTENED
+from .travel import Tree, more_operands, more_results
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +32,7 @@ class Replacement:
       root: the value they made; it is made by `fn` now.
       leaves: the values `fn` takes, in order.
       fn: arrays -> array of the root's shape and dtype.
+      backward: its backward pass, where that is replaced with it.
     """
 
     block_path: str
@@ -41,6 +40,7 @@ class Replacement:
     root: Value
     leaves: tuple[Value, ...]
     fn: Callable[..., Any]
+    backward: BackwardPart | None = None
 
 
 def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
@@ -49,108 +49,106 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     Raises:
       RewriteError: a replacement's result differs in shape or dtype from the value it replaces.
     """
-    by_path: dict[str, list[Replacement]] = {}
-    for replacement in replacements:
-        by_path.setdefault(replacement.block_path, []).append(replacement)
-    return _Emitter(by_path).block(graph.top)
-
-
-def slice_jaxpr(
-    block: Block,
-    nodes: Sequence[Node],
-    inputs: Sequence[Value],
-    output: Value,
-    known: Mapping[int, Any] | None = None,
-    constant: bool = False,
-) -> Any:
-    """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`.
-
-    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
-    axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
-    everywhere.
-    """
-    emitter = _Emitter({})
-    eqns: list[Any] = []
-    read = {a.id for n in nodes for a in n.inputs if isinstance(a, Value)} | {output.id}
-    env = _literals(block, {i: c for i, c in (known or {}).items() if i in read}, eqns, constant)
-    env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
-    consts = [(v, c) for v, c in block.consts if v.id not in env]
-    env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
-    for node in nodes:
-        if constant and node.primitive == "pvary":  # an identity that only has a meaning inside its shard_map
-            env.update((v.id, _atom(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
-        else:
-            eqns.append(emitter.eqn(node, env))
-    base, _ = split_closed(block.jaxpr)
-    debug = base.debug_info._replace(arg_names=None, result_paths=None)
-    new = jex_core.Jaxpr(
-        [env[v.id] for v, _ in consts], [env[v.id] for v in inputs], [env[output.id]], eqns, debug_info=debug
-    )
-    return jex_core.ClosedJaxpr(new, [c for _, c in consts])
-
-
-def _literals(block: Block, known: Mapping[int, Any], eqns: list, constant: bool) -> dict[int, Any]:
-    """An atom for each known value; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless `constant`)."""
-    avals = {v.id: v.aval for v in block.inputs}
-    env: dict[int, Any] = {}
-    for i, value in known.items():
-        aval = avals[i]
-        scalar = np.asarray(value, aval.dtype)[()]
-        varies = not constant and varying_axes(aval)
-        if not aval.shape and not varies:
-            env[i] = jex_core.Literal(scalar, aval)
-            continue
-        fill = functools.partial(_filled, aval.shape, scalar)
-        made, _ = split_closed(make_jaxpr(fill, [], aval) if varies else jax.make_jaxpr(fill)())
-        eqns += made.eqns
-        env[i] = made.outvars[0]
-    return env
-
-
-def _filled(shape: tuple[int, ...], scalar: Any) -> Any:
-    return jax.lax.full(shape, scalar) if shape else scalar
+    chosen = tuple(replacements)
+    closed = _Emitter(chosen, Tree(graph)).block(graph.top)
+    # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
+    return without_dead_code(closed) if any(r.backward for r in chosen) else closed
 
 
 class _Emitter:
-    def __init__(self, by_path: Mapping[str, list[Replacement]]) -> None:
-        self.by_path = by_path
+    """Blocks with their replacements, as jaxprs.
+
+    `env` maps what can be read in a block to its variable: values by id; by keys (number of the replacement, "residual" or
+    "gradient", number) what a pair keeps for its backward pass, and gives there; by ("value", id) what travels to another block.
+    """
+
+    def __init__(self, replacements: Sequence[Replacement] = (), tree: Tree | None = None) -> None:
+        self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
+        parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
+        self.backward = _grouped((part.block_path, i, part) for i, part in parts)
+        self.exports: dict[str, list[Key]] = {}
+        self.imports: dict[str, list[Key]] = {}
+        self.types: dict[tuple[str, Key], Any] = {}  # of what enters a block
+        self.way: dict[tuple[str, Key], str] = {}  # the block a key leaves -> the one it enters
+        for i, part in parts:
+            if tree is not None and part.block_path != part.site_path:
+                self._send(i, part, tree)
+        self.paths = {*self.forward, *self.backward, *self.exports, *self.imports}
+
+    def _send(self, number: int, part: BackwardPart, tree: Tree) -> None:
+        """What a backward pass needs and its block does not have leaves the site's block, and those around it."""
+        leave, enter = tree.ways(part.site_path, part.block_path)
+        for key in part.operands(number):
+            for out, into in zip(leave, enter, strict=True):
+                if isinstance(key, Value):
+                    continue
+                if key not in self.exports.setdefault(out, []):
+                    self.exports[out].append(key)
+                if key not in self.imports.setdefault(into, []):
+                    self.imports[into].append(key)
+                self.way.setdefault((out, key), into)
 
     def block(self, block: Block) -> Any:
-        env: dict[int, Any] = {v.id: jex_core.Var(v.aval) for v in block.inputs}
+        env: Env = {v.id: jex_core.Var(v.aval) for v in block.inputs}
         env.update((v.id, jex_core.Var(v.aval)) for v, _ in block.consts)
+        given = self.imports.get(block.path, ())
+        env.update((key, jex_core.Var(self.types[block.path, key])) for key in given)
         eqns, extra = self._equations(block, env)
-        outvars = [_atom(env, a) for a in block.outputs]
+        leaving = []
+        for key in self.exports.get(block.path, ()):
+            atom = env[key] if key in env else env[key[1]]
+            self.types[self.way[block.path, key], key] = atom.aval
+            leaving.append(atom)
+        outvars = [*(atom_in(env, a) for a in block.outputs), *leaving]
+        invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
         constvars = [env[v.id] for v, _ in block.consts] + [v for v, _ in extra]
         consts = [c for _, c in block.consts] + [c for _, c in extra]
-        eqns = _live(eqns, outvars)
-        return rebuild(block.jaxpr, constvars, [env[v.id] for v in block.inputs], outvars, eqns, consts)
+        return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
 
-    def _equations(self, block: Block, env: dict[int, Any]) -> tuple[list, list]:
-        sites = self.by_path.get(block.path, ())
-        at_root = {r.root.id: r for r in sites}
-        gone = {n.id for r in sites for n in r.nodes}
+    def _equations(self, block: Block, env: Env) -> tuple[list, list]:
+        sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
+        at_root = {r.root.id: (i, r) for i, r in sites}
+        # With a backward pass the site's own nodes are left to die: until it is replaced as well something reads them.
+        gone = {n.id for _, r in sites if r.backward is None for n in r.nodes}
+        claims, waiting = claims_of(pairs), first_gradients(block, pairs)
         eqns: list[Any] = []
         extra: list[tuple[Any, Any]] = []
-        for node in block.nodes:
-            replacement = next((at_root[v.id] for v in node.outputs if v.id in at_root), None)
-            if replacement is not None:
-                eqns += self._splice(replacement, node, env, extra)
-            elif node.id not in gone:
+        for node in in_order(block, waiting):
+            for number, part in waiting.get(node.id, ()):
+                eqns += _pulled(number, part, node, env, extra)
+            if node.id not in gone:
                 eqns.append(self.eqn(node, env))
+            for value in node.outputs:
+                if value.id in at_root:
+                    eqns += _spliced(*at_root[value.id], node, env, extra)
+                if value.id in claims:
+                    eqns += summed(value, claims[value.id], node, env, extra)
         return eqns, extra
 
-    def eqn(self, node: Node, env: dict[int, Any]) -> Any:
+    def eqn(self, node: Node, env: Env) -> Any:
         """The node's own equation on new variables; child blocks rebuilt only if a site stands inside."""
-        invars = [_atom(env, a) for a in node.inputs]
-        outvars = [jex_core.Var(v.aval) for v in node.outputs]
-        env.update((v.id, var) for v, var in zip(node.outputs, outvars, strict=True))
-        eqn = node.eqn.replace(invars=invars, outvars=outvars, source_info=_source_info(node))
+        eqn = copied(node, env)
         if any(self._touched(b) for b in node.blocks):
-            eqn = eqn.replace(params=self._params(node))
+            eqn = self._region(eqn, node, env)
         return eqn
 
     def _touched(self, block: Block) -> bool:
-        return any(path == block.path or path.startswith(block.path + ".") for path in self.by_path)
+        return any(path == block.path or path.startswith(block.path + ".") for path in self.paths)
+
+    def _region(self, eqn: Any, node: Node, env: Env) -> Any:
+        """The equation with its bodies rebuilt, and what travels into and out of them."""
+        body = node.blocks[0].path
+        entering, leaving = self.imports.get(body, ()), self.exports.get(body, ())
+        params = self._params(node)
+        if entering:
+            params = more_operands(node, params, [self.types[body, key] for key in entering])
+        if not leaving:
+            return eqn.replace(params=params, invars=[*eqn.invars, *(env[key] for key in entering)])
+        inside = [self.types[self.way[body, key], key] for key in leaving]
+        params, outside = more_results(node, params, inside)
+        made = [jex_core.Var(aval) for aval in outside]
+        env.update(zip(leaving, made, strict=True))
+        return eqn.replace(params=params, outvars=[*eqn.outvars, *made])
 
     def _params(self, node: Node) -> dict[str, Any]:
         params = dict(node.params)
@@ -169,29 +167,37 @@ class _Emitter:
             params["policy"] = _AnchorPolicy(params["policy"])
         return params
 
-    def _splice(self, r: Replacement, at: Node, env: dict[int, Any], extra: list) -> list:
-        """The equations of the fused function, in the place and with the source information of the site's root."""
-        jaxpr, consts = split_closed(make_jaxpr(r.fn, [v.aval for v in r.leaves], r.root.aval))
-        made = jaxpr.outvars[0].aval
-        if len(jaxpr.outvars) != 1 or _kind(made) != _kind(r.root.aval):
-            raise RewriteError(
-                f"the replacement for {r.root!r} gives {made.str_short()}, needed the same shape and dtype (and, in a "
-                "shard_map, varying along the same mesh axes); this is a bug"
-            )
-        inner: dict[Any, Any] = dict(zip(jaxpr.invars, (env[v.id] for v in r.leaves), strict=True))
-        for var, const in zip(jaxpr.constvars if consts else (), consts, strict=True):
-            inner[var] = jex_core.Var(var.aval)
-            extra.append((inner[var], const))
-        info = _source_info(at)
-        eqns = []
-        for eqn in jaxpr.eqns:
-            outvars = [jex_core.Var(v.aval) for v in eqn.outvars]
-            invars = [inner.get(v, v) if not isinstance(v, jex_core.Literal) else v for v in eqn.invars]
-            inner.update(zip(eqn.outvars, outvars, strict=True))
-            eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
-        out = jaxpr.outvars[0]
-        env[r.root.id] = out if isinstance(out, jex_core.Literal) else inner[out]
-        return eqns
+
+def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: list) -> list:
+    """The equations of the fused function, in the place and with the source information of the site's root."""
+    if r.backward is not None:
+        closed = r.backward.split.forward
+    else:
+        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], r.root.aval)
+    eqns, (root, *residuals) = inlined(closed, [env[v.id] for v in r.leaves], source_info(at), extra)
+    if (residuals and r.backward is None) or kind(root.aval) != kind(r.root.aval):
+        raise RewriteError(
+            f"the replacement for {r.root!r} gives {root.aval.str_short()}, needed the same shape and dtype (and, in a "
+            "shard_map, varying along the same mesh axes); this is a bug"
+        )
+    env[r.root.id] = root
+    env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
+    return eqns
+
+
+def _pulled(number: int, part: BackwardPart, at: Node, env: Env, extra: list) -> list:
+    """The equations of a site's gradients, from its cotangent and what its forward pass kept."""
+    atoms = [env[o.id] if isinstance(o, Value) else env[o] for o in part.operands(number)]
+    eqns, outs = inlined(part.split.backward, [*atoms, env[part.cotangent.id]], source_info(at), extra)
+    env.update(((number, "gradient", i), atom) for (i, _), atom in zip(part.gradients, outs, strict=True))
+    return eqns
+
+
+def _grouped(items: Iterable[tuple[str, int, Any]]) -> dict[str, list[tuple[int, Any]]]:
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for path, number, item in items:
+        found.setdefault(path, []).append((number, item))
+    return found
 
 
 @dataclass(frozen=True)
@@ -209,33 +215,3 @@ class _AnchorPolicy:
         if stands_for is not None:
             primitive, params = stands_for(params)
         return self.policy(primitive, *avals, **params)
-
-
-def _kind(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, varying_axes(aval)
-
-
-def _atom(env: Mapping[int, Any], atom: Atom) -> Any:
-    return jex_core.Literal(atom.val, atom.aval) if isinstance(atom, Literal) else env[atom.id]
-
-
-def _source_info(node: Node) -> Any:
-    """The equation's source information, its scope completed with those of the calls that were flattened around it."""
-    info = node.eqn.source_info.replace(traceback=traceback_of(node.eqn, node.calls))
-    stack = None
-    for call in node.calls:
-        if call.primitive.name in FLATTENED:
-            outer = call.source_info.name_stack
-            stack = outer if stack is None else stack + outer
-    return info if stack is None else info.replace(name_stack=stack + info.name_stack)
-
-
-def _live(eqns: list, outvars: list) -> list:
-    """Drops equations a replacement has left without readers."""
-    wanted = {v for v in outvars if not isinstance(v, jex_core.Literal)}
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(v in wanted for v in eqn.outvars):
-            kept.append(eqn)
-            wanted.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
-    return kept[::-1]

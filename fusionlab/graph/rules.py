@@ -15,7 +15,7 @@ import numpy as np
 
 from .algebra import aligned, elementwise, is_float, placed, product, total
 from .canonical import Coef, Operand, Ref, View, nonunit, tidy
-from .compat import rule_functions, scan_counts
+from .compat import has_side_effects, rule_functions, scan_counts
 from .einsum import dot, split_rows
 from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
@@ -312,7 +312,7 @@ def _foreign(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     """As `apply_rule`, for a node of another program: its ids mean something else in the view."""
     if is_jax_rule(node):
         return inline(view, node.blocks[0], ins)
-    if node.blocks or node.eqn.effects:
+    if node.blocks or has_side_effects(node.eqn):
         return [view.unique_leaf(node.primitive, v.shape) for v in node.outputs]
     return apply_rule(view, node, ins)
 

@@ -39,7 +39,8 @@ class Op(abc.ABC):
     """A fused op: its primitives, its meaning, its implementations.
 
     A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in
-    `defaults`, and `implementation`. The implementation named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
+    `defaults`, `implementation`, and `gradient`: None for the op's own, "reference" for JAX's of the reference. The implementation
+    named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
 
     name: ClassVar[str]
@@ -217,7 +218,7 @@ class Op(abc.ABC):
         Raises:
           UnknownNameError: there is no such attribute, or no implementation of that name.
         """
-        known = {**self.defaults, "implementation": None}
+        known = {**self.defaults, "implementation": None, "gradient": None}
         for name in attrs:
             if name not in known:
                 raise unknown_name(f"{self.name} attribute", name, known)
@@ -225,6 +226,8 @@ class Op(abc.ABC):
         name = full["implementation"]
         if name is not None and (not isinstance(name, str) or name not in self.implementations):
             raise unknown_name(f"{self.name} implementation", name, self.implementations)
+        if full["gradient"] not in (None, "reference"):
+            raise unknown_name(f"{self.name} gradient", full["gradient"], ("reference",))
         return full
 
     def _register(self, primitive: FusedPrimitive) -> None:
@@ -263,6 +266,8 @@ class Op(abc.ABC):
     def _jvp_of_call(
         self, primals: Sequence[Array], tangents: Sequence[Any], *, residuals: bool, **attrs: Any
     ) -> tuple[list[Array], list[Any]]:
+        if attrs["gradient"] == "reference" and not residuals:
+            return self._jvp_of_reference(primals, tangents, attrs)
         live = tuple(type(t) is not ad.Zero for t in tangents)
         slots = attrs["present"]
         wanted = tuple(slot for slot, moves in zip(slots, live, strict=True) if moves)
@@ -276,6 +281,22 @@ class Op(abc.ABC):
         if not residuals:
             return outs[:1], moved
         return outs, [*moved, *self._residual_tangents(primals, live, moving, outs[1:], attrs)]
+
+    def _jvp_of_reference(
+        self, primals: Sequence[Array], tangents: Sequence[Any], attrs: dict[str, Any]
+    ) -> tuple[list[Array], list[Any]]:
+        """The op forward; its derivative is JAX's own of the reference."""
+        moves = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+        meaning = self._call.function(attrs | {"residuals": False}, "xla")
+
+        def of_moving(*moved: Array) -> list[Array]:
+            full = list(primals)
+            for i, value in zip(moves, moved, strict=True):
+                full[i] = value
+            return meaning(*full)
+
+        _, moved = jax.jvp(of_moving, [primals[i] for i in moves], [tangents[i] for i in moves])
+        return self._call.bind(*primals, residuals=False, **attrs), moved
 
     def _residual_tangents(
         self, primals: Sequence[Array], live: tuple[bool, ...], moving: list[Array], outs: list[Array], attrs: dict

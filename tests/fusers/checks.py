@@ -23,6 +23,11 @@ def jit(fn: Any) -> Any:
     return jax.jit(fn, compiler_options=QUICK)
 
 
+def forward_counts(found):
+    """Pass -> number of candidates, without the `_grad` of each."""
+    return {name: n for name, n in found.counts().items() if not name.endswith("_grad")}
+
+
 def normal(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> tuple[jax.Array, ...]:
     """Standard normal arrays, negative values included."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))

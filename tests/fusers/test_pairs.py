@@ -27,17 +27,22 @@ def step(layers):
 def test_every_site_of_a_train_step_has_its_backward():
     fn, args = step(2)
     found = fl.find(fn, *args)
-    sites = {x.id: x for x in (*found.candidates, *found.rejections)}
-    # The first norm, without its scale, is a site: of its input, which is data, no gradient is asked for.
-    first = "layer_norm@layer_0/ln1#1"
-    assert set(sites[first].region.leaves) == {"x"}
-    assert {p.site for p in found.pairs} == sites.keys() - {first}
+    assert not found.rejections
+    sites = {x.id: x for x in found.candidates}
+    assert {p.site for p in found.pairs} == sites.keys()
     whole = {p.site: (set(p.gradients), set(p.absent)) for p in found.pairs}
     for name, (gradients, absent) in whole.items():
         leaves = set(sites[name].region.leaves)
         assert gradients | absent == leaves
         assert absent <= {"x"}, (name, absent)
-    assert sum(bool(absent) for _, absent in whole.values()) <= 3  # queries, keys and values read that norm
+    assert [name for name, (_, absent) in whole.items() if absent] == ["layer_norm@layer_0/ln1#1"]  # its input is data
+    counts = found.counts()
+    assert counts == {"gemm_epilogue": 12, "dot_product_attention": 2, "layer_norm": 4} | {
+        "gemm_epilogue_grad": 12,
+        "dot_product_attention_grad": 2,
+        "layer_norm_grad": 4,
+    }
+    assert "gemm_epilogue_grad: 12 subgraphs fused" in str(found).splitlines()
 
 
 def layer(w, x):
@@ -141,15 +146,44 @@ def test_a_pair_is_told_in_text_and_data():
 
     found = fl.find(jax.value_and_grad(loss, (0, 1)), W, B)
     pairs = {p.site: p for p in found.pairs}
-    (declined,) = [r for r in found.rejections if r.code == "escapes"]
-    pair = pairs[declined.id]
+    (site,) = found.candidates
+    pair = pairs[site.id]
+    assert pair is site.backward
     assert (set(pair.gradients), pair.absent) == ({"w", "b"}, ("x",))
     data = found.to_dict()["pairs"]
     assert json.loads(json.dumps(data)) == data
     assert {d["site"] for d in data} == pairs.keys()
-    assert f"dw = {pair.gradients['w']!r}" in found.explain(declined.id)
+    assert f"dw = {pair.gradients['w']!r}" in found.explain(site.id)
+    maker = found.graph.top.producer[pair.gradients["w"].id]
+    assert maker.id in pair.node_ids - site.node_ids
+    assert site in found.of_node(maker)
     assert "no gradient of x" in found.report()
     assert "backward passes in this program:" in found.report()
+
+
+def test_a_gradient_of_an_inner_value_that_is_returned_declines_the_site_and_names_the_reader():
+    """The gradient with respect to the pre-activation is a value of the old backward pass alone."""
+
+    def step(w, b, ct):
+        h, before = jax.vjp(lambda w, b: X @ w + b, w, b)
+        y, act = jax.vjp(jax.nn.gelu, h)
+        (inner,) = act(ct)
+        return y, *before(inner), inner
+
+    found = fl.find(step, W, B, jnp.cos(X))
+    (problem,) = found.rejections
+    assert problem.code == "escapes"
+    assert "cannot be fused with that either" in problem.sentence
+    assert problem.backward.stays
+    assert [c.formula for c in found.candidates] == ["x @ w + b"]  # the linear part, which nothing reads inside
+    assert found.candidates[0].backward.stays is None
+
+
+def test_before_differentiation_the_gradient_runs_under_jax_grad():
+    found = fl.find(lambda w: jnp.sum(jax.nn.relu(X @ w + B)), W)
+    assert found.counts()["gemm_epilogue"] == 1
+    assert found.counts()["gemm_epilogue_grad"] == "runs under jax.grad"
+    assert "gemm_epilogue_grad: runs under jax.grad" in str(found).splitlines()
 
 
 def test_sites_of_a_fused_and_differentiated_function_are_no_pairs():

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from fusionlab.errors import RewriteError
 from fusionlab.graph.canonical import View
 from fusionlab.graph.compat import varying_axes
+from fusionlab.graph.emit import slice_jaxpr
 from fusionlab.graph.manual import as_varying, has_mesh, make_jaxpr
 from fusionlab.graph.region import constant_array
-from fusionlab.graph.rewrite import Replacement, slice_jaxpr, to_jaxpr
+from fusionlab.graph.rewrite import Replacement, to_jaxpr
 from fusionlab.graph.signature import Memo
 from fusionlab.graph.trace import trace
 

@@ -42,6 +42,8 @@ class Program:
       text: what is in it.
       outer: a transformation that both the original and the fused function are put through.
       largest, differentiable: as of a Piece.
+      outputs: what its outputs are called; () for "output 0", "output 1", ... The first word is the group an output is measured in.
+      baseline: of the same arguments: what is of no interest in the outputs and large beside what is; it is taken off in float64.
     """
 
     seed: int
@@ -51,6 +53,8 @@ class Program:
     outer: str
     largest: float
     differentiable: bool
+    outputs: tuple[str, ...] = ()
+    baseline: Callable[..., list[Array]] | None = None
 
     @property
     def avals(self) -> list[jax.ShapeDtypeStruct]:

@@ -58,6 +58,7 @@ class Judgement:
       verdict: "same", "no site", "wrong" or "uncomparable".
       reason: why it is wrong or cannot be compared.
       candidates: pass -> sites fused.
+      pairs: pass -> those of them fused together with their backward passes, in a program that is differentiated already.
       rejections: "pass: code" -> sites declined.
       shaken: differences that are as large when the original's inputs are shaken by a rounding.
       overflows: gradients that are inf or NaN in the original, and right in the fused program, whose notes say so.
@@ -70,6 +71,7 @@ class Judgement:
     rejections: dict[str, int] = field(default_factory=dict)
     shaken: int = 0
     overflows: int = 0
+    pairs: dict[str, int] = field(default_factory=dict)
 
 
 class Wrong(Exception):  # noqa: N818 - an answer
@@ -86,6 +88,7 @@ class Pair:
     names: list[str]
     cotangents: list[Any]
     noted: bool  # a note says that the original overflows where the fused op does not
+    baseline: Any = None  # jaxpr of the arguments, giving what to take off the outputs in float64
     shaken: int = 0
     overflows: int = 0
     inline: Any = field(default_factory=lambda: traced_once(meaning_of))
@@ -94,13 +97,25 @@ class Pair:
         self, jaxpr: Any, args: Sequence[np.ndarray], rounded: bool = False, inline: Any = None
     ) -> list[np.ndarray]:
         outs = evaluate(jaxpr, args, inline=inline or self.inline, rounded=rounded)
-        return [np.asarray(a, np.float64) for a in outs]
+        return self.of_interest(outs, args)
+
+    def of_interest(self, outs: Sequence[np.ndarray], args: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Outputs in float64, the baseline, which is not rounded, taken off."""
+        values = [np.asarray(a, np.float64) for a in outs]
+        if self.baseline is None:
+            return values
+        return [a - b for a, b in zip(values, evaluate(self.baseline, args), strict=True)]
 
     @property
     def coarse(self) -> str:
         """The coarsest dtype of the program."""
         dtypes = {p.dtype for p in self.program.params}
         return next((d for d in ("bfloat16", "float16") if d in dtypes), "float32")
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Of inputs. Where an original that is differentiated already overflows and says so, its gradients are judged at no large ones."""
+        return tuple(d for d in DRAWS if d != "large" or not (self.noted and self.program.baseline))
 
     def arguments(self, draw: str) -> list[np.ndarray]:
         rng = np.random.default_rng(self.program.seed)
@@ -113,12 +128,13 @@ def judge(program: Program, compiled: bool = False, rewrite: Callable[[Any], Cal
     Args:
       program: what to judge.
       compiled: also compile both forms and run them in their own dtypes.
-      rewrite: findings -> the fused function; None: every accepted site fused.
+      rewrite: findings -> the fused function, judged also where there is no site; None: every accepted site fused.
     """
     found = _find(program)
     candidates = dict(collections.Counter(c.pass_name for c in found.candidates))
+    pairs = dict(collections.Counter(c.pass_name for c in found.candidates if _with_its_backward(c)))
     rejections = dict(collections.Counter(f"{r.pass_name}: {r.code}" for r in found.rejections))
-    if not candidates:
+    if not candidates and rewrite is None:
         return Judgement(program.seed, "no site", "", candidates, rejections)
     verdict, reason, excused = "same", "", (0, 0)
     try:
@@ -131,7 +147,12 @@ def judge(program: Program, compiled: bool = False, rewrite: Callable[[Any], Cal
         verdict, reason = "wrong", f"{wrong}; {program.text}"
     except CannotEvaluate as unknown:
         verdict, reason = "uncomparable", str(unknown)
-    return Judgement(program.seed, verdict, reason, candidates, rejections, *excused)
+    return Judgement(program.seed, verdict, reason, candidates, rejections, *excused, pairs)
+
+
+def _with_its_backward(candidate: Any) -> bool:
+    backward = getattr(candidate, "backward", None)
+    return backward is not None and getattr(backward, "stays", None) is None
 
 
 # What the known activations look like is the same in every program; all other proofs are made anew.
@@ -154,11 +175,14 @@ def _pair(program: Program, found: Any, rewrite: Callable[[Any], Callable]) -> P
     outs = jax.eval_shape(old, *program.avals)
     floats = [i for i, p in enumerate(program.params) if p.dtype != "bool"] if program.differentiable else []
     cotangents = [o for o in outs if is_float(o.dtype)] if floats else []
-    names = [f"output {i}" for i in range(len(outs))] + [f"gradient of argument {i}" for i in floats]
+    outputs = program.outputs or [f"output {i}" for i in range(len(outs))]
+    names = [*outputs, *(f"gradient of argument {i}" for i in floats)]
     forms = [_with_gradients(f, floats, len(program.params)) for f in (old, new)]
     traced = [jax.make_jaxpr(f)(*program.avals, *cotangents) for f in forms]
     noted = any(_NOTED in note for c in found.candidates for note in c.notes)
-    return Pair(program, traced[0], traced[1], names, cotangents, noted)
+    base = transformed(program.baseline, program.outer) if program.baseline else None
+    baseline = None if base is None else jax.make_jaxpr(base)(*program.avals)
+    return Pair(program, traced[0], traced[1], names, cotangents, noted, baseline)
 
 
 def _with_gradients(fn: Callable[..., list[Any]], floats: Sequence[int], count: int) -> Callable[..., list[Any]]:
@@ -185,7 +209,7 @@ def _with_gradients(fn: Callable[..., list[Any]], floats: Sequence[int], count: 
 def _compare(pair: Pair, compiled: bool) -> None:
     """Raises Wrong where the two differ."""
     wants = {}
-    for draw in DRAWS:
+    for draw in pair.draws:
         args = pair.arguments(draw)
         wants[draw] = pair.run(pair.old, args)
         got = pair.run(pair.new, args)
@@ -234,7 +258,7 @@ def _overflows(pair: Pair, args: list[np.ndarray], want: list, got: list, name: 
     value (from sum(exp(s)) > 1e162 on, sum^-2 is 0 and a term of it is lost): `want` is no reference for those entries.
     The slope of the original's own float64 outputs is one. Entries that even float64 makes inf or NaN have none.
     """
-    if not pair.noted or not name.startswith("gradient"):
+    if not pair.noted or not pair.cotangents or not name.startswith("gradient"):
         return False
     index, argument = pair.names.index(name), int(name.rpartition(" ")[2])
     known = np.isfinite(want[index])
@@ -367,5 +391,5 @@ def _compiled(pair: Pair, args: Sequence[np.ndarray]) -> tuple[list[np.ndarray],
     for f in (program.fn, fl.fuse(program.fn)):
         whole = _with_gradients(transformed(f, program.outer), floats, count)
         outs = jax.jit(whole, compiler_options=QUICK)(*given)
-        forms.append([np.asarray(o, np.float64) for o in outs])
+        forms.append(pair.of_interest(outs, args))
     return forms[0], forms[1]

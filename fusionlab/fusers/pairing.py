@@ -1,0 +1,119 @@
+"""Forward sites of a differentiated program, each with its backward pass.
+
+A site whose inner values the backward pass reads can be fused only together with that pass; any other can be fused with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ..graph.backward import Backward, Derivatives, Sums, find_backward
+from ..graph.canonical import View
+from ..graph.certify import Certifier
+from ..graph.ir import Graph
+from ..graph.joined import joined_views
+from ..graph.paired import Pairer, Pairing, Unpaired
+from ..graph.region import Region
+from ..graph.scopes import in_backward
+from .findings import Candidate, Rejection
+from .pairs import Pair
+from .site import FUSE_FIRST
+
+
+def is_differentiated(graph: Graph) -> bool:
+    """Whether a program has a backward pass in it."""
+    return any(map(in_backward, graph.nodes()))
+
+
+def with_backward(
+    graph: Graph, views: Iterable[View], found: Sequence[Candidate | Rejection], certifier: Certifier
+) -> list[Candidate | Rejection]:
+    """The sites of a differentiated program, each with its backward pass; what needs one and has none is declined."""
+    search = _Search(graph, views, certifier)
+    result: dict[int, list[Candidate | Rejection]] = {}
+    # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
+    for i in sorted(range(len(found)), key=lambda i: _place(found[i]), reverse=True):
+        result[i] = list(search.resolved(found[i]))
+    return [item for i in range(len(found)) for item in result[i]]
+
+
+def _place(item: Candidate | Rejection) -> tuple[int, int]:
+    region = item.region
+    return (region.nodes[-1].id, len(region.nodes)) if region is not None else (-1, 0)
+
+
+class _Search:
+    """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
+
+    def __init__(self, graph: Graph, found_views: Iterable[View], certifier: Certifier) -> None:
+        self.derivatives = Derivatives()
+        self.pairer = Pairer(graph, certifier)
+        self.views: dict[str, list[View]] = {}
+        for path, view in (*((v.block.path, v) for v in found_views), *joined_views(graph)):
+            self.views.setdefault(path, []).append(view)
+        self.sums: dict[int, Sums] = {}
+        self.taken: set[int] = set()  # terms of gradients that a site has already
+        # (view, canonical node of an operand) -> the canonical node of its gradient: what makes that operand has this cotangent
+        self.expected: dict[tuple[int, int], int] = {}
+
+    def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
+        """A site with its backward pass; what stands in its place where it needs one and there is none."""
+        region = item.region
+        found = None if region is None else self.backward(region)
+        if region is None or found is None:
+            yield from self.without(item, "no backward pass of it was found")
+            return
+        given = {name: share.value for name, share in found.gradients.items()}
+        pair = Pair("", found.cotangent, given, found.absent)
+        if isinstance(item, Rejection):
+            yield replace(item, backward=replace(pair, stays="the site is not fused"))
+            return
+        try:
+            pairing = self.paired(item, region, found)
+        except Unpaired as reason:
+            yield from self.without(item, str(reason), pair)
+            return
+        pair = replace(pair, gradients=pairing.gradients, node_ids=pairing.node_ids)
+        yield replace(item, backward=pair, otherwise=None, site=replace(item.site, backward=pairing.part))
+
+    def paired(self, item: Candidate, region: Region, found: Backward) -> Pairing:
+        what = item.op, tuple(sorted((k, str(v)) for k, v in item.attrs.items())), item.formula
+        pairing = self.pairer.plan(region, item.site.fn, what, found)
+        own = [i for _, share in pairing.part.gradients for i in share.own]
+        if not self.taken.isdisjoint(own):
+            raise Unpaired("another site's gradient is the same value")
+        self.taken.update(own)
+        view = found.view
+        for i, share in pairing.part.gradients:
+            self.expected[id(view), view.ref[region.inputs[i].id].nid] = view.ref[share.value.id].nid
+        return pairing
+
+    def without(
+        self, item: Candidate | Rejection, why: str, pair: Pair | None = None
+    ) -> Iterator[Candidate | Rejection]:
+        """A site whose backward pass stays as it is: alone where nothing reads its inner values, else what it gives way to."""
+        kept = None if pair is None else replace(pair, stays=why)
+        if isinstance(item, Rejection) or item.otherwise is None:
+            yield replace(item, backward=kept) if kept else item
+            return
+        for other in item.otherwise():
+            if isinstance(other, Rejection) and other.code == "escapes":
+                # Where the reader is the user's own code, the backward pass is not what stands in the way.
+                more = f"; it cannot be fused with that either: {why}" if other.edit == FUSE_FIRST else ""
+                yield replace(other, sentence=other.sentence + more, backward=kept)
+            else:
+                yield from self.resolved(other)
+
+    def backward(self, region: Region) -> Backward | None:
+        found = (self.backward_in(view, region) for view in self.views[region.block.path])
+        return max((b for b in found if b is not None), key=lambda b: len(b.gradients), default=None)
+
+    def backward_in(self, view: View, region: Region) -> Backward | None:
+        expected = self.expected.get((id(view), view.ref[region.root.id].nid))
+        return find_backward(view, region, self.derivatives, self.sums_of(view), expected, self.taken)
+
+    def sums_of(self, view: View) -> Sums:
+        if id(view) not in self.sums:
+            self.sums[id(view)] = Sums(view)
+        return self.sums[id(view)]
