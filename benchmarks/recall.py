@@ -84,7 +84,7 @@ def outcome(program: Any) -> Outcome:
 
 def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
     """The findings of a program of the zoo against its truth."""
-    again = _recomputed(found.graph)
+    again = recomputed(found.graph)
     candidates = [c for c in found.candidates if not c.node_ids <= again]
     rejections = [r for r in found.rejections if not r.site_ids <= again]
     recognised = Counter(c for x in (*candidates, *rejections) for c in x.concepts)
@@ -101,7 +101,7 @@ def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
     return Outcome(program.id, counts, tuple(map(str, found.rejections)), seconds)
 
 
-def _recomputed(graph: Any) -> frozenset[int]:
+def recomputed(graph: Any) -> frozenset[int]:
     """The nodes of the backward pass of a remat: the forward pass again, whose sites the truths do not count twice."""
     found: set[int] = set()
     stack = [(graph.top, False)]

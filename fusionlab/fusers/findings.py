@@ -328,7 +328,7 @@ class Findings:
 
     def _paired(self) -> list[str]:
         """The pairs, alike ones together."""
-        groups = together(self.pairs, lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent))
+        groups = together(self.pairs, lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays))
         return (
             ["backward passes in this program:", *(f"  {told_together(alike)}" for alike in groups)] if groups else []
         )

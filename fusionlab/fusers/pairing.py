@@ -11,7 +11,8 @@ from dataclasses import replace
 from ..graph.backward import Backward, Derivatives, Sums, find_backward
 from ..graph.canonical import View
 from ..graph.certify import Certifier
-from ..graph.ir import Graph
+from ..graph.gradients import BackwardPart, PairsWaitError, first_gradients, in_order
+from ..graph.ir import Block, Graph
 from ..graph.joined import joined_views
 from ..graph.paired import Pairer, Pairing, Unpaired
 from ..graph.region import Region
@@ -35,7 +36,16 @@ def with_backward(
     # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
     for i in sorted(range(len(found)), key=lambda i: _place(found[i]), reverse=True):
         result[i] = list(search.resolved(found[i]))
-    return [item for i in range(len(found)) for item in result[i]]
+    for block in graph.blocks():
+        search.untangle(block, result)
+    settled = (item for i in range(len(found)) for item in result[i])
+    return [replace(item, otherwise=None) if isinstance(item, Candidate) else item for item in settled]
+
+
+def _part(item: Candidate | Rejection, path: str) -> BackwardPart | None:
+    """The backward pass that is replaced with a site, if it stands in the block of this path."""
+    part = item.site.backward if isinstance(item, Candidate) else None
+    return part if part is not None and part.block_path == path else None
 
 
 def _place(item: Candidate | Rejection) -> tuple[int, int]:
@@ -75,7 +85,7 @@ class _Search:
             yield from self.without(item, str(reason), pair)
             return
         pair = replace(pair, gradients=pairing.gradients, node_ids=pairing.node_ids)
-        yield replace(item, backward=pair, otherwise=None, site=replace(item.site, backward=pairing.part))
+        yield replace(item, backward=pair, site=replace(item.site, backward=pairing.part))
 
     def paired(self, item: Candidate, region: Region, found: Backward) -> Pairing:
         what = item.op, tuple(sorted((k, str(v)) for k, v in item.attrs.items())), item.formula
@@ -112,6 +122,26 @@ class _Search:
     def backward_in(self, view: View, region: Region) -> Backward | None:
         expected = self.expected.get((id(view), view.ref[region.root.id].nid))
         return find_backward(view, region, self.derivatives, self.sums_of(view), expected, self.taken)
+
+    def untangle(self, block: Block, result: dict[int, list[Candidate | Rejection]]) -> None:
+        """Gives up pairs of a block that wait for each other, until none do. They exist where cotangents do not hang on results."""
+        while True:
+            parts = ((i, _part(item, block.path)) for i, items in result.items() for item in items)
+            pairs = [(i, part) for i, part in parts if part is not None]
+            try:
+                in_order(block, first_gradients(block, pairs))
+                return
+            except PairsWaitError as error:
+                why = "it and another backward pass would each wait for the other's gradients"
+                items = result[error.number]
+                undone = (self.undone(i, why) if _part(i, block.path) else iter([i]) for i in items)
+                result[error.number] = [item for some in undone for item in some]
+
+    def undone(self, item: Candidate | Rejection, why: str) -> Iterator[Candidate | Rejection]:
+        """A site that was to be fused with its backward pass, after all without it."""
+        assert isinstance(item, Candidate)
+        alone = replace(item, site=replace(item.site, backward=None), backward=None)
+        yield from self.without(alone, why, item.backward)
 
     def sums_of(self, view: View) -> Sums:
         if id(view) not in self.sums:

@@ -61,5 +61,5 @@ def told_together(alike: Sequence[Pair]) -> str:
     names = ", ".join("d" + name for name in first.gradients)
     which = first.site if n == 1 else f"{n} sites, {first.site} and more"
     rest = f"; no gradient of {', '.join(first.absent)}" if first.absent else ""
-    how = "" if first.stays is None else "; not fused with it"
+    how = "" if first.stays is None else f"; which stays as it is: {first.stays}"
     return f"{which}: {names}{rest}{how}"

@@ -88,13 +88,20 @@ def _filled(shape: tuple[int, ...], scalar: Any) -> Any:
     return jax.lax.full(shape, scalar) if shape else scalar
 
 
-def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: list) -> tuple[list, list]:
-    """(equations of a closed jaxpr at some operands, its results); `extra` gets its constants."""
+Constants = list[tuple[Any, Any]]  # (variable, array)
+
+
+def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | None) -> tuple[list, list]:
+    """(equations of a closed jaxpr at some operands, its results).
+
+    `extra` gets its constants; they are written into the equations where it is None, for a jaxpr that cannot have any.
+    """
     jaxpr, consts = split_closed(closed)
     inner: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
     for var, const in zip(jaxpr.constvars if consts else (), consts, strict=True):
-        inner[var] = jex_core.Var(var.aval)
-        extra.append((inner[var], const))
+        inner[var] = jex_core.Literal(const, var.aval) if extra is None else jex_core.Var(var.aval)
+        if extra is not None:
+            extra.append((inner[var], const))
     eqns = []
     for eqn in jaxpr.eqns:
         outvars = [jex_core.Var(v.aval) for v in eqn.outvars]

@@ -11,7 +11,7 @@ import jax
 
 from ..errors import RewriteError
 from .backward import Share
-from .emit import Env, inlined, kind, source_info
+from .emit import Constants, Env, inlined, kind, source_info
 from .ir import Block, Node, Value
 from .manual import make_jaxpr
 from .split import Split
@@ -60,8 +60,17 @@ class BackwardPart:
         return ("value", value.id) if here is value else here
 
     def read(self) -> list[Value]:
-        """The values of its block that it reads."""
-        return [self.cotangent, *(o for o in self.operands(0) if isinstance(o, Value))]
+        """The values of its block that it reads, and the root, with which its residuals are made."""
+        made = [self.root] if self.block_path == self.site_path else []
+        return [self.cotangent, *made, *(o for o in self.operands(0) if isinstance(o, Value))]
+
+
+class PairsWaitError(RewriteError):
+    """Pairs each read what is computed from the other's gradients. `number` is that of one of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("backward passes that are to be replaced wait for each other")
+        self.number = number
 
 
 Pairs = Sequence[tuple[int, BackwardPart]]
@@ -94,7 +103,7 @@ def terms_beside(block: Block, value: Value, shares: Sequence[Share]) -> list[Va
     return found
 
 
-def summed(value: Value, claims: Claims, at: Node, env: Env, extra: list) -> list:
+def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | None) -> list:
     """The equations that make a value of its gradients and what else it is the sum of; `env` gets the result."""
     beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
     atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]
@@ -119,7 +128,7 @@ def in_order(block: Block, waiting: Mapping[int, Iterable[tuple[int, BackwardPar
     """The block's nodes in program order, but for what a pair reads where its first gradient is made: that comes before.
 
     Raises:
-      RewriteError: pairs wait for each other.
+      PairsWaitError: pairs wait for each other.
     """
     if not waiting:
         return list(block.nodes)
@@ -141,7 +150,7 @@ def in_order(block: Block, waiting: Mapping[int, Iterable[tuple[int, BackwardPar
                 order.append(node)
                 continue
             if node.id in under_way:
-                raise RewriteError(f"{node!r} is needed for a backward pass that it waits for")
+                raise PairsWaitError(next(number for n in stack for number, _ in waiting.get(n.id, ())))
             under_way.add(node.id)
             stack += makers
     return order

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 
 from ..errors import RewriteError
 from .compat import rebuild, without_dead_code
-from .emit import Env, atom_in, copied, inlined, kind, live, source_info
+from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Key, claims_of, first_gradients, in_order, summed
 from .ir import Block, Graph, Node, Value
 from .manual import make_jaxpr
@@ -55,6 +55,9 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     return without_dead_code(closed) if any(r.backward for r in chosen) else closed
 
 
+_REMAT = frozenset({"remat2", "remat", "checkpoint"})
+
+
 class _Emitter:
     """Blocks with their replacements, as jaxprs.
 
@@ -62,7 +65,8 @@ class _Emitter:
     "gradient", number) what a pair keeps for its backward pass, and gives there; by ("value", id) what travels to another block.
     """
 
-    def __init__(self, replacements: Sequence[Replacement] = (), tree: Tree | None = None) -> None:
+    def __init__(self, replacements: Sequence[Replacement], tree: Tree) -> None:
+        self.tree = tree
         self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
         parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
         self.backward = _grouped((part.block_path, i, part) for i, part in parts)
@@ -71,13 +75,13 @@ class _Emitter:
         self.types: dict[tuple[str, Key], Any] = {}  # of what enters a block
         self.way: dict[tuple[str, Key], str] = {}  # the block a key leaves -> the one it enters
         for i, part in parts:
-            if tree is not None and part.block_path != part.site_path:
-                self._send(i, part, tree)
+            if part.block_path != part.site_path:
+                self._send(i, part)
         self.paths = {*self.forward, *self.backward, *self.exports, *self.imports}
 
-    def _send(self, number: int, part: BackwardPart, tree: Tree) -> None:
+    def _send(self, number: int, part: BackwardPart) -> None:
         """What a backward pass needs and its block does not have leaves the site's block, and those around it."""
-        leave, enter = tree.ways(part.site_path, part.block_path)
+        leave, enter = self.tree.ways(part.site_path, part.block_path)
         for key in part.operands(number):
             for out, into in zip(leave, enter, strict=True):
                 if isinstance(key, Value):
@@ -90,7 +94,9 @@ class _Emitter:
 
     def block(self, block: Block) -> Any:
         env: Env = {v.id: jex_core.Var(v.aval) for v in block.inputs}
-        env.update((v.id, jex_core.Var(v.aval)) for v, _ in block.consts)
+        # What its calls captured, and fused functions do, is written into a block that may not have constants.
+        closed = self._may_capture(block)
+        env.update((v.id, jex_core.Var(v.aval) if closed else jex_core.Literal(c, v.aval)) for v, c in block.consts)
         given = self.imports.get(block.path, ())
         env.update((key, jex_core.Var(self.types[block.path, key])) for key in given)
         eqns, extra = self._equations(block, env)
@@ -101,18 +107,23 @@ class _Emitter:
             leaving.append(atom)
         outvars = [*(atom_in(env, a) for a in block.outputs), *leaving]
         invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
-        constvars = [env[v.id] for v, _ in block.consts] + [v for v, _ in extra]
-        consts = [c for _, c in block.consts] + [c for _, c in extra]
+        captured = [(env[v.id], c) for v, c in block.consts] + (extra or []) if closed else []
+        constvars, consts = [v for v, _ in captured], [c for _, c in captured]
         return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
 
-    def _equations(self, block: Block, env: Env) -> tuple[list, list]:
+    def _may_capture(self, block: Block) -> bool:
+        """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""
+        owner = self.tree.owner.get(block.path)
+        return hasattr(block.jaxpr, "consts") and (owner is None or owner[0].primitive not in _REMAT)
+
+    def _equations(self, block: Block, env: Env) -> tuple[list, Constants | None]:
         sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
         at_root = {r.root.id: (i, r) for i, r in sites}
         # With a backward pass the site's own nodes are left to die: until it is replaced as well something reads them.
         gone = {n.id for _, r in sites if r.backward is None for n in r.nodes}
         claims, waiting = claims_of(pairs), first_gradients(block, pairs)
         eqns: list[Any] = []
-        extra: list[tuple[Any, Any]] = []
+        extra: Constants | None = [] if self._may_capture(block) else None
         for node in in_order(block, waiting):
             for number, part in waiting.get(node.id, ()):
                 eqns += _pulled(number, part, node, env, extra)
@@ -168,7 +179,7 @@ class _Emitter:
         return params
 
 
-def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: list) -> list:
+def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants | None) -> list:
     """The equations of the fused function, in the place and with the source information of the site's root."""
     if r.backward is not None:
         closed = r.backward.split.forward
@@ -185,7 +196,7 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: list) -> li
     return eqns
 
 
-def _pulled(number: int, part: BackwardPart, at: Node, env: Env, extra: list) -> list:
+def _pulled(number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
     """The equations of a site's gradients, from its cotangent and what its forward pass kept."""
     atoms = [env[o.id] if isinstance(o, Value) else env[o] for o in part.operands(number)]
     eqns, outs = inlined(part.split.backward, [*atoms, env[part.cotangent.id]], source_info(at), extra)

@@ -429,3 +429,11 @@ def test_an_input_that_is_returned_and_an_unused_one_come_through():
     np.testing.assert_array_equal(got[0], want[0])
     close(got[1], want[1])
     assert (int(got[2]), float(got[3])) == (3, 3.5)
+
+
+def test_a_checkpoint_that_holds_a_call_with_a_captured_array_is_fused_inside():
+    """A checkpoint's jaxpr must have no constants; a call that is flattened into it brings its own."""
+    inner = jax.jit(lambda x: jnp.sin(x) * W1[0, :4])
+    layer = jax.checkpoint(lambda x, w, b: jax.nn.gelu(inner(x) @ w + b))
+    found = agree(layer, X, W1, B1)
+    assert [bool(c.block_path) for c in found.candidates] == [True]

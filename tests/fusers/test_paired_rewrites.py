@@ -134,6 +134,18 @@ def test_the_same_layer_twice_is_added_twice():
     same(fl.fuse(fn)(W, B), jax.jit(fn)(W, B))
 
 
+def test_backward_passes_that_would_wait_for_each_other_are_not_both_replaced():
+    """Of a linear loss the gradients hang on no result: the weights of each layer may be made of the gradient of the other's."""
+
+    def program(x, v, w, b):
+        grads = [jax.vjp(lambda w: x @ w + b, v)[1](jnp.full((8, 8), c))[0] for c in (1.0, 2.0)]
+        first, pull = jax.vjp(lambda w: x @ w + b, v - grads[1])
+        second, push = jax.vjp(lambda w: x @ w + b, w - grads[0])
+        return first, second, pull(jnp.full((8, 8), 1.0))[0], push(jnp.full((8, 8), 2.0))[0]
+
+    same(fl.fuse(program)(X, W, W.T, B), jax.jit(program)(X, W, W.T, B))
+
+
 def trained(layers):
     """A train step, and arguments in the midst of training: from moments of 0, Adam makes a step of the sign of a rounding error."""
     fn, (params, (first, second, count), x, y) = step(layers)
