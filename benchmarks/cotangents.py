@@ -85,7 +85,9 @@ def _check(c: Any, top: Block, loss: Value, values: dict[int, np.ndarray], gener
 
     def error(step: float) -> float:
         size = step * max(1e-3, float(np.abs(values[root.id]).max(initial=0)))
-        either = [evaluate(tail, [values[root.id] + side * size * d, *others])[0] for side in (1, -1)] if tail else (0, 0)
+        either = (
+            [evaluate(tail, [values[root.id] + side * size * d, *others])[0] for side in (1, -1)] if tail else (0, 0)
+        )
         difference = float(either[0] - either[1]) / (2 * size)
         return abs(difference - float(np.sum(cotangent * d))) / max(float(np.linalg.norm(cotangent)), 1e-12)
 
@@ -100,8 +102,14 @@ def _check(c: Any, top: Block, loss: Value, values: dict[int, np.ndarray], gener
     return Check(c.id, min(errors))
 
 
-def loss_of(top: Block, root: Value, loss: Value) -> tuple[Any | None, list[Value]]:
-    """The loss as a function of one value and of others that do not hang on it: (closed jaxpr, the others); None where it does not hang on it."""
+def loss_of(top: Block, root: Value, loss: Value) -> tuple[Any, list[Value]]:
+    """The loss as a function of one value and of others that do not hang on it: (closed jaxpr, the others).
+
+    Args:
+      top: the program.
+      root: the value.
+      loss: what the program returns first; the jaxpr is None where it does not hang on the value.
+    """
     moved = {root.id}
     after: list[Node] = []
     for node in top.nodes:

@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
         cases.append(measure(form, shapes, options.processes))
         print(summary(cases[-1]), flush=True)
     record = {
-        "command": " ".join(["python", "-m", "benchmarks", "pair_memory", *argv]),
+        "command": f"python -m benchmarks pair_memory --processes {options.processes}{' --quick' * options.quick}",
         "what": __doc__,
         "shapes": shapes,
         "environment": environment().to_dict(),

@@ -40,6 +40,7 @@ def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) ->
         "pass": record.pass_name,
         "scope": record.scope,
         "source": source_dict(record.source),
+        "backward": _backward_dict(record),
     }
     if isinstance(record, Candidate):
         return common | {
@@ -76,6 +77,20 @@ def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) ->
         "winner": record.winner,
         "nodes": sorted(record.site_ids | frozenset(record.node_ids)),
         "guilty": list(record.node_ids),
+    }
+
+
+def _backward_dict(record: Candidate | Rejection) -> dict[str, Any] | None:
+    """The site's backward pass, where the program has it: what is found of it, its nodes that go, why it stays if it does."""
+    pair = record.backward
+    if pair is None:
+        return None
+    return {
+        "text": f"gradients of {', '.join(pair.gradients)}"
+        + (f"; none of {', '.join(pair.absent)}" if pair.absent else ""),
+        "nodes": sorted(pair.node_ids),
+        "fused": pair.stays is None,
+        "stays": pair.stays,
     }
 
 

@@ -102,17 +102,28 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
         return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
-    keys = ("pass", "text", "state", "source", "nodes_before", "nodes_after", "notes", "backends")
+    keys = ("pass", "text", "state", "source", "nodes_before", "nodes_after", "notes", "backends", "paired")
     cards = []
-    for group in alike(sites, keys):
+    for group in alike([s | {"paired": _backward_text(s)} for s in sites], keys):
         s = group[0]
         state = "applied" if s["state"] == "applied" else "not applied"
         inside = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
+        inside += [_e(line) for line in [_backward_text(s)] if line]
         inside += [f'<span class="quiet">{_e(n)}</span>' for n in s["notes"]]
         rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
         inside += [table(["backend", "verdict", "reason"], rows)] if rows else []
         cards.append(_card(group, _colours(view), inside))
     return "<h2>Candidates</h2>" + "".join(cards)
+
+
+def _backward_text(site: Mapping[str, Any]) -> str:
+    """What is said of a site's backward pass; "" where the program has none of it."""
+    pair = site["backward"]
+    if pair is None:
+        return ""
+    if pair["fused"]:
+        return f"Fused with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
+    return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
 
 
 def declined_html(view: Mapping[str, Any]) -> str:
@@ -180,7 +191,9 @@ def site_rows(site: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     """The inspector's lines for a candidate or a rejection."""
     if site["state"] == "declined":
         rows = [("declined", f"{site['id']} [{site['code']}] {site['matched']}/{site['total']}: {site['text']}", False)]
+        rows += [("backward", _backward_text(site), False)] if site["backward"] else []
         return rows + ([("edit", site["edit"], False)] if site["edit"] else [])
     rows = [(site["state"], f"{site['id']}: {site['text']}", False)]
     rows.append(("nodes", f"{site['nodes_before']} → {site['nodes_after']}", False))
+    rows += [("backward", _backward_text(site), False)] if site["backward"] else []
     return rows + [(b["name"], f"{b['verdict']}: {b['reason']}", False) for b in site["backends"]]
