@@ -62,15 +62,16 @@ def check_cotangents(found: Any, args: Any, seed: int = 0) -> list[Check]:
 def _evaluated(top: Block, args: Any) -> dict[int, np.ndarray]:
     """Every value of the program, by id, floats in float64."""
     leaves = jax.tree.leaves(args)
-    if any(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key) for leaf in leaves):
-        raise CannotEvaluate("a random key")
-    given = [_wide(leaf) for leaf in leaves]
+    given = [wide(leaf) for leaf in leaves]
     made = [v for n in top.nodes for v in n.outputs]
     results = evaluate(slice_jaxpr(top, top.nodes, top.inputs, made), given)
     return dict(zip((v.id for v in (*top.inputs, *made)), (*given, *results), strict=True))
 
 
-def _wide(leaf: Any) -> np.ndarray:
+def wide(leaf: Any) -> np.ndarray:
+    """An array, floats in float64. Raises CannotEvaluate for a random key."""
+    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        raise CannotEvaluate("a random key")
     return np.asarray(leaf, np.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else np.asarray(leaf)
 
 

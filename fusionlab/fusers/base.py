@@ -164,6 +164,7 @@ def propose(
         program=facts.program,
         site=replacement,
         region=region,
+        plan=plan,
     )
 
 

@@ -16,6 +16,7 @@ from ..graph.views import views
 from ..kernels import meaning_of
 from .base import GRADIENT, Pass, Search
 from .findings import Candidate, Findings, Rejection
+from .linear_groups import grouped
 from .pairing import is_differentiated, with_backward
 
 
@@ -76,6 +77,7 @@ def _find_in(
         started = time.perf_counter()
         certifier_views = [view for view, _ in found_views]
         found = with_backward(graph, certifier_views, found, certifier)
+        found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
         seconds["pairs"] = time.perf_counter() - started
     candidates, rejections = _settle(found)
     names = tuple(p.name for p, _ in passes)

@@ -49,6 +49,7 @@ class Candidate:
       program: what replaces the site, as a function of its leaves' values in the order the site reads them.
       site: the rewriter's own record (opaque to readers).
       region: the site's nodes and values (opaque to readers).
+      plan: how the region becomes a call of the op (opaque to readers).
       backward: its backward pass, in a program that is differentiated already.
       otherwise: what stands here if it cannot be fused with its backward pass, which reads its inner values (during a search only).
     """
@@ -72,6 +73,7 @@ class Candidate:
     program: Block | None = dataclasses.field(default=None, repr=False)
     site: Any = dataclasses.field(default=None, repr=False)
     region: Region | None = dataclasses.field(default=None, repr=False)
+    plan: Any = dataclasses.field(default=None, repr=False)
     backward: Pair | None = None
     otherwise: Callable[[], Iterable[Candidate | Rejection]] | None = dataclasses.field(default=None, repr=False)
 
@@ -286,12 +288,15 @@ class Findings:
         return [line for lines in told for line in lines] or ["no passes asked"]
 
     def _gradient_line(self, pass_name: str) -> list[str]:
-        """ "gemm_epilogue_grad: 3 subgraphs fused", "gemm_epilogue_grad: runs under jax.grad"; none where nothing is fused forward."""
+        """ "gemm_epilogue_grad: 3 subgraphs fused", in a differentiated program; none where nothing is fused forward."""
         counts = self.counts()
-        fused = counts.get(f"{pass_name}_grad")
-        if fused is None or not counts[pass_name]:
-            return []
-        return [f"{pass_name}_grad: {fused if isinstance(fused, str) else f'{fused} subgraphs fused'}"]
+        told = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
+        return [f"{pass_name}_grad: {counts[f'{pass_name}_grad']} subgraphs fused"] if told else []
+
+    def _under_grad(self) -> list[str]:
+        """What is said of the gradients of a program that is not differentiated."""
+        names = [g for g in self.gradients if any(f"{c.pass_name}_grad" == g for c in self.candidates)]
+        return [f"{', '.join(names)}: {RUNS_UNDER_GRAD}"] if names and not self.differentiated else []
 
     def __str__(self) -> str:
         """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
@@ -299,7 +304,7 @@ class Findings:
 
     def report(self) -> str:
         """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why."""
-        told = (self._chosen(), self._paired(), self._structured())
+        told = (self._chosen(), self._paired(), self._under_grad(), self._structured())
         parts = (self.lines(), self.reasons(), *told, (f"note: {n}" for n in self.notes))
         return "\n".join(line for part in parts for line in part)
 
@@ -328,7 +333,9 @@ class Findings:
 
     def _paired(self) -> list[str]:
         """The pairs, alike ones together."""
-        groups = together(self.pairs, lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays))
+        groups = together(
+            self.pairs, lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.grouping, p.joins)
+        )
         return (
             ["backward passes in this program:", *(f"  {told_together(alike)}" for alike in groups)] if groups else []
         )

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..errors import unknown_name
 from ..graph.evaluate import is_float
 from ..graph.ir import Node, Value
 from ..graph.match import close
@@ -26,6 +27,7 @@ from .base import Plan, Search, anchor_text, option, propose
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
+from .linear_groups import GROUPINGS
 from .linear_parts import Linear, LinearSite
 
 _FLOATS = "cast x, w and b to bfloat16 or float32"
@@ -46,7 +48,12 @@ class GemmEpiloguePass:
 
     def __post_init__(self) -> None:
         strict = (False, "judge the weight's rank before any squeeze, as the original pass did")
-        object.__setattr__(self, "options", {"strict_rank": strict})
+        grouping = (
+            "per_layer",
+            "of backward passes that are in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
+            "layer behind, where that is the only one its result feeds",
+        )
+        object.__setattr__(self, "options", {"strict_rank": strict, "grouping": grouping})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def linear(x: Any, w: Any, b: Any) -> Any:
@@ -55,6 +62,9 @@ class GemmEpiloguePass:
         return linear, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(16))
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        grouping = option(search, self, "grouping")
+        if grouping not in GROUPINGS:
+            raise unknown_name("grouping", grouping, GROUPINGS)
         for node in search.block.nodes:
             if node.primitive == "dot_general" and not is_backward(node.eqn):
                 yield from _Site(self, search, node).examine()

@@ -60,7 +60,8 @@ class _Search:
         self.derivatives = Derivatives()
         self.pairer = Pairer(graph, certifier)
         self.views: dict[str, list[View]] = {}
-        for path, view in (*((v.block.path, v) for v in found_views), *joined_views(graph)):
+        plain = list(found_views)
+        for path, view in (*((v.block.path, v) for v in plain), *joined_views(plain)):
             self.views.setdefault(path, []).append(view)
         self.sums: dict[int, Sums] = {}
         self.taken: set[int] = set()  # terms of gradients that a site has already

@@ -20,6 +20,8 @@ class Pair:
       absent: float operands whose gradient is not computed from that cotangent here (data, mostly).
       node_ids: nodes of the backward pass that are fused with the site; none where it stays as it is.
       stays: why it stays as it is; None where it is fused with the site.
+      grouping: of a fused linear layer, what of it is one op: "per_layer" or "chained" (see the pass's option).
+      joins: the operand behind whose gradient the activation's derivative of the layer before goes; None where none does.
     """
 
     site: str
@@ -28,6 +30,8 @@ class Pair:
     absent: tuple[str, ...]
     node_ids: frozenset[int] = frozenset()
     stays: str | None = None
+    grouping: str | None = None
+    joins: str | None = None
 
     def __str__(self) -> str:
         return f"{self.site}: {self.text}"
@@ -39,8 +43,12 @@ class Pair:
         """What is known of it, without the site's name."""
         found = ", ".join(f"d{name} = {v!r}" for name, v in self.gradients.items())
         rest = f"; no gradient of {', '.join(self.absent)}" if self.absent else ""
-        how = "fused with it" if self.stays is None else f"which stays as it is: {self.stays}"
+        how = f"fused with it{self._grouped()}" if self.stays is None else f"which stays as it is: {self.stays}"
         return f"its backward pass is here: from {self.cotangent!r}, {found}{rest}; {how}"
+
+    def _grouped(self) -> str:
+        joined = f", with the layer before's act' behind d{self.joins}" if self.joins else ""
+        return f" ({self.grouping}{joined})" if self.grouping else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able: values by name."""
@@ -52,6 +60,8 @@ class Pair:
             "nodes": sorted(self.node_ids),
             "fused": self.stays is None,
             "stays": self.stays,
+            "grouping": self.grouping,
+            "joins": self.joins,
         }
 
 
@@ -61,5 +71,5 @@ def told_together(alike: Sequence[Pair]) -> str:
     names = ", ".join("d" + name for name in first.gradients)
     which = first.site if n == 1 else f"{n} sites, {first.site} and more"
     rest = f"; no gradient of {', '.join(first.absent)}" if first.absent else ""
-    how = "" if first.stays is None else f"; which stays as it is: {first.stays}"
+    how = first._grouped() if first.stays is None else f"; which stays as it is: {first.stays}"
     return f"{which}: {names}{rest}{how}"

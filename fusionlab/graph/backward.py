@@ -107,7 +107,7 @@ def find_backward(
         probe = _Probe(view)
         refs = [view.read(v) for v in region.inputs]
         found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
-        values = [sums.find(probe, ref, leaf) for ref, leaf in zip(found, floats, strict=True)]
+        values = [sums.find(probe, ref, leaf, taken) for ref, leaf in zip(found, floats, strict=True)]
         gradients = {names[leaf.id]: v for leaf, v in zip(floats, values, strict=True) if v is not None}
         if not any(_is_backward(view, v.value) for v in gradients.values()):
             continue  # x.T @ v of a forward pass is the gradient of x @ w, were v its cotangent
@@ -145,8 +145,10 @@ class Sums:
                 for term in terms:
                     self.by_term.setdefault(term, []).append((len(terms), value))
 
-    def find(self, probe: View, ref: Ref, leaf: Value) -> Share | None:
-        """The value of the leaf's type that is a Ref, or a sum that has all of its terms: the shortest, the first in the program."""
+    def find(self, probe: View, ref: Ref, leaf: Value, taken: frozenset[int] | set[int]) -> Share | None:
+        """The value of the leaf's type that is a Ref, or a sum that has all of its terms: the shortest, the first in the program
+        of those that are not `taken`.
+        """
         terms = _terms(probe, ref)
         if any(nid >= len(self.view.nodes) for _, nid, _ in terms):
             return None
@@ -154,7 +156,7 @@ class Sums:
         fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
         wanted = Counter(terms)
         whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms_of[v.id])
-        n, value = min(whole, key=lambda found: (found[0], found[1].id), default=(0, None))
+        n, value = min(whole, key=lambda found: (found[0], found[1].id in taken, found[1].id), default=(0, None))
         if value is None:
             return None
         return Share(value, frozenset({value.id})) if n == len(terms) else self._share(self._outermost(value), wanted)

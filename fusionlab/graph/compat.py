@@ -60,13 +60,14 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
     def run(const: list, first: list, entries: list) -> Any:
         def body(c: list, x: list) -> tuple[list, list]:
-            total = sum([*const, *c, *x], jax.numpy.zeros(()))
-            return [v + total for v in c], [total * (i + 2) for i in range(ys)]
+            total = sum([*const, *c, *x], jax.numpy.zeros((), "float32"))
+            return [v + total for v in c], [total * jax.numpy.float32(i + 2) for i in range(ys)]
 
         return jax.lax.scan(body, first, entries, length=2)
 
     given = [[jax.ShapeDtypeStruct(shape, "float32")] * n for n, shape in ((consts, ()), (carry, ()), (xs, (2,)))]
-    jaxpr, _ = split_closed(jax.make_jaxpr(run)(*given))
+    with jax.disable_jit(False):  # a scan that is run step by step has no equation
+        jaxpr, _ = split_closed(jax.make_jaxpr(run)(*given))
     params = next(eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     return {k: params[k] for k in ("ft_in", "ft_out") if k in params}
 
@@ -82,7 +83,8 @@ def scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def unspecified_sharding() -> Any:
     """What a jit equation has in `out_shardings` where the user asked for nothing."""
-    jaxpr, _ = split_closed(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0))
+    with jax.disable_jit(False):
+        jaxpr, _ = split_closed(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0))
     return jaxpr.eqns[0].params["out_shardings"][0]
 
 

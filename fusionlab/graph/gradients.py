@@ -14,10 +14,27 @@ from .backward import Share
 from .emit import Constants, Env, inlined, kind, source_info
 from .ir import Block, Node, Value
 from .manual import make_jaxpr
-from .split import Split
+from .split import Split, Taken
 
 # What travels from a site's block to its backward pass: (number of the pair, "residual", number), or ("value", id).
 Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A backward pass in a row of layers, each of which ends in a function whose derivative may be taken by the one behind.
+
+    Attributes:
+      slope: jaxpr of (residual, cotangent) -> the cotangent before that function; None where the layer has none.
+      own: the derivative without it.
+      linked: the same, and beyond the function that the layer before ends in: its last input is that one's residual.
+      before: the result of that layer; `linked` and this are None where there is none.
+    """
+
+    slope: Any
+    own: Split
+    linked: Split | None
+    before: Value | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +49,7 @@ class BackwardPart:
       gradients: (number of the leaf, where its gradient is) of each gradient the program computes.
       known: value of the site's block -> the backward block's own name for it, where they are two.
       split: what runs in place of the site, and of its backward pass.
+      chain: how that is done in a row of layers, where they are grouped so.
     """
 
     site_path: str
@@ -43,10 +61,11 @@ class BackwardPart:
     gradients: tuple[tuple[int, Share], ...]
     known: Mapping[int, Value]
     split: Split
+    chain: Chain | None = None
 
-    def operands(self, number: int) -> list[Value | Key]:
+    def operands(self, number: int, taken: Sequence[Taken] | None = None) -> list[Value | Key]:
         """What it reads beside the cotangent: values of its block, and keys of what travels there (in pair `number`)."""
-        return [self._operand(number, what, i) for what, i in self.split.taken]
+        return [self._operand(number, what, i) for what, i in (self.split.taken if taken is None else taken)]
 
     def _operand(self, number: int, what: str, i: int) -> Value | Key:
         if what == "residual":
@@ -65,6 +84,36 @@ class BackwardPart:
         return [self.cotangent, *made, *(o for o in self.operands(0) if isinstance(o, Value))]
 
 
+Pairs = Sequence[tuple[int, BackwardPart]]
+
+
+class Chosen:
+    """The pairs that are replaced, and how those in a row of layers are chained: as far as both neighbours are among them."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.number = {part.root.id: number for number, part in pairs}
+        links = (part.chain for _, part in pairs if part.chain is not None)
+        self.followed = {c.before.id for c in links if c.before is not None and c.before.id in self.number}
+
+    def pulled(self, number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
+        """The equations of a site's gradients, from its cotangent and what its forward pass kept; `env` gets the gradients."""
+        program, ct, eqns = part.split, env[part.cotangent.id], []
+        residual = None
+        if part.chain is not None:
+            program = part.chain.own
+            if part.chain.slope is not None and part.root.id not in self.followed:
+                eqns, (ct,) = inlined(part.chain.slope, [env[number, "residual", 0], ct], source_info(at), extra)
+            if part.chain.linked is not None and part.chain.before is not None and part.chain.before.id in self.number:
+                program, residual = part.chain.linked, env[self.number[part.chain.before.id], "residual", 0]
+        beside = [t for t in program.taken if t != ("input", len(part.leaves))]
+        given = (env[o.id] if isinstance(o, Value) else env[o] for o in part.operands(number, beside))
+        atoms = dict(zip(beside, given, strict=True))
+        taken = [atoms.get(t, residual) for t in program.taken]
+        more, outs = inlined(program.backward, [*taken, ct], source_info(at), extra)
+        env.update(((number, "gradient", i), atom) for (i, _), atom in zip(part.gradients, outs, strict=True))
+        return eqns + more
+
+
 class PairsWaitError(RewriteError):
     """Pairs each read what is computed from the other's gradients. `number` is that of one of them."""
 
@@ -73,7 +122,6 @@ class PairsWaitError(RewriteError):
         self.number = number
 
 
-Pairs = Sequence[tuple[int, BackwardPart]]
 Claims = list[tuple[Key, Share, Block]]  # key of a gradient, where it goes, the block that is in
 
 

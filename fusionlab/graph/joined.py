@@ -7,21 +7,21 @@ second is given *is* what the first computes, both show in one canonical view; n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from .canonical import View
 from .compat import scan_counts
-from .ir import Atom, Block, Graph, Node, Value
+from .ir import Atom, Block, Node, Value
 from .rules import literal_inputs
 
 _WHOLE = frozenset("jit pjit remat2 remat checkpoint cond".split())  # each body is given and returns whole values
 
 
-def joined_views(graph: Graph) -> Iterator[tuple[str, View]]:
-    """(path of a forward block, view of it and of a backward block that reads it), outermost first, also inside each other."""
-    stack = [(graph.top, View(graph.top))]
+def joined_views(found: Iterable[View]) -> Iterator[tuple[str, View]]:
+    """(path of a forward block, view of it and of a backward block that reads it) in the blocks of some views, also inside each other."""
+    stack = [(view.block, view) for view in found]
     while stack:
         block, view = stack.pop()
         for forward, backward in _pairs(block):

@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 from ..errors import RewriteError
 from .compat import rebuild, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
-from .gradients import BackwardPart, Key, claims_of, first_gradients, in_order, summed
+from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, in_order, summed
 from .ir import Block, Graph, Node, Value
 from .manual import make_jaxpr
 from .travel import Tree, more_operands, more_results
@@ -69,6 +69,7 @@ class _Emitter:
         self.tree = tree
         self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
         parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
+        self.chosen = Chosen(parts)
         self.backward = _grouped((part.block_path, i, part) for i, part in parts)
         self.exports: dict[str, list[Key]] = {}
         self.imports: dict[str, list[Key]] = {}
@@ -126,7 +127,7 @@ class _Emitter:
         extra: Constants | None = [] if self._may_capture(block) else None
         for node in in_order(block, waiting):
             for number, part in waiting.get(node.id, ()):
-                eqns += _pulled(number, part, node, env, extra)
+                eqns += self.chosen.pulled(number, part, node, env, extra)
             if node.id not in gone:
                 eqns.append(self.eqn(node, env))
             for value in node.outputs:
@@ -193,14 +194,6 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
         )
     env[r.root.id] = root
     env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
-    return eqns
-
-
-def _pulled(number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
-    """The equations of a site's gradients, from its cotangent and what its forward pass kept."""
-    atoms = [env[o.id] if isinstance(o, Value) else env[o] for o in part.operands(number)]
-    eqns, outs = inlined(part.split.backward, [*atoms, env[part.cotangent.id]], source_info(at), extra)
-    env.update(((number, "gradient", i), atom) for (i, _), atom in zip(part.gradients, outs, strict=True))
     return eqns
 
 

@@ -145,9 +145,8 @@ def test_row_58_every_candidate_is_accepted_or_rejected_with_a_reason_in_order_a
     assert [c.id for c in found.candidates] == ["gemm_epilogue@leaky#1"]  # the linear part of the first
     # passes in priority order, one line each, reasons counted, zero said
     before, after = found.graph.node_count, found.apply().node_count
-    assert str(found).splitlines()[:3] == [
+    assert str(found).splitlines()[:2] == [
         f"gemm_epilogue: 1 subgraphs fused, 3 declined (activation, bias x2), nodes {before} -> {after}",
-        "gemm_epilogue_grad: runs under jax.grad",
         f"dot_product_attention: 0 subgraphs fused, 1 declined (axes), nodes {before} -> {before}",
     ]
     assert all(r.sentence in str(found) for r in found.rejections)

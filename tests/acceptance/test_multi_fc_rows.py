@@ -1,4 +1,4 @@
-"""Row 11, and the training half of the model's own test: MultiFC at 64 x 128 x 768, its groups, its numbers."""
+"""Rows 11 and 12: MultiFC at 64 x 128 x 768, inference and training, its groups, its numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
+from fusionlab.graph.scopes import in_backward
 from fusionlab.models import multi_fc
 
 KEY = jax.random.key(11)
@@ -45,7 +46,7 @@ def shapes(act, dtype=jnp.float32):
 
 def surviving_activations(graph):
     """Nonlinear elementwise functions outside fused ops: relu's max, gelu's tanh or erf."""
-    return sum(n.primitive in ("max", "tanh", "erf", "erfc") for n in graph.nodes())
+    return sum(n.primitive in ("max", "tanh", "erf", "erfc") and not in_backward(n) for n in graph.nodes())
 
 
 def close(got, want, key):
@@ -120,3 +121,62 @@ def test_row_11_multi_fc_training_keeps_its_loss_and_its_six_gradients(act, dtyp
     for g, w in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
         assert np.max(np.abs(g - w)) <= {"float32": 1e-5, "float16": 2e-2}[dtype] * np.max(np.abs(w))
+
+
+def surviving_gradients(graph):
+    """Derivatives of activations outside fused ops: the selection by relu's mask, the square of gelu's."""
+    return sum(
+        n.primitive == "select_n" or (n.primitive == "integer_pow" and n.params["y"] == 2) for n in graph.nodes()
+    )
+
+
+# grouping, strict_rank -> sites, of them with their backward passes, activations left, their derivatives left
+GROUPS = {
+    ("per_layer", False): (4, 4, 0, 0),
+    ("per_layer", True): (3, 3, 1, 1),
+    ("chained", True): (3, 3, 1, 2),  # the original's: linear3 feeds a product that is not fused, its relu' is left
+    ("chained", False): (4, 4, 0, 2),  # the head takes a weight of rank 3, which nothing is chained to
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("grouping", "strict"), GROUPS, ids=[f"{g}, strict {s}" for g, s in GROUPS])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_row_12_multi_fc_training_has_the_groups_of_each_grouping(act, grouping, strict, dtype):
+    """The train step itself is fused: forward and backward are in the program already."""
+    _, args = model(act, SMALL, jnp.dtype(dtype))
+    step = jax.value_and_grad(partial(multi_fc.loss, activation=act))
+    passes = fl.Strategy(gemm_epilogue={"strict_rank": strict, "grouping": grouping})
+    found = fl.find(step, *args, passes=passes)
+    sites, paired, activations, gradients = GROUPS[grouping, strict]
+    assert found.counts() == {"gemm_epilogue": sites, "gemm_epilogue_grad": paired}
+    after = found.apply()
+    assert surviving_activations(found.graph) == surviving_gradients(found.graph) == 3
+    assert (surviving_activations(after), surviving_gradients(after)) == (activations, gradients)
+    names = [n.primitive for n in after.nodes()]
+    assert names.count("gemm_epilogue_cotangent") == paired
+    told = {c.scope: c.backward for c in found.candidates}
+    assert {p.grouping for p in told.values()} == {grouping}
+    assert [scope for scope, p in told.items() if p.joins] == (["linear2"] if grouping == "chained" else [])
+    assert f"({grouping}" in found.report()
+    want, got = jax.jit(step)(*args), fl.fuse(step, passes=passes)(*args)
+    assert len(jax.tree.leaves(got[1])) == 6
+    close(got, want, (act, "training", dtype))
+    for g, w in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        assert np.max(np.abs(g - w)) <= {"float32": 1e-5, "float16": 2e-2}[dtype] * np.max(np.abs(w))
+
+
+@pytest.mark.parametrize("alone", ["linear1", "linear2", "linear3"])
+def test_row_12_a_chain_whose_neighbour_is_left_out_is_no_chain(alone):
+    _, args = model("gelu_tanh", SMALL, jnp.float32)
+    step = jax.value_and_grad(partial(multi_fc.loss, activation="gelu_tanh"))
+    passes = fl.Strategy(gemm_epilogue={"grouping": "chained"})
+    want = jax.jit(step)(*args)
+    for options in ({"only": f"gemm_epilogue@{alone}#1"}, {"skip": f"gemm_epilogue@{alone}#1"}):
+        close(fl.fuse(step, passes=passes, **options)(*args), want, ("gelu_tanh", "training", "float32"))
+
+
+def test_row_12_a_grouping_that_does_not_exist_is_refused():
+    with pytest.raises(fl.errors.UnknownNameError, match="per_layer"):
+        fl.find(lambda x: x @ x, jnp.ones((4, 4)), passes=fl.Strategy(gemm_epilogue={"grouping": "chain"}))

@@ -406,7 +406,11 @@ def test_a_transformer_block_shows_its_two_norms_beside_its_products_and_its_att
 
 
 def test_a_differentiated_program_is_told_to_fuse_before_that():
-    found = fl.find(jax.grad(lambda x: (xhat(x) * G + B).sum() ** 2), X, passes=NORM)
+    """Where its backward pass cannot be replaced with it: in another branch than its forward."""
+    norm = fl.find(jax.grad(lambda x: (xhat(x) * G + B).sum() ** 2), X, passes=NORM)
+    assert norm.counts() == {NORM: 1, f"{NORM}_grad": 1}
+    branch = lambda x: jax.lax.cond(x.sum() > 0, lambda x: xhat(x) * G + B, jnp.sin, x)  # noqa: E731
+    found = fl.find(jax.grad(lambda x: branch(x).sum() ** 2), X, passes=NORM)
     (rejection,) = found.rejections
     assert rejection.code == "escapes"
     assert "before it is differentiated" in str(rejection.edit)

@@ -12,6 +12,7 @@ import pytest
 from jax.extend import core as jex_core
 
 import fusionlab as fl
+from fusionlab.graph import compat
 from fusionlab.models import transformer
 
 from .checks import forward_counts, normal, primitives
@@ -132,6 +133,43 @@ def test_the_same_layer_twice_is_added_twice():
 
     fn = jax.value_and_grad(loss, (0, 1))
     same(fl.fuse(fn)(W, B), jax.jit(fn)(W, B))
+
+
+def stepped(w, x):
+    return w - 0.1 * step_of(scanned)(w, x)[1][0]
+
+
+WHOLE_STEPS = {
+    "a scan of train steps": lambda w, x: jax.lax.scan(lambda w, x: (stepped(w, x), None), w, jnp.stack([x, x + 1]))[0],
+    "a train step that gives its weights away": lambda w, x: jax.jit(stepped, donate_argnums=0)(w * 1, x) * 2,
+    "one loss differentiated twice": lambda w, x: (step_of(scanned)(w, x), step_of(scanned)(w, x)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_STEPS)
+def test_a_pair_is_found_in_a_step_that_is_itself_inside_something(name):
+    fn = WHOLE_STEPS[name]
+    found = fl.find(fn, W, X)
+    assert not found.rejections
+    assert fused(found) == list(found.candidates)
+    same(fl.fuse(fn)(W, X), jax.jit(fn)(W, X))
+
+
+def test_two_layers_with_one_cotangent_have_each_a_gradient():
+    """The gradients of the two biases are the same numbers: two values of the program, one for each."""
+    fn = jax.value_and_grad(lambda w, b, v, c: jnp.sum(jnp.sin((X @ w + b) + (X @ v + c))), (0, 1, 2, 3))
+    assert len(fused(fl.find(fn, W, B, W.T, B))) == 2
+    same(fl.fuse(fn)(W, B, W.T, B), jax.jit(fn)(W, B, W.T, B))
+
+
+def test_what_travels_out_of_a_scan_hangs_on_no_setting_of_the_users():
+    compat._scan_trees.cache_clear()
+    with jax.enable_x64(True):
+        found = fl.find(step_of(scanned), W, X)
+        assert len(fused(found)) == 2
+        with jax.disable_jit():
+            closed = found.rewritten()
+        same(jax.jit(jex_core.jaxpr_as_fun(closed))(W, X), jax.tree.leaves(jax.jit(step_of(scanned))(W, X)))
 
 
 def test_backward_passes_that_would_wait_for_each_other_are_not_both_replaced():

@@ -347,3 +347,54 @@ def test_precision_set_around_the_call_is_kept():
 
 def test_backend_errors_are_our_own():
     assert issubclass(BackendError, FusionLabError)
+
+
+# -- the gradient taken beyond the activation that made x ---------------------------------------------------------------------
+
+
+def beyond(name):
+    """(the op behind an activation, with that activation's residual, of x's pre-activation; the same in plain jnp)."""
+    act = ACTIVATIONS[name]
+
+    def op(pre, w, b):
+        x, saved = jax.lax.stop_gradient((act.fn(pre), act.save(pre)))
+        # A tangent of x is that of its pre-activation here: give x one, and the value it has.
+        moving = x + (pre - jax.lax.stop_gradient(pre))
+        return OPS["gemm_epilogue"].call(moving, w, b, saved, activation="tanh", x_activation=name)
+
+    def plain(pre, w, b):
+        return jnp.tanh(act.fn(pre) @ w + b)
+
+    return op, plain
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu_tanh", "gelu_erf", "silu", "tanh"])
+def test_the_gradient_beyond_the_activation_before_is_that_of_both_layers(name):
+    op, plain = beyond(name)
+    keys = jax.random.split(jax.random.key(5), 4)
+    pre, w, b, ct = (jax.random.normal(k, s) for k, s in zip(keys, ((2, 6, 8), (8, 4), (4,), (2, 6, 4)), strict=True))
+    want, pull = jax.vjp(plain, pre, w, b)
+    got, pulled = jax.vjp(op, pre, w, b)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    for g, v in zip(pulled(ct), pull(ct), strict=True):
+        np.testing.assert_allclose(g, v, rtol=1e-5, atol=1e-5)
+    moved = jax.jvp(op, (pre, w, b), (pre * 2, w, b))[1]
+    np.testing.assert_allclose(moved, jax.jvp(plain, (pre, w, b), (pre * 2, w, b))[1], rtol=1e-5, atol=1e-5)
+    names = [e.primitive.name for e in jax.make_jaxpr(lambda *a: jax.vjp(op, *a)[1](ct))(pre, w, b).eqns]
+    assert names.count("gemm_epilogue_cotangent") == 1
+    mapped = jax.vmap(lambda p: jax.vjp(op, p, w, b)[1](ct)[0])(jnp.stack([pre, -pre]))
+    np.testing.assert_allclose(mapped[0], pull(ct)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "name", "message"),
+    [
+        (None, "relu", "needed both or neither"),
+        (jnp.ones((6, 8), bool), None, "needed both or neither"),
+        (jnp.ones((6, 8), bool), "none", "x_activation"),
+        (jnp.ones((8, 6), bool), "relu", "needed that of x"),
+    ],
+)
+def test_what_is_saved_of_x_and_its_activation_go_together(saved, name, message):
+    with pytest.raises((ArgumentError, UnknownNameError), match=message):
+        OPS["gemm_epilogue"].call(jnp.ones((6, 8)), jnp.ones((8, 4)), None, saved, x_activation=name)

@@ -18,15 +18,26 @@ from .activations import ACTIVATIONS
 Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ROWS = ("x", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
+_ROWS = ("x", "x_saved", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
 
 
 class GemmEpilogue(Op):
-    """act(x @ w + bias); see `gemm_epilogue` below for shapes and attributes."""
+    """act(x @ w + bias); see `gemm_epilogue` below for shapes and attributes.
+
+    Where x is itself an activation of the layer before, the gradient may be asked for beyond it (cuBLASLt's DRELU and DGELU
+    epilogues): with `x_activation` the name of that activation and `x_saved` its residual, in the shape of x, the gradient "of x" is
+    that of the layer's pre-activation. Forward, neither is read.
+    """
 
     name = "gemm_epilogue"
-    slots = ("x", "w", "bias")
-    defaults: ClassVar[Mapping[str, Any]] = {"activation": "none", "x_contract": -1, "w_contract": 0, "precision": None}
+    slots = ("x", "w", "bias", "x_saved")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "activation": "none",
+        "x_contract": -1,
+        "w_contract": 0,
+        "precision": None,
+        "x_activation": None,
+    }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla",
@@ -38,14 +49,15 @@ class GemmEpilogue(Op):
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        x, w, bias = _check_ranks(**given)
+        x, w, bias = _check_ranks(**{slot: a for slot, a in given.items() if slot != "x_saved"})
         full = self.with_defaults(attrs)
+        _check_saved(x, given.get("x_saved"), full["x_activation"])
         if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
             raise unknown_name("activation", full["activation"], ACTIVATIONS)
         full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
-        check_dtypes(self.name, given, DTYPES)
+        check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"}, DTYPES)
         full["precision"] = canonical_precision(full["precision"])
         return dict(given), full
 
@@ -54,7 +66,7 @@ class GemmEpilogue(Op):
         return () if kind == "none" else (kind,)
 
     def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
-        other = {"x": ("w",), "w": ("x",), "bias": ()}
+        other = {"x": ("w", "x_saved") if attrs.get("x_activation") else ("w",), "w": ("x",), "bias": ()}
         operands = {name for slot in wanted for name in other[slot]}
         return frozenset(operands.union(self.residual_names(**attrs)) if wanted else ())
 
@@ -77,7 +89,7 @@ class GemmEpilogue(Op):
         """Rows "m", contracted "k", features "n"."""
         rows = [f"m{i}" for i in range(len(shapes["x"]) - 1)]
         x = (*rows[: attrs["x_contract"]], "k", *rows[attrs["x_contract"] :])
-        axes = {"x": x, "w": ("n", "k") if attrs["w_contract"] else ("k", "n"), "bias": ("n",)}
+        axes = {"x": x, "w": ("n", "k") if attrs["w_contract"] else ("k", "n"), "bias": ("n",), "x_saved": x}
         traits = (("activation", attrs["activation"]),)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), (*rows, "n"), traits)
 
@@ -91,6 +103,22 @@ class GemmEpilogue(Op):
         product = "x @ w" if w_contract in (0, -2) else "x @ w.T"
         linear = f"{product} + b" if bias else product
         return linear if activation == "none" else f"{activation}({linear})"
+
+
+def _check_saved(x: Any, saved: Any, activation: Any) -> None:
+    """The activation that made x, and its residual: both or neither."""
+    if (saved is None) != (activation is None):
+        raise ArgumentError(
+            f"gemm_epilogue: got x_activation={activation!r} and {'no ' if saved is None else ''}x_saved, needed both or neither"
+        )
+    if activation is None:
+        return
+    if not isinstance(activation, str) or activation not in ACTIVATIONS or activation == "none":
+        raise unknown_name("x_activation", activation, [a for a in ACTIVATIONS if a != "none"])
+    if tuple(saved.shape) != tuple(x.shape):
+        raise ArgumentError(
+            f"gemm_epilogue: x_saved has shape {tuple(saved.shape)}, needed that of x, {tuple(x.shape)}"
+        )
 
 
 def _axis(name: str, value: Any, rank: int) -> int:

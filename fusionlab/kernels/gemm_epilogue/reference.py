@@ -28,6 +28,7 @@ def forward(
     x: Array,
     w: Array,
     bias: Array | None = None,
+    x_saved: Array | None = None,
     *,
     residuals: bool,
     activation: str,
@@ -54,13 +55,15 @@ def tangent(
     x_contract: int,
     w_contract: int,
     precision: Any,
+    x_activation: str | None,
     **_: Any,
 ) -> Array:
-    """act'(h) * (dx @ w + x @ dw + dbias), of the tangents given."""
+    """act'(h) * (dx @ w + x @ dw + dbias), of the tangents given; with `x_activation` that of its pre-activation for dx."""
     act = ACTIVATIONS[activation]
     parts = []
     if "x" in tangents:
-        parts.append(_product(tangents["x"], saved["w"], x_contract, w_contract, precision))
+        dx = _beyond(x_activation, saved, tangents["x"])
+        parts.append(_product(dx, saved["w"], x_contract, w_contract, precision))
     if "w" in tangents:
         parts.append(_product(saved["x"], tangents["w"], x_contract, w_contract, precision))
     if "bias" in tangents:
@@ -78,6 +81,7 @@ def cotangent(
     x_contract: int,
     w_contract: int,
     precision: Any,
+    x_activation: str | None,
     **_: Any,
 ) -> list[Array]:
     """The gradients wanted, in order: dh = act'(h) * ct; dx = dh @ w^T, dw = x^T @ dh, dbias = sum of dh over rows."""
@@ -88,7 +92,7 @@ def cotangent(
     if "x" in wanted:
         sharding = _axis_to_last(shardings.get("x"), x_contract)
         dx = _product(dh, saved["w"], last, 1 - w_contract, precision, sharding)
-        grads["x"] = jnp.moveaxis(dx, last, x_contract)
+        grads["x"] = _beyond(x_activation, saved, jnp.moveaxis(dx, last, x_contract))
     if "w" in wanted:
         x = saved["x"]
         rows = (tuple(i for i in range(x.ndim) if i != x_contract), tuple(range(last)))
@@ -105,6 +109,11 @@ def cotangent(
     if "bias" in wanted:
         grads["bias"] = jnp.sum(dh, axis=tuple(range(last)))
     return [grads[slot] for slot in wanted]
+
+
+def _beyond(activation: str | None, saved: Mapping[str, Array], t: Array) -> Array:
+    """A tangent or cotangent of x, taken through the activation that made x."""
+    return t if activation is None else ACTIVATIONS[activation].scale(saved["x_saved"], t)
 
 
 def _axis_to_last(sharding: Any, axis: int) -> Any:
