@@ -6,6 +6,7 @@ float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float, traced_once
+from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
 from .manual import as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
@@ -24,6 +25,7 @@ from .signature import Memo, region_signature
 # in the last place of the dtype they were written in, amplified by a handful of operations.
 TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2}
 _FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
+_PRODUCTS = 8  # sizes that are products of others
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 
 
@@ -91,15 +93,27 @@ def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, ag
     inline = traced_once(_on_one_device(inline))
     draws = _DRAWS if sum(math.prod(a.shape) for a in avals) <= _FEW else 1
     try:
-        pairs = [_evaluated(old, new, avals, out, inline, seed, reduce=True) for seed in range(draws)]
+        pairs = _reduced(old, new, avals, out, inline, draws)
     except CannotEvaluate as reduced:
         if sum(math.prod(a.shape) for a in avals) > _REAL_SIZE_LIMIT:
             return Verdict("uncertified", str(reduced))
         try:
-            pairs = [_evaluated(old, new, avals, out, inline, seed, reduce=False) for seed in range(draws)]
+            pairs = [_evaluated(old, new, avals, out, inline, seed, None) for seed in range(draws)]
         except CannotEvaluate as error:
             return Verdict("uncertified", str(error))
     return next((v for want, got in pairs if not (v := agree(want, got)).ok), Verdict(None))
+
+
+def _reduced(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, draws: int) -> list[Any]:
+    """Both programs on random inputs of reduced sizes. A size that is the product of others is reduced to the product of theirs."""
+    products: dict[int, int] = {}
+    while True:
+        try:
+            return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
+        except SizesDifferError as error:
+            if error.real in products or len(products) >= _PRODUCTS:
+                raise
+            products[error.real] = error.other
 
 
 def _on_one_device(inline: Inline) -> Inline:
@@ -114,10 +128,10 @@ def _on_one_device(inline: Inline) -> Inline:
 
 
 def _evaluated(
-    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, seed: int, reduce: bool
+    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, seed: int, products: dict[int, int] | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Both programs on the same random inputs."""
-    sizes, args = _inputs(avals, out, reduce, seed)
+    sizes, args = _inputs(avals, out, products, seed)
     return evaluate(old, args, Sizes(sizes), inline), evaluate(new, args, Sizes(sizes), inline)
 
 
@@ -175,13 +189,17 @@ def relative_error(want: np.ndarray, got: np.ndarray) -> float:
 
 
 def _inputs(
-    avals: Sequence[Any], out: Any, reduce: bool = True, seed: int = 0
+    avals: Sequence[Any], out: Any, products: dict[int, int] | None, seed: int = 0
 ) -> tuple[dict[int, int], list[np.ndarray]]:
-    """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different."""
-    used = {int(s) for a in (*avals, out) for s in a.shape if s <= 4}
-    table: dict[int, int] = {}
-    for size in sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4}) if reduce else []:
-        table[size] = next(s for s in range(3, size + 1) if s not in used)
+    """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different.
+
+    `products` says what some sizes are reduced to; at the real sizes where it is None.
+    """
+    table = dict(products or {})
+    used = {int(s) for a in (*avals, out) for s in a.shape if s <= 4} | set(table.values())
+    sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4 and s not in table})
+    for size in sizes if products is not None else []:
+        table[size] = next(s for s in itertools.count(3) if s not in used)
         used.add(table[size])
     rng = np.random.default_rng(seed)
     args = []

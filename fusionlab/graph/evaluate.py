@@ -30,6 +30,14 @@ from .trace import FLATTENED
 Inline = Callable[[Any], Any]
 
 
+class SizesDifferError(CannotEvaluate):
+    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, where it is 2 heads of 32, to 2 times what 32 is reduced to."""
+
+    def __init__(self, real: int, one: int, other: int) -> None:
+        super().__init__(f"axis size {real} would reduce to {one} and to {other}")
+        self.real, self.other = real, other
+
+
 class Sizes:
     """A mapping from real axis sizes to reduced ones; unknown sizes map to themselves."""
 
@@ -44,7 +52,7 @@ class Sizes:
 
     def learn(self, real: int, reduced: int) -> None:
         if self.table.setdefault(int(real), int(reduced)) != reduced:
-            raise CannotEvaluate(f"axis size {real} would reduce to {self.table[int(real)]} and to {reduced}")
+            raise SizesDifferError(int(real), self.table[int(real)], int(reduced))
 
 
 def evaluate(

@@ -28,7 +28,7 @@ def joined_views(found: Iterable[View]) -> Iterator[tuple[str, View]]:
             for one, two in zip(forward.blocks, backward.blocks, strict=True):
                 known = _known(block, forward, one, backward, two)
                 if known:
-                    whole = _joined(one, two, known, _kept(block, forward, backward, set(known)))
+                    whole = _joined(one, two, known, _kept(block, forward, backward, set(known)), backward)
                     inside = View(whole, literal_inputs(view, forward))
                     yield one.path, inside
                     stack.append((whole, inside))
@@ -144,15 +144,15 @@ def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[
     return [i < carried or elsewhere(value) for i, value in enumerate(forward.outputs)]
 
 
-def _joined(one: Block, two: Block, known: dict[int, Atom], kept: list[bool]) -> Block:
+def _joined(one: Block, two: Block, known: dict[int, Atom], kept: list[bool], like: Node) -> Block:
     """Both bodies in a row; a copy stands for each input, or captured array, of the second that is a value of the first.
 
-    What the first returns (`kept`: to others than the second) and what the second returns is what both return.
+    What the first returns (`kept`: to others than the second) and what the second returns is what both return. `like` is the second
+    region's node, which lends the copies its equation.
     """
     arrays = {id(array): value for value, array in one.consts}
     same = [(two.inputs[i], atom) for i, atom in known.items()]
     same += [(value, arrays[id(array)]) for value, array in two.consts if id(array) in arrays]
-    like = two.nodes[0]
     copies = [replace(like, primitive="copy", inputs=(a,), outputs=(v,), blocks=(), id=-1 - v.id) for v, a in same]
     inputs = (*one.inputs, *(v for i, v in enumerate(two.inputs) if i not in known))
     consts = (*one.consts, *((v, array) for v, array in two.consts if id(array) not in arrays))

@@ -464,3 +464,23 @@ def test_a_bias_that_a_loop_is_given_broadcast_is_told():
 def test_rows_that_repeat_themselves_are_rows():
     found = agree(lambda x, w, b: jnp.broadcast_to(x, (3, 6, 4)) @ w + b, X, W, B, passes="gemm_epilogue")
     assert len(found.candidates) + len(found.rejections) == 1
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_projection_to_heads_that_are_as_wide_together_as_its_input_is_certified_at_any_size(gradient):
+    """768 is an axis here and 12 x 64 there: both have to be reduced alike where the proof is evaluated."""
+
+    def project(x, w, b):
+        return jnp.einsum("btk,khd->bthd", x, w) + b
+
+    def back(x, w, b):
+        return jnp.einsum("bthd,hdk->btk", x, w) + b
+
+    shapes = {project: ((8, 1024, 768), (768, 12, 64), (12, 64)), back: ((8, 1024, 12, 64), (12, 64, 768), (768,))}
+    for fn, sizes in shapes.items():
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+        step = jax.grad(lambda *a, fn=fn: jnp.sin(fn(*a)).sum(), (0, 1, 2)) if gradient else fn
+        found = fl.find(step, *args, passes="gemm_epilogue")
+        assert found.counts()["gemm_epilogue"] == 1
+        assert "uncertified" not in {r.code for r in found.rejections}
+        assert not gradient or found.counts()["gemm_epilogue_grad"] == 1
