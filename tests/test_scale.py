@@ -22,7 +22,7 @@ from fusionlab.models import transformer
 BAR_S = 1.5  # of canonicalising and matching 24 layers
 PAIRS_BAR_S = 3.0  # of the whole search, backward passes included
 SLACK = 3.0
-SCAN_BAR_S = 0.1
+SCAN_BAR_S = {False: 0.1, True: 0.4}  # of a scan over layers, and of its gradient, backward passes included
 
 
 def train_step(layers):
@@ -142,7 +142,7 @@ def test_scanned_layers_cost_what_one_layer_costs(grad):
     least = {n: min(seconds) for n, seconds in runs.items()}
     print(*(f"scan over {n} layers: {s:.3f} s of processor time, certified" for n, s in least.items()), sep="\n")
     assert least[96] < 1.5 * least[24]
-    assert least[96] < SLACK * SCAN_BAR_S, f"{least[96]:.2f} s"
+    assert least[96] < SLACK * SCAN_BAR_S[grad], f"{least[96]:.2f} s"
 
 
 def test_structures_are_linear_in_the_program_too():

@@ -136,12 +136,13 @@ class Sums:
     def __init__(self, view: View) -> None:
         self.view = view
         self.by_term: dict[Term, list[tuple[int, Value]]] = {}
-        self.terms_of: dict[int, Counter[Term]] = {}  # value id -> its terms
+        self.terms_of: dict[int, Counter[Term]] = {}  # value id -> its terms, where these are several
         for node in view.block.nodes:
             value = node.outputs[0] if node.outputs else None
             if value is not None and is_float(value.dtype):  # inside a checkpoint nothing says which are gradients
                 terms = _terms(view, view.ref[value.id])
-                self.terms_of[value.id] = Counter(terms)
+                if len(terms) > 1:
+                    self.terms_of[value.id] = Counter(terms)
                 for term in terms:
                     self.by_term.setdefault(term, []).append((len(terms), value))
 
@@ -155,11 +156,15 @@ class Sums:
         rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
         fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
         wanted = Counter(terms)
-        whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms_of[v.id])
+        whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms(v))
         n, value = min(whole, key=lambda found: (found[0], found[1].id in taken, found[1].id), default=(0, None))
         if value is None:
             return None
         return Share(value, frozenset({value.id})) if n == len(terms) else self._share(self._outermost(value), wanted)
+
+    def terms(self, value: Value) -> Counter[Term]:
+        """What a value is the sum of."""
+        return self.terms_of.get(value.id) or Counter(_terms(self.view, self.view.ref[value.id]))
 
     def _outermost(self, value: Value) -> Value:
         """The last of the sums that a sum alone is added up into, one by one: where all terms of all gradients meet."""
@@ -177,7 +182,7 @@ class Sums:
         left, stack = Counter(wanted), [value]
         while stack:
             part = stack.pop()
-            terms = self.terms_of.get(part.id) or Counter(_terms(self.view, self.view.ref[part.id]))
+            terms = self.terms(part)
             maker = self.view.block.producer.get(part.id)
             if terms <= left:
                 own.add(part.id)
