@@ -44,9 +44,12 @@ def grouped(found: Sequence[Candidate | Rejection], grouping: str | None) -> lis
 
 
 def _is_linear(c: Candidate) -> bool:
-    """Whether a site is a linear layer, fused with a backward pass that has one residual at most: that of its activation."""
+    """Whether a site is a linear layer, fused with the op's own backward pass, which keeps its activation's residual and no more."""
     part = c.site.backward if c.site is not None else None
-    return c.op == "gemm_epilogue" and part is not None and len(part.split.residuals) <= 1
+    if c.op != "gemm_epilogue" or part is None or c.attrs.get("gradient") is not None:
+        return False
+    act = ACTIVATIONS[c.attrs.get("activation", "none")]
+    return len(part.split.residuals) == (act.residual != "none")
 
 
 def _feeds_only(before: Candidate, c: Candidate) -> bool:

@@ -177,6 +177,16 @@ def test_row_12_a_chain_whose_neighbour_is_left_out_is_no_chain(alone):
         close(fl.fuse(step, passes=passes, **options)(*args), want, ("gelu_tanh", "training", "float32"))
 
 
+def test_row_12_without_its_grad_there_is_nothing_to_group():
+    _, args = model("gelu_tanh", SMALL, jnp.float32)
+    step = jax.value_and_grad(partial(multi_fc.loss, activation="gelu_tanh"))
+    passes = fl.Strategy(gemm_epilogue={"grouping": "chained"}, gemm_epilogue_grad=False)
+    found = fl.find(step, *args, passes=passes)
+    assert found.counts() == {"gemm_epilogue": 4}
+    assert {c.backward.grouping for c in found.candidates} == {None}
+    close(fl.fuse(step, passes=passes)(*args), jax.jit(step)(*args), ("gelu_tanh", "training", "float32"))
+
+
 def test_row_12_a_grouping_that_does_not_exist_is_refused():
     with pytest.raises(fl.errors.UnknownNameError, match="per_layer"):
         fl.find(lambda x: x @ x, jnp.ones((4, 4)), passes=fl.Strategy(gemm_epilogue={"grouping": "chain"}))
