@@ -37,6 +37,10 @@ class OutputError(FusionLabError, OSError):
     """A file or folder could not be written; nothing was left half-written."""
 
 
+class CompileError(FusionLabError, RuntimeError):
+    """A CUDA source does not compile; the message holds the source's name, the options and the compiler's log."""
+
+
 class RewriteError(FusionLabError, RuntimeError):
     """The rewritten graph failed its own check (`fuse(check=True)`)."""
 
