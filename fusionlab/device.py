@@ -48,6 +48,12 @@ class Device:
         return cls(first.platform, "", first.device_kind)
 
     @classmethod
+    def lowered_for(cls, platform: str) -> Device:
+        """The device a program is lowered for: this process's own, or, on a platform it does not run on, one of no known architecture."""
+        here = cls.current()
+        return here if here.platform == platform else cls(platform)
+
+    @classmethod
     def of(cls, device: Device | str | None) -> Device:
         """`None` is the current device, "cpu" or "sm_90" a simulated one, a Device itself.
 

@@ -295,6 +295,13 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
+def why_missing() -> str | None:
+    """Why nothing can be compiled in this process, without loading anything; None where CuPy is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return 'CuPy is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
+    return None
+
+
 def _check_arch(source: Source, arch: str) -> None:
     if arch not in source.archs:
         raise ArgumentError(f"arch: got {arch!r} for {source.path}, needed one of {', '.join(source.archs)}")

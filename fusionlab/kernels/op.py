@@ -87,8 +87,11 @@ class Op(abc.ABC):
         """
 
     @abc.abstractmethod
-    def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        """The implementation to run when none is named, and the reason."""
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        """The implementation to run in a role ("call", "tangent", "cotangent") when none is named, and the reason.
+
+        `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
+        """
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         """The attributes `prepare` gave, completed by those that hang on the device as well."""
@@ -161,7 +164,7 @@ class Op(abc.ABC):
         """
         device = Device.of(device)
         present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        return self._choose(present, device, full)
+        return self._choose("call", present, device, full)
 
     def backends(
         self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
@@ -169,7 +172,7 @@ class Op(abc.ABC):
         """Every implementation with its verdict, the reference first; none is chosen if the named one cannot run."""
         device = Device.of(device)
         shapes, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        rule, why = self.preferred(shapes, device, **full)
+        rule, why = self.preferred("call", shapes, device, **full)
         chosen, why = (implementation, "named by the caller") if implementation else (rule, why)
         verdicts = []
         for one in self.implementations.values():
@@ -201,14 +204,14 @@ class Op(abc.ABC):
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
         if full["implementation"] is not None:
-            self._choose(present, Device.current(), full)
+            self._choose("call", present, Device.current(), full)
         return self._call.bind(*same_varying_axes(list(present.values())), residuals=residuals, **full)
 
-    def _choose(self, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+    def _choose(self, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
         name = attrs["implementation"]
         if name is None:
-            return self.preferred(shapes, device, **attrs)[0]
-        if refusal := self.implementations[name].refuses(shapes, device, **attrs):
+            return self.preferred(role, shapes, device, **attrs)[0]
+        if refusal := self.implementations[name].refuses(shapes, device, role=role, **attrs):
             raise BackendError(f"{self.name}: implementation {name!r} cannot run this call on {device}: {refusal}")
         return name
 
@@ -241,9 +244,11 @@ class Op(abc.ABC):
             x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
             return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
 
-        def run(device: Device, *operands: Array, **params: Any) -> list[Array]:
+        def run(platform: str, *operands: Array, **params: Any) -> list[Array]:
+            device = Device.lowered_for(platform)
             shapes = dict(zip(primitive.operand_names(params), operands, strict=True))
-            return primitive.function(params, self._choose(shapes, device, params), device)(*operands)
+            name = self._choose(primitive.role, shapes, device, params)
+            return primitive.function(params, name, device)(*operands)
 
         compiled = jax.jit(
             lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params"
@@ -258,7 +263,7 @@ class Op(abc.ABC):
         primitive.def_impl(eager)
         batching.primitive_batchers[primitive] = functools.partial(self._batching_rule, primitive)
         for platform in ("cpu", "cuda", None):
-            lowered = mlir.lower_fun(functools.partial(run, Device(platform or "other")), multiple_results=True)
+            lowered = mlir.lower_fun(functools.partial(run, platform or "other"), multiple_results=True)
             mlir.register_lowering(primitive, lowered, platform=platform)
 
     # Transformations.

@@ -144,7 +144,9 @@ class DotProductAttention(Op):
         traits = (("is_causal", attrs["is_causal"]),)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), (*batch, *"thd"), traits, numbers)
 
-    def preferred(self, shapes: Mapping[str, Any], device: Device, *, saves: str, **attrs: Any) -> tuple[str, str]:
+    def preferred(
+        self, role: str, shapes: Mapping[str, Any], device: Device, *, saves: str, **attrs: Any
+    ) -> tuple[str, str]:
         size = " x ".join(str(shapes[n].shape[-3]) for n in ("query", "key") if n in shapes)
         if device.platform != "cpu":
             return "xla", "what XLA runs anyway: the blockwise form was measured on CPUs only"

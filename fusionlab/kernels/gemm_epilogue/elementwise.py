@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ArgumentError, unknown_name
 from ..compile import Source
-from ..plans import KernelSpec, Launch
+from ..kernel_plan import KernelPlan, Launch
 
 SOURCE = Source("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
 # In the order of FL_ACT.
@@ -53,7 +53,7 @@ def accumulator(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def forward_spec(rows: int, columns: int, dtype: str, activation: str, *, bias: bool, saves: str) -> KernelSpec:
+def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: bool, saves: str) -> KernelPlan:
     """out = act(h + bias), and what backward reads.
 
     Args:
@@ -64,7 +64,7 @@ def forward_spec(rows: int, columns: int, dtype: str, activation: str, *, bias: 
       saves: "none", or one of `saves_for_backward(activation)`.
 
     Returns:
-      A spec with operands h[, bias] and results out[, saved]; saved is uint8 rows x pitch_of(columns) for "bits" (h > 0, lowest bit
+      A plan with operands h[, bias] and results out[, saved]; saved is uint8 rows x pitch_of(columns) for "bits" (h > 0, lowest bit
       first, padding 0), int8 rows x columns for "twice", as h for "preactivation". out may be h, and so may a saved pre-activation.
 
     Raises:
@@ -92,12 +92,12 @@ def forward_spec(rows: int, columns: int, dtype: str, activation: str, *, bias: 
     )
     launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params)
     options = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
-    return KernelSpec(SOURCE.path, options, (launch,) if rows and columns else ())
+    return KernelPlan(SOURCE.path, options, (launch,) if rows and columns else ())
 
 
-def backward_spec(
+def backward_plan(
     rows: int, columns: int, dtype: str, activation: str, *, dbias: bool, saves: str, sms: int = 132
-) -> tuple[KernelSpec, tuple[int, int] | None]:
+) -> tuple[KernelPlan, tuple[int, int] | None]:
     """dh = act'(saved) * ct, and the sum of dh over rows.
 
     Args:
@@ -109,7 +109,7 @@ def backward_spec(
       sms: multiprocessors of the device: an H200 has 132.
 
     Returns:
-      The spec, with operands ct[, saved] and results dh[, dbias, partial]; for "none", where dh is ct, results dbias, partial. And
+      The plan, with operands ct[, saved] and results dh[, dbias, partial]; for "none", where dh is ct, results dbias, partial. And
       the shape of partial, scratch of `accumulator(dtype)`; None without dbias. dh may be ct.
 
     Raises:
@@ -120,7 +120,7 @@ def backward_spec(
         raise ArgumentError(_refusal("saves", saves, activation, saves_for_backward(activation)))
     if saves == "none" and not dbias:
         raise ArgumentError(
-            "backward_spec: activation 'none' without dbias; needed dbias=True: dh is ct, without a kernel"
+            "backward_plan: activation 'none' without dbias; needed dbias=True: dh is ct, without a kernel"
         )
     vec = _vector(columns, dtype)
     # With a sum, a block is one warp wide, so that it has 8 rows or more at once and few partial sums are left.
@@ -148,7 +148,7 @@ def backward_spec(
         launches.append(Launch("epilogue_sum", (_parts(columns, _SUM_BLOCK[0]), 1, 1), _SUM_BLOCK, 0, summed))
     empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
     options = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
-    return KernelSpec(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None
+    return KernelPlan(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None
 
 
 def _rows_per_block(rows: int, across: int, tile: int, traffic: int, sms: int) -> int:

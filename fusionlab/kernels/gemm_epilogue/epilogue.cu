@@ -8,7 +8,8 @@
 //             aligned to 16 bytes where it is not 1.
 //   FL_BIAS   1: forward adds a bias, one entry for each column
 //   FL_SAVES  what forward saves and backward reads: 0 nothing, 1 a bit for each element (h > 0; rows of `pitch` bytes, lowest bit
-//             first: the layout of the mask of cuBLASLt's RELU_AUX epilogue), 2 twice the derivative (int8), 3 h itself
+//             first: the layout of the mask of cuBLASLt's RELU_AUX epilogue), 2 a byte for each (relu_tie: twice the derivative;
+//             relu and relu_where: h > 0, as a bool array has it), 3 h itself
 //   FL_DBIAS  1: backward also sums over rows
 //
 // The meanings are those of activations.py, NaN, infinities and ties included. The formulas of the derivatives use what is small where
@@ -260,6 +261,11 @@ __device__ __forceinline__ C slope(C h) {
 using Saved = unsigned char;
 #elif FL_SAVES == 2
 using Saved = signed char;
+#if FL_ACT == FL_RELU_TIE
+constexpr int kByteScale = 2;
+#else
+constexpr int kByteScale = 1;
+#endif
 #else
 using Saved = T;
 #endif
@@ -295,7 +301,13 @@ __device__ __forceinline__ void scale(C (&values)[FL_VEC], const Held& held, Ind
   for (int i = 0; i < FL_VEC; ++i) values[i] = bits >> i & 1 ? values[i] : C(0); // a choice: 0 times inf is no 0
 #elif FL_SAVES == 2
 #pragma unroll
-  for (int i = 0; i < FL_VEC; ++i) values[i] *= static_cast<C>(held.at(i)) * C(0.5);
+  for (int i = 0; i < FL_VEC; ++i) {
+#if FL_ACT == FL_RELU_TIE
+    values[i] *= static_cast<C>(held.at(i)) * C(0.5);
+#else
+    values[i] = held.at(i) ? values[i] : C(0);
+#endif
+  }
 #elif FL_SAVES == 3
   C h[FL_VEC];
   unpack(held, h);
@@ -309,6 +321,10 @@ __device__ __forceinline__ void scale(C (&values)[FL_VEC], const Held& held, Ind
   }
 #endif
 }
+
+// Blocks take the rows from the last to the first: a product that has just been written is still in the L2 cache with its last rows, and
+// the product that comes next begins with the first ones.
+__device__ __forceinline__ Index from_the_end() { return gridDim.y - 1 - blockIdx.y; }
 
 // out = act(h + bias), and what backward needs into `saved`. h may be out, and saved as well where that is h itself: a thread reads its
 // elements before it writes them, hence no __restrict__. A block takes kRows * blockDim.y rows, then those gridDim.y blocks further on; a
@@ -327,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) epilogue_forward(
 #endif
   const Index stride = blockDim.y;
   const Index tile = kRows * stride;
-  for (Index first = blockIdx.y * tile + threadIdx.y; first < rows; first += gridDim.y * tile) {
+  for (Index first = from_the_end() * tile + threadIdx.y; first < rows; first += gridDim.y * tile) {
     Pack<T> given[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -354,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) epilogue_forward(
 #elif FL_SAVES == 2
         Pack<Saved> twice;
 #pragma unroll
-        for (int j = 0; j < FL_VEC; ++j) twice.at(j) = static_cast<Saved>(C(2) * slope(x[j]));
+        for (int j = 0; j < FL_VEC; ++j) twice.at(j) = static_cast<Saved>(C(kByteScale) * slope(x[j]));
         store(static_cast<Saved*>(saved) + row * columns + column, twice);
 #elif FL_SAVES == 3
         store(static_cast<Saved*>(saved) + row * columns + column, packed(x));
@@ -370,14 +386,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) epilogue_forward(
   }
 }
 
-// dh = act'(saved) ct; with FL_DBIAS also partial[blockIdx.y][column], the sum of dh over the block's rows, before dh is rounded.
+// dh = act'(saved) ct; with FL_DBIAS also partial[block][column], the sum of dh over the block's rows, before dh is rounded.
 // dh may be ct. Without anything saved (act none) dh is ct: it is then null, and only the sum is made. A block takes
 // `rows_per_block` rows; a thread FL_VEC columns of every blockDim.y-th of these. blockDim.y must be a power of 2.
 extern "C" __global__ void __launch_bounds__(kThreads) epilogue_backward(
     const T* ct, const void* saved, T* dh, C* partial, Index rows, Index columns, Index pitch, Index rows_per_block) {
   const Index column = (static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x) * FL_VEC;
   const bool inside = column < columns;
-  const Index start = blockIdx.y * rows_per_block;
+  const Index block = from_the_end();
+  const Index start = block * rows_per_block;
   const Index end = start + rows_per_block < rows ? start + rows_per_block : rows;
 #if FL_DBIAS
   C sum[FL_VEC] = {};
@@ -427,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) epilogue_backward(
   }
   if (threadIdx.y == 0 && inside) {
 #pragma unroll
-    for (int j = 0; j < FL_VEC; ++j) partial[blockIdx.y * columns + column + j] = sums[j][thread];
+    for (int j = 0; j < FL_VEC; ++j) partial[block * columns + column + j] = sums[j][thread];
   }
 #endif
 }

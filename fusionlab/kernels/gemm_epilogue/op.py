@@ -6,13 +6,15 @@ import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
 from ...graph.labelled import Form
 from ..arrays import batch_of_rows, canonical_precision, check_dtypes
 from ..implementation import Implementation
 from ..op import Op
-from . import reference
+from . import choosing, cublaslt, cuda, reference
 from .activations import ACTIVATIONS
 
 Array = Any
@@ -37,6 +39,7 @@ class GemmEpilogue(Op):
         "w_contract": 0,
         "precision": None,
         "x_activation": None,
+        "packed": False,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -45,7 +48,23 @@ class GemmEpilogue(Op):
             reference.forward,
             reference.tangent,
             reference.cotangent,
-        )
+        ),
+        "cublaslt": Implementation(
+            "cublaslt",
+            "one cuBLASLt call a product, bias and activation in its epilogue",
+            cublaslt.forward,
+            reference.tangent,
+            cublaslt.cotangent,
+            cublaslt.refuses,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "XLA's product and one kernel of our own for bias, activation, derivative and bias gradient",
+            cuda.forward,
+            reference.tangent,
+            cuda.cotangent,
+            cuda.refuses,
+        ),
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,13 +96,12 @@ class GemmEpilogue(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params | {"x_contract": params["x_contract"] + 1})
 
-    def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if device.platform == "cpu":
-            return (
-                "xla",
-                "what XLA runs anyway: on a CPU the product dominates and XLA already fuses bias and activation",
-            )
-        return "xla", "what XLA runs anyway: the only implementation there is"
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        return choosing.preferred(role, shapes, device, attrs)
+
+    def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
+        packable = attrs["activation"] in choosing.PACKABLE
+        return attrs | {"packed": packable and (attrs["packed"] or choosing.packs(shapes, device, attrs))}
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
         """Rows "m", contracted "k", features "n"."""
@@ -115,10 +133,11 @@ def _check_saved(x: Any, saved: Any, activation: Any) -> None:
         return
     if not isinstance(activation, str) or activation not in ACTIVATIONS or activation == "none":
         raise unknown_name("x_activation", activation, [a for a in ACTIVATIONS if a != "none"])
-    if tuple(saved.shape) != tuple(x.shape):
-        raise ArgumentError(
-            f"gemm_epilogue: x_saved has shape {tuple(saved.shape)}, needed that of x, {tuple(x.shape)}"
-        )
+    needed = tuple(x.shape)
+    if saved.dtype == np.uint8:
+        needed = (*needed[:-1], reference.mask_pitch(needed[-1]))
+    if tuple(saved.shape) != needed:
+        raise ArgumentError(f"gemm_epilogue: x_saved has shape {tuple(saved.shape)}, needed that of x, {needed}")
 
 
 def _axis(name: str, value: Any, rank: int) -> int:

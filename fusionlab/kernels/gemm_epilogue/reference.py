@@ -19,7 +19,7 @@ from .activations import ACTIVATIONS
 Array = Any
 
 
-def _product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None) -> Array:
+def product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None) -> Array:
     contract = (((x_axis,), (w_axis,)), ((), ()))
     return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=x.dtype, out_sharding=sharding)
 
@@ -35,14 +35,38 @@ def forward(
     x_contract: int,
     w_contract: int,
     precision: Any,
+    packed: bool,
     **_: Any,
 ) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
     act = ACTIVATIONS[activation]
-    h = _product(x, w, x_contract, w_contract, precision)
+    h = product(x, w, x_contract, w_contract, precision)
     if bias is not None:
         h = h + bias
-    return [act.fn(h), act.save(h)] if residuals and act.save else [act.fn(h)]
+    if not (residuals and act.save):
+        return [act.fn(h)]
+    saved = act.save(h)
+    return [act.fn(h), pack(saved) if packed else saved]
+
+
+def mask_pitch(columns: int) -> int:
+    """Bytes of a row of a packed mask: one bit a column, in multiples of 128 columns, as cuBLASLt lays out the mask of its RELU_AUX epilogue
+    (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD)."""
+    return -(-columns // 128) * 16
+
+
+def pack(mask: Array) -> Array:
+    """A bool mask (*M, N) as uint8 (*M, mask_pitch(N)): column j is bit j % 8 of byte j // 8; the bits beyond N are 0."""
+    bits = jnp.packbits(mask, axis=-1, bitorder="little")
+    missing = mask_pitch(mask.shape[-1]) - bits.shape[-1]
+    return jnp.pad(bits, [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+
+
+def unpacked(saved: Array | None, shape: tuple[int, ...]) -> Array | None:
+    """A residual as its activation takes it: a packed mask as the bool mask of that shape, any other as it is."""
+    if saved is None or saved.dtype != jnp.uint8:
+        return saved
+    return jnp.unpackbits(saved, axis=-1, count=shape[-1], bitorder="little").astype(bool)
 
 
 def tangent(
@@ -62,37 +86,44 @@ def tangent(
     act = ACTIVATIONS[activation]
     parts = []
     if "x" in tangents:
-        dx = _beyond(x_activation, saved, tangents["x"])
-        parts.append(_product(dx, saved["w"], x_contract, w_contract, precision))
+        dx = beyond(x_activation, saved, tangents["x"])
+        parts.append(product(dx, saved["w"], x_contract, w_contract, precision))
     if "w" in tangents:
-        parts.append(_product(saved["x"], tangents["w"], x_contract, w_contract, precision))
+        parts.append(product(saved["x"], tangents["w"], x_contract, w_contract, precision))
     if "bias" in tangents:
         parts.append(jnp.broadcast_to(tangents["bias"], shape, out_sharding=shardings.get("out")))
-    return act.scale(saved.get(act.residual), functools.reduce(jnp.add, parts))
+    return act.scale(unpacked(saved.get(act.residual), shape), functools.reduce(jnp.add, parts))
 
 
 def cotangent(
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
+) -> list[Array]:
+    """The gradients wanted, in order: dh = act'(h) * ct; dx = dh @ w^T, dw = x^T @ dh, dbias = sum of dh over rows."""
+    act = ACTIVATIONS[attrs["activation"]]
+    dh = act.scale(unpacked(saved.get(act.residual), ct.shape), ct)
+    return gradients(saved, dh, wanted, shardings, **attrs)
+
+
+def gradients(
     saved: Mapping[str, Array],
-    ct: Array,
+    dh: Array,
     wanted: tuple[str, ...],
     shardings: Mapping[str, Any],
+    dbias: Array | None = None,
     *,
-    activation: str,
     x_contract: int,
     w_contract: int,
     precision: Any,
     x_activation: str | None,
     **_: Any,
 ) -> list[Array]:
-    """The gradients wanted, in order: dh = act'(h) * ct; dx = dh @ w^T, dw = x^T @ dh, dbias = sum of dh over rows."""
-    act = ACTIVATIONS[activation]
-    dh = act.scale(saved.get(act.residual), ct)
+    """The gradients wanted of that of the pre-activation, dh; `dbias` where it is known already."""
     last = dh.ndim - 1
     grads = {}
     if "x" in wanted:
         sharding = _axis_to_last(shardings.get("x"), x_contract)
-        dx = _product(dh, saved["w"], last, 1 - w_contract, precision, sharding)
-        grads["x"] = _beyond(x_activation, saved, jnp.moveaxis(dx, last, x_contract))
+        dx = product(dh, saved["w"], last, 1 - w_contract, precision, sharding)
+        grads["x"] = beyond(x_activation, saved, jnp.moveaxis(dx, last, x_contract))
     if "w" in wanted:
         x = saved["x"]
         rows = (tuple(i for i in range(x.ndim) if i != x_contract), tuple(range(last)))
@@ -107,13 +138,15 @@ def cotangent(
             out_sharding=shardings.get("w"),
         )
     if "bias" in wanted:
-        grads["bias"] = jnp.sum(dh, axis=tuple(range(last)))
+        grads["bias"] = jnp.sum(dh, axis=tuple(range(last))) if dbias is None else dbias
     return [grads[slot] for slot in wanted]
 
 
-def _beyond(activation: str | None, saved: Mapping[str, Array], t: Array) -> Array:
+def beyond(activation: str | None, saved: Mapping[str, Array], t: Array) -> Array:
     """A tangent or cotangent of x, taken through the activation that made x."""
-    return t if activation is None else ACTIVATIONS[activation].scale(saved["x_saved"], t)
+    if activation is None:
+        return t
+    return ACTIVATIONS[activation].scale(unpacked(saved["x_saved"], t.shape), t)
 
 
 def _axis_to_last(sharding: Any, axis: int) -> Any:

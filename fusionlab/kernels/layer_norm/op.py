@@ -67,7 +67,7 @@ class LayerNorm(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params | {"axis": params["axis"] + 1})
 
-    def preferred(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         return "xla", "what XLA runs anyway: the only implementation there is"
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:

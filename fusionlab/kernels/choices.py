@@ -1,0 +1,238 @@
+"""Which implementation a call takes: what was measured for this very call, or a rule.
+
+`fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
+architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); the op's own rule comes last. Where several
+processes run one program, they must compile the same code, so all take what process 0 reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import ArgumentError, OutputError
+
+FORMAT = 1
+TABLES = Path(__file__).parent / "tables"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found best for one call.
+
+    Attributes:
+      implementation: its name.
+      times_us: device microseconds, medians, of each rival measured.
+      settings: what else was chosen (gemm_epilogue: `packed`).
+      source: where it comes from, for a reader: "plan file ...", "the table for sm_90".
+    """
+
+    implementation: str
+    times_us: Mapping[str, float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def reason(self) -> str:
+        rivals = ", ".join(f"{name} {t:.4g} us" for name, t in sorted(self.times_us.items(), key=lambda i: i[1]))
+        return f"measured: {rivals} ({self.source})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "implementation": self.implementation,
+            "times_us": dict(self.times_us),
+            "settings": dict(self.settings),
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of one architecture.
+
+    Attributes:
+      cases: text of a call (`case_text`) -> Choice.
+      algorithms: name of a cuBLASLt plan -> (algorithm as hex, version of the library).
+      device, versions: what was measured on, for a reader.
+    """
+
+    cases: Mapping[str, Choice] = field(default_factory=dict)
+    algorithms: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    device: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def with_more(self, other: Measured) -> Measured:
+        """Both, `other` winning."""
+        return Measured(
+            {**self.cases, **other.cases},
+            {**self.algorithms, **other.algorithms},
+            other.device or self.device,
+            {**self.versions, **other.versions},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "versions": dict(self.versions),
+            "cases": {text: one.to_dict() for text, one in sorted(self.cases.items())},
+            "algorithms": {plan: list(one) for plan, one in sorted(self.algorithms.items())},
+        }
+
+
+def case_text(op: str, role: str, **content: Any) -> str:
+    """A call as canonical text: op, role and everything that its speed hangs on."""
+    return json.dumps({"op": op, "role": role, **content}, sort_keys=True, separators=(",", ":"))
+
+
+def plan_file() -> Path:
+    """Where `tune` writes and `fuse` looks: `$FUSIONLAB_PLAN_FILE`, or `~/.cache/fusionlab/plans.json`."""
+    named = os.environ.get("FUSIONLAB_PLAN_FILE")
+    return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "fusionlab" / "plans.json"
+
+
+def read(path: Path, source: str) -> dict[str, Measured]:
+    """Architecture -> what is known of it, from a plan file or a table; nothing where there is no such file.
+
+    Raises:
+      ArgumentError: the file is there and cannot be read as one.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"), source)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ArgumentError(
+            f"{path} is no plan file that FusionLab can read ({type(e).__name__}: {e}); needed what fusionlab.tune writes: tune again, or "
+            f"remove the file"
+        ) from e
+
+
+def parse(text: str, source: str) -> dict[str, Measured]:
+    """The content of a plan file. Raises ValueError, LookupError or TypeError where it is none."""
+    data = json.loads(text)
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']}, needed {FORMAT}")
+    found = {}
+    for arch, one in data["archs"].items():
+        cases = {
+            text: Choice(c["implementation"], c["times_us"], c["settings"], source) for text, c in one["cases"].items()
+        }
+        algorithms = {plan: (str(a), int(v)) for plan, (a, v) in one["algorithms"].items()}
+        found[arch] = Measured(cases, algorithms, one["device"], one["versions"])
+    return found
+
+
+def write(path: Path, arch: str, more: Measured) -> Path:
+    """Adds what was measured to a plan file: whole or not at all.
+
+    Raises:
+      ArgumentError: the file is there and is no plan file.
+      OutputError: it cannot be written.
+    """
+    known = read(path, "")
+    known[arch] = known.get(arch, Measured()).with_more(more)
+    data = {"format": FORMAT, "archs": {a: m.to_dict() for a, m in sorted(known.items())}}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; give a path you can write to, or set FUSIONLAB_PLAN_FILE"
+        ) from error
+    return path
+
+
+@dataclass
+class Choices:
+    """The plan file and the tables, read when first asked and again when the plan file changes.
+
+    Attributes:
+      path: the plan file; None takes `plan_file()`, asked each time.
+      hits, misses: how often a call was found, and was not.
+    """
+
+    path: Path | None = None
+    hits: int = 0
+    misses: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _read: tuple[Any, dict[str, Measured]] = field(default=(None, {}), repr=False)
+    _tables: dict[str, Measured] = field(default_factory=dict, repr=False)
+
+    def lookup(self, arch: str, text: str) -> Choice | None:
+        """What is known of a call on an architecture ("sm_90")."""
+        if not arch:
+            return None
+        with self._lock:
+            for known in (self._mine(arch), self._table(arch)):
+                if text in known.cases:
+                    self.hits += 1
+                    return known.cases[text]
+            self.misses += 1
+            return None
+
+    def algorithm(self, arch: str, plan: str) -> tuple[str, int] | None:
+        """The algorithm found best for a cuBLASLt plan (by name), and the version of the library that named it."""
+        with self._lock:
+            for known in (self._mine(arch), self._table(arch)):
+                if plan in known.algorithms:
+                    return known.algorithms[plan]
+            return None
+
+    def counters(self) -> dict[str, int]:
+        with self._lock:
+            return {"hits": self.hits, "misses": self.misses}
+
+    def _mine(self, arch: str) -> Measured:
+        path = self.path or plan_file()
+        stamp = (path, _stamp(path))
+        if jax.process_count() > 1:
+            stamp = (
+                path,
+                "process 0",
+            )  # read once: reading again would be a collective at a moment of this process's own
+        if self._read[0] != stamp:
+            self._read = (stamp, _from_process_0(path) if jax.process_count() > 1 else read(path, f"plan file {path}"))
+        return self._read[1].get(arch, Measured())
+
+    def _table(self, arch: str) -> Measured:
+        if arch not in self._tables:
+            self._tables[arch] = read(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
+        return self._tables[arch]
+
+
+def _stamp(path: Path) -> Any:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _from_process_0(path: Path) -> dict[str, Measured]:
+    """The plan file that process 0 reads, in every process."""
+    from jax.experimental import multihost_utils
+
+    mine = path.read_bytes() if jax.process_index() == 0 and path.is_file() else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
+    if not size:
+        return {}
+    padded = np.zeros(size, np.uint8)
+    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+    try:
+        return parse(text, f"plan file {path} of process 0")
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ArgumentError(f"process 0's plan file {path} cannot be read ({e}); tune again, or remove the file") from e
+
+
+CHOICES = Choices()

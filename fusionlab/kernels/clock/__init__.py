@@ -1,0 +1,86 @@
+"""Marks on XLA's own stream: CUDA events recorded between jitted programs, and a wait that lets the host run ahead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from ..kernel_plan import KernelPlan, Launch
+from ..launch import launch
+from ..plans import Prepared, plan_kind
+
+_EVENTS: dict[
+    tuple[int, int], Any
+] = {}  # (slot, device) -> the event a mark records; marks name slots, as an event is no data
+
+
+@dataclass(frozen=True)
+class EventPlan:
+    """Records the CUDA event of a slot. Its program is compiled without command buffers, so that it is recorded each time it runs."""
+
+    kind: ClassVar[str] = "event"
+    slot: int
+
+    def spec(self) -> dict[str, Any]:
+        return {"slot": self.slot}
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> EventPlan:
+        return cls(content["slot"])
+
+    def prepare(self, device: int) -> Prepared:
+        from cupy.cuda import Event, ExternalStream
+
+        event = _EVENTS.setdefault((self.slot, device), Event())
+
+        def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
+            event.record(ExternalStream(stream, device))
+
+        return run
+
+
+plan_kind(EventPlan.kind, EventPlan.read)
+
+
+@functools.cache
+def mark(slot: int) -> Any:
+    """A compiled program that records the event of a slot on the stream of the default CUDA device; call it between others."""
+    return _alone(EventPlan(slot))
+
+
+@functools.cache
+def wait(nanoseconds: int) -> Any:
+    """A compiled program that keeps that stream busy so long."""
+    plan = KernelPlan("clock/spin.cu", (), (Launch("spin", (1, 1, 1), (1, 1, 1), 0, (("i64", nanoseconds),)),))
+    return _alone(plan)
+
+
+def step(x: Any) -> Any:
+    """x + 1 (float32) by one launch that does next to nothing else; for timing what a launch costs."""
+    params = (("operand", 0), ("result", 0), ("i64", x.size))
+    plan = KernelPlan("clock/step.cu", (), (Launch("step", (-(-x.size // 128), 1, 1), (128, 1, 1), 0, params),))
+    return launch(plan, [x], [jax.ShapeDtypeStruct(x.shape, x.dtype)])[0]
+
+
+def elapsed_s(first: int, second: int) -> float:
+    """Seconds on the device between the last marks of two slots; waits for the second."""
+    from cupy.cuda import get_elapsed_time
+
+    device = jax.local_devices(backend="cuda")[0].local_hardware_id
+    start, end = _EVENTS[first, device], _EVENTS[second, device]
+    end.synchronize()
+    return get_elapsed_time(start, end) * 1e-3
+
+
+def _alone(plan: Any) -> Any:
+    def program(token: Any) -> Any:
+        return launch(plan, [token], [jax.ShapeDtypeStruct(token.shape, token.dtype)])[0]
+
+    token = jax.device_put(np.zeros(1, np.float32), jax.local_devices(backend="cuda")[0])
+    compiled = jax.jit(program).lower(token).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    return functools.partial(compiled, token)

@@ -1,0 +1,267 @@
+"""One cuBLASLt product with an epilogue as a launch plan, through nvmath-python's bindings.
+
+cuBLASLt speaks column-major: D = epilogue(op(A) op(B)), D of m x n. A row-major M x N result is its N x M matrix, so callers swap the
+operands (`row_major` does it). Source of every limit named here: the cuBLAS documentation, "cublasLtEpilogue_t" and
+"cublasLtMatmulDescAttributes_t" (https://docs.nvidia.com/cuda/cublas).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import BackendError, MissingDependencyError
+from .plans import Prepared, plan_kind
+
+ALIGNMENT = 128  # bytes, of every buffer XLA hands out on a GPU
+WORKSPACE = {90: 32 << 20}  # bytes; the documentation recommends 32 MiB on Hopper and later, 4 MiB before
+SMALL_WORKSPACE = 4 << 20
+
+_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
+_COMPUTE = {"f32": 68, "f64": 70, "tf32": 77}  # cublasComputeType_t: 32F, 64F, 32F_FAST_TF32
+WITH_BIAS = frozenset(
+    (
+        "BIAS",
+        "RELU_BIAS",
+        "RELU_AUX_BIAS",
+        "GELU_BIAS",
+        "GELU_AUX_BIAS",
+        "BGRADA",
+        "BGRADB",
+        "DRELU_BGRAD",
+        "DGELU_BGRAD",
+    )
+)
+GRADIENT_OF_BIAS = frozenset(("BGRADA", "BGRADB", "DRELU_BGRAD", "DGELU_BGRAD"))
+WRITES_AUX = frozenset(("RELU_AUX", "RELU_AUX_BIAS", "GELU_AUX", "GELU_AUX_BIAS"))
+READS_AUX = frozenset(("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD"))
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """D (m x n, leading dimension m) = epilogue(op(A) op(B)), column-major; alpha 1, beta 0.
+
+    Operands, in order: A, B, then a bias of m entries where the epilogue adds one, then the auxiliary input where it reads one. Results: D,
+    then the auxiliary output where it writes one, then the bias gradient where it makes one (m entries, or n for BGRADB), then the workspace.
+
+    Attributes:
+      m, n, k: sizes.
+      transposed: of A and B.
+      dtype: numpy name, of A, B, D, bias and a pre-activation.
+      compute: "f32", "tf32" or "f64": what is multiplied and accumulated in.
+      epilogue: a name of cublasLtEpilogue_t without its prefix.
+      aux_pitch: leading dimension of the auxiliary matrix, in elements (in bits for relu's mask); 0 without one.
+      workspace: bytes.
+      algorithm: 64 bytes of cublasLtMatmulAlgo_t as hex, and `library` the version of cuBLASLt that gave them; "" and 0 take the first that
+        the library's heuristic proposes.
+    """
+
+    kind: ClassVar[str] = "cublaslt"
+    m: int
+    n: int
+    k: int
+    transposed: tuple[bool, bool]
+    dtype: str
+    compute: str
+    epilogue: str = "DEFAULT"
+    aux_pitch: int = 0
+    workspace: int = SMALL_WORKSPACE
+    algorithm: str = ""
+    library: int = 0
+
+    def spec(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> MatmulPlan:
+        given = {f.name: content[f.name] for f in fields(cls)}
+        return cls(**given | {"transposed": tuple(given["transposed"])})
+
+    def with_algorithm(self, algorithm: str, library: int) -> MatmulPlan:
+        return replace(self, algorithm=algorithm, library=library)
+
+    def prepare(self, device: int) -> Prepared:
+        return _Matmul(self, device).run
+
+
+plan_kind(MatmulPlan.kind, MatmulPlan.read)
+
+
+def missing() -> str | None:
+    """Why cuBLASLt cannot be called from this process; None where it can."""
+    if importlib.util.find_spec("nvmath") is None:
+        return 'nvmath-python is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
+    return None
+
+
+@functools.cache
+def bindings() -> Any:
+    """nvmath's bindings of cuBLASLt.
+
+    Raises:
+      MissingDependencyError: nvmath-python is not installed.
+    """
+    if reason := missing():
+        raise MissingDependencyError(f"cuBLASLt: {reason}")
+    from nvmath.bindings import cublasLt
+
+    return cublasLt
+
+
+def version() -> int:
+    """The version of the library loaded, as cublasLtGetVersion gives it (130100 for 13.1)."""
+    return int(bindings().get_version())
+
+
+def workspace_for(capability: int) -> int:
+    """Bytes of workspace for an architecture (90 for sm_90)."""
+    return WORKSPACE[90] if capability >= 90 else SMALL_WORKSPACE
+
+
+def row_major(
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    left_transposed: bool = False,
+    right_transposed: bool = False,
+    **rest: Any,
+) -> MatmulPlan:
+    """The plan of a row-major product: left (rows x inner) times right (inner x columns), each stored so or, if "transposed", as
+    its transpose. Its operands are (right, left, ...): a row-major matrix is the column-major one of its transpose.
+    """
+    return MatmulPlan(columns, rows, inner, (right_transposed, left_transposed), **rest)
+
+
+def algorithms(plan: MatmulPlan, device: int, count: int = 8) -> list[str]:
+    """Up to `count` algorithms that the library's heuristic proposes for a plan on a device (current), best first, as hex.
+
+    Raises:
+      BackendError: it proposes none.
+    """
+    found = _Matmul(plan, device, pick=False).heuristic(count)
+    return [bytes(one["algo"].tobytes()).hex() for one in found]
+
+
+class _Handles:
+    """A library handle for each device; it belongs to the context that is current when it is made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: dict[int, int] = {}
+
+    def of(self, device: int) -> int:
+        with self._lock:
+            if device not in self._handles:
+                self._handles[device] = bindings().create()
+            return self._handles[device]
+
+
+_HANDLES = _Handles()
+
+
+class _Matmul:
+    """A plan's descriptors on one device. Bias and auxiliary addresses are attributes of the descriptor, hence the lock."""
+
+    def __init__(self, plan: MatmulPlan, device: int, pick: bool = True):
+        lt = bindings()
+        self._lt, self._plan, self._lock = lt, plan, threading.Lock()
+        self._handle = _HANDLES.of(device)
+        kind = _TYPES[plan.dtype]
+        scale = 1 if plan.compute == "f64" else 0
+        self._desc = lt.matmul_desc_create(_COMPUTE[plan.compute], scale)
+        self._set("TRANSA", int(plan.transposed[0]))
+        self._set("TRANSB", int(plan.transposed[1]))
+        self._set("EPILOGUE", int(lt.Epilogue[plan.epilogue]))
+        if plan.aux_pitch:
+            self._set("EPILOGUE_AUX_LD", plan.aux_pitch)
+        a = (plan.k, plan.m) if plan.transposed[0] else (plan.m, plan.k)
+        b = (plan.n, plan.k) if plan.transposed[1] else (plan.k, plan.n)
+        self._layouts = [lt.matrix_layout_create(kind, *shape, shape[0]) for shape in (a, b, (plan.m, plan.n))]
+        number = np.float64 if plan.compute == "f64" else np.float32
+        self._one, self._zero = np.ones(1, number), np.zeros(1, number)
+        self._algorithm = self._picked() if pick else None
+
+    def run(self, stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
+        plan, lt = self._plan, self._lt
+        a, b, *given = operands
+        d, *made = results
+        workspace = made.pop()
+        with self._lock:
+            if plan.epilogue in WITH_BIAS:
+                self._set("BIAS_POINTER", made.pop() if plan.epilogue in GRADIENT_OF_BIAS else given.pop(0))
+            if plan.aux_pitch:
+                self._set("EPILOGUE_AUX_POINTER", made.pop(0) if plan.epilogue in WRITES_AUX else given.pop(0))
+            a_layout, b_layout, d_layout = self._layouts
+            lt.matmul(
+                self._handle,
+                self._desc,
+                self._one.ctypes.data,
+                a,
+                a_layout,
+                b,
+                b_layout,
+                self._zero.ctypes.data,
+                d,
+                d_layout,
+                d,
+                d_layout,
+                self._algorithm.ctypes.data,
+                workspace,
+                plan.workspace,
+                stream,
+            )
+
+    def heuristic(self, count: int) -> np.ndarray:
+        lt, plan = self._lt, self._plan
+        preference = lt.matmul_preference_create()
+        try:
+            _set_attribute(lt, "preference", preference, "MAX_WORKSPACE_BYTES", plan.workspace)
+            for name in "ABCD":
+                _set_attribute(lt, "preference", preference, f"MIN_ALIGNMENT_{name}_BYTES", ALIGNMENT)
+            found = np.zeros(count, lt.matmul_heuristic_result_dtype)
+            returned = np.zeros(1, np.int32)
+            a, b, d = self._layouts
+            if plan.epilogue in WITH_BIAS:
+                self._set("BIAS_POINTER", ALIGNMENT)  # any aligned address: the heuristic looks at its alignment alone
+            if plan.aux_pitch:
+                self._set("EPILOGUE_AUX_POINTER", ALIGNMENT)
+            lt.matmul_algo_get_heuristic(
+                self._handle, self._desc, a, b, d, d, preference, count, found.ctypes.data, returned.ctypes.data
+            )
+        except lt.cuBLASLtError as error:
+            raise BackendError(f"cuBLASLt {version()} has no algorithm for {plan}: {error}") from error
+        finally:
+            lt.matmul_preference_destroy(preference)
+        usable = [one for one in found[: returned[0]] if one["state"] == 0]
+        if not usable:
+            raise BackendError(f"cuBLASLt {version()} has no algorithm for {plan}")
+        return np.array(usable, lt.matmul_heuristic_result_dtype)
+
+    def _picked(self) -> np.ndarray:
+        """The algorithm the plan names, or the heuristic's first where it names none or one of another library version."""
+        if self._plan.algorithm and self._plan.library == version():
+            return np.frombuffer(bytes.fromhex(self._plan.algorithm), np.uint64).copy()
+        return np.frombuffer(self.heuristic(1)[0]["algo"].tobytes(), np.uint64).copy()
+
+    def _set(self, attribute: str, value: int) -> None:
+        _set_attribute(self._lt, "desc", self._desc, attribute, value)
+
+    def __del__(self) -> None:
+        for layout in getattr(self, "_layouts", ()):
+            self._lt.matrix_layout_destroy(layout)
+        if hasattr(self, "_desc"):
+            self._lt.matmul_desc_destroy(self._desc)
+
+
+def _set_attribute(lt: Any, kind: str, handle: int, attribute: str, value: int) -> None:
+    names = {"desc": lt.MatmulDescAttribute, "preference": lt.MatmulPreferenceAttribute}[kind]
+    dtype_of = getattr(lt, f"get_matmul_{kind}_attribute_dtype")
+    data = np.array([value], dtype_of(names[attribute]))
+    getattr(lt, f"matmul_{kind}_set_attribute")(handle, names[attribute], data.ctypes.data, data.nbytes)

@@ -1,0 +1,95 @@
+"""Which implementation a call of `gemm_epilogue` takes: what was measured for it, or a rule per architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...device import Device
+from ..choices import CHOICES, Choice, case_text
+from . import cublaslt
+
+PACKABLE = ("relu", "relu_where")  # activations whose residual is a plain mask
+ON_CPU = "what XLA runs anyway: on a CPU the product dominates and XLA already fuses bias and activation"
+
+
+def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
+    """The call as text: all that its speed hangs on. `shapes` by operand name; `attrs` those of the primitive."""
+    content: dict[str, Any] = {
+        "activation": attrs["activation"],
+        "bias": "bias" in attrs["present"],
+        "x": _side(attrs),
+        "w": "NK" if attrs["w_contract"] else "KN",
+    }
+    if role == "call":
+        x, w = shapes["x"], shapes["w"]
+        sizes = _rows(x.shape, attrs["x_contract"]), w.shape[1 - attrs["w_contract"]], w.shape[attrs["w_contract"]]
+        content |= {"residuals": bool(attrs.get("residuals"))}
+        like = x
+    else:
+        like = shapes["ct"]
+        sizes = math.prod(like.shape[:-1]), like.shape[-1], _inner(shapes, attrs)
+        wanted = [slot for slot, live in zip(attrs["present"], attrs["live"], strict=True) if live]
+        content |= {"wanted": wanted, "x_activation": attrs["x_activation"]}
+    content |= dict(zip(("rows", "columns", "inner"), sizes, strict=True))
+    dtype = np.dtype(like.dtype).name
+    content |= {"dtype": dtype, "compute": cublaslt.compute_of(dtype, attrs["precision"]), "packed": attrs["packed"]}
+    return case_text("gemm_epilogue", role, **content)
+
+
+def _side(attrs: Mapping[str, Any]) -> str:
+    return "KM" if attrs["x_contract"] == 0 else "MK"
+
+
+def _rows(shape: tuple[int, ...], contracted: int) -> int:
+    return math.prod(s for i, s in enumerate(shape) if i != contracted)
+
+
+def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
+    """K, where an operand of a backward call has it; a call that makes neither dx nor dw has none."""
+    if "w" in shapes:
+        return shapes["w"].shape[attrs["w_contract"]]
+    return shapes["x"].shape[attrs["x_contract"]] if "x" in shapes else 0
+
+
+def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
+    """What was measured for the call on that architecture, if anything was."""
+    if device.platform != "cuda" or not device.arch:
+        return None
+    return CHOICES.lookup(device.arch, case(role, shapes, attrs))
+
+
+def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    """The implementation to take when none is named, and the reason."""
+    if device.platform == "cpu":
+        return "xla", ON_CPU
+    if device.platform != "cuda":
+        return "xla", "what XLA runs anyway: the only implementation there is here"
+    found = measured(role, shapes, device, attrs)
+    if found is not None:
+        anyway = "what XLA runs anyway; " if found.implementation == "xla" else ""
+        return found.implementation, anyway + found.reason
+    return RULES.get(device.arch, _unmeasured)(role, shapes, device, attrs)
+
+
+def packs(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
+    """Whether the mask of a relu is kept in bits: where the call that keeps it, or the one that reads it, is not XLA's own."""
+    if device.platform != "cuda" or attrs["activation"] not in PACKABLE:
+        return False
+    if attrs["implementation"] is not None:
+        return attrs["implementation"] != "xla"
+    found = measured("call", shapes, device, {**attrs, "residuals": True, "packed": True})
+    if found is not None:
+        return bool(found.settings.get("packed"))
+    return preferred("call", shapes, device, {**attrs, "residuals": True, "packed": True})[0] != "xla"
+
+
+def _unmeasured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    where = device.arch or "this architecture"
+    return "xla", f"what XLA runs anyway: nothing was measured for {where}; fusionlab.tune measures"
+
+
+RULES: dict[str, Callable[[str, Mapping[str, Any], Device, Mapping[str, Any]], tuple[str, str]]] = {}

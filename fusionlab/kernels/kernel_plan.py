@@ -1,0 +1,133 @@
+"""Our own CUDA kernels as a launch plan: a source, its compile options and the launches, one after another."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from .compile import KERNELS, Source, cubin, source_texts
+from .plans import Prepared, plan_kind
+
+_SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory a kernel may have unasked
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel.
+
+    Attributes:
+      entry: the kernel's name in the source (extern "C").
+      grid, block: blocks, and threads of a block, along x, y, z.
+      shared: dynamic shared memory of a block, bytes.
+      params: in order, ("operand", number) and ("result", number) for an address, ("null", 0) for no address, ("i64", value),
+        ("i32", value).
+    """
+
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    params: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Launches of kernels of one source.
+
+    Attributes:
+      source: path of the .cu file, relative to the folder of this module.
+      options: for NVRTC ("-DFL_VEC=8").
+      launches: in order; each sees what those before it wrote. Empty where there is nothing to compute.
+    """
+
+    kind: ClassVar[str] = "kernels"
+    source: str
+    options: tuple[str, ...]
+    launches: tuple[Launch, ...]
+
+    def spec(self) -> dict[str, Any]:
+        # The source's digest is part of the name: an executable that was compiled for another version of it is told so.
+        return {**asdict(self), "digest": digest(self.source)}
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> KernelPlan:
+        source = content["source"]
+        if content["digest"] != digest(source):
+            raise LookupError(f"{source} is another version here")
+        launches = tuple(
+            Launch(
+                one["entry"],
+                tuple(one["grid"]),
+                tuple(one["block"]),
+                one["shared"],
+                tuple((kind, value) for kind, value in one["params"]),
+            )
+            for one in content["launches"]
+        )
+        return cls(source, tuple(content["options"]), launches)
+
+    def prepare(self, device: int) -> Prepared:
+        from cupy.cuda import Device as CupyDevice
+        from cupy.cuda import driver, function
+
+        if not self.launches:
+            return lambda stream, operands, results: None
+        arch = f"sm_{CupyDevice(device).compute_capability}"
+        module = function.Module()
+        module.load(cubin(Source(self.source, tuple(one.entry for one in self.launches)), self.options, arch))
+        ready = []
+        for one in self.launches:
+            entry = module.get_function(one.entry)
+            if one.shared > _SHARED_WITHOUT_ASKING:
+                driver.funcSetAttribute(entry.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, one.shared)
+            ready.append(_launcher(driver.launchKernel, entry.ptr, one))
+
+        def run(stream: int, operands: Sequence[int], results: Sequence[int], keep: Any = module) -> None:
+            for start in ready:
+                start(stream, operands, results)
+
+        return run
+
+
+plan_kind(KernelPlan.kind, KernelPlan.read)
+
+
+def digest(source: str) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of the source and of what it includes of ours.
+
+    Raises:
+      LookupError: there is no such file in the package.
+    """
+    if not (KERNELS / source).is_file():
+        raise LookupError(f"{source} is no kernel source of this installation")
+    found = hashlib.sha256()
+    for path, text in sorted(source_texts(KERNELS / source).items()):
+        found.update(f"{path.name}\n{text}".encode())
+    return found.hexdigest()[:16]
+
+
+def _launcher(
+    launch_kernel: Callable[..., None], function: int, one: Launch
+) -> Callable[[int, Sequence[int], Sequence[int]], None]:
+    """A parameter takes eight bytes here, of which a kernel reads as many as it has (x86-64 and Arm are little-endian)."""
+    count = len(one.params)
+    values, pointers = ctypes.c_uint64 * count, ctypes.c_void_p * count
+    fixed = [0 if kind in ("operand", "result") else value & 0xFFFF_FFFF_FFFF_FFFF for kind, value in one.params]
+    from_operands = [(i, number) for i, (kind, number) in enumerate(one.params) if kind == "operand"]
+    from_results = [(i, number) for i, (kind, number) in enumerate(one.params) if kind == "result"]
+    geometry = (*one.grid, *one.block, one.shared)
+
+    def start(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
+        given = values(*fixed)  # of this call: several threads may be here at once
+        for i, number in from_operands:
+            given[i] = operands[number]
+        for i, number in from_results:
+            given[i] = results[number]
+        base = ctypes.addressof(given)
+        addresses = pointers(*range(base, base + 8 * count, 8))
+        launch_kernel(function, *geometry, stream, ctypes.addressof(addresses), 0)
+
+    return start

@@ -1,0 +1,235 @@
+"""The bridge from a jitted program to our kernels: one XLA custom call whose one attribute names a launch plan.
+
+XLA calls a C function with a call frame. That function is Python through ctypes; structures and constants are those of the public
+header `xla/ffi/api/c_api.h` (OpenXLA; it comes with jaxlib, `jax.ffi.include_dir()`), API version 0.1, whose ABI newer versions keep; a
+test compares every field with the header of the jaxlib installed. The target is declared compatible with command buffers: XLA captures
+the launches into a CUDA graph and replays that, so Python is off the hot path. It therefore launches the same work each time and
+never allocates, synchronises or measures: scratch memory is one more result, and plans are prepared when the executable is loaded.
+
+Nothing else of FusionLab knows how kernels get into a program, so another launcher can take this one's place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .plans import Plan, PlanBook, plan_name
+
+Array = Any
+
+TARGET = "fusionlab_launch"
+PLATFORMS = ("CUDA", "Host")
+BOOK = PlanBook()  # one per process, as the registration of the target is
+
+_pointer, _size, _i64, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
+_INSTANTIATE, _EXECUTE = 0, 3  # XLA_FFI_ExecutionStage
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_COMMAND_BUFFER_COMPATIBLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
+_STRING = 4  # XLA_FFI_AttrType_STRING
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_VERSION = (0, 1)
+
+
+def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+ExtensionBase = _struct("XLA_FFI_Extension_Base", struct_size=_size, type=_int, next=_pointer)
+ApiVersion = _struct(
+    "XLA_FFI_Api_Version", struct_size=_size, extension_start=_pointer, major_version=_int, minor_version=_int
+)
+Buffer = _struct(
+    "XLA_FFI_Buffer", struct_size=_size, extension_start=_pointer, dtype=_int, data=_pointer, rank=_i64, dims=_pointer
+)
+Args = _struct("XLA_FFI_Args", struct_size=_size, extension_start=_pointer, size=_i64, types=_pointer, args=_pointer)
+Rets = _struct("XLA_FFI_Rets", struct_size=_size, extension_start=_pointer, size=_i64, types=_pointer, rets=_pointer)
+Attrs = _struct(
+    "XLA_FFI_Attrs",
+    struct_size=_size,
+    extension_start=_pointer,
+    size=_i64,
+    types=_pointer,
+    names=_pointer,
+    attrs=_pointer,
+)
+ByteSpan = _struct("XLA_FFI_ByteSpan", ptr=_pointer, len=_size)
+CallFrame = _struct(
+    "XLA_FFI_CallFrame",
+    struct_size=_size,
+    extension_start=_pointer,
+    api=_pointer,
+    ctx=_pointer,
+    stage=_int,
+    args=Args,
+    rets=Rets,
+    attrs=Attrs,
+    future=_pointer,
+)
+# The table of functions; those after the last one used here are left out, as the header's rules allow.
+Api = _struct(
+    "XLA_FFI_Api",
+    struct_size=_size,
+    extension_start=_pointer,
+    api_version=ApiVersion,
+    internal_api=_pointer,
+    XLA_FFI_Error_Create=_pointer,
+    XLA_FFI_Error_GetMessage=_pointer,
+    XLA_FFI_Error_Destroy=_pointer,
+    XLA_FFI_Handler_Register=_pointer,
+    XLA_FFI_Stream_Get=_pointer,
+)
+# Newer headers end this one with the type of a handler's state, which ours does not have: it is left as XLA set it.
+Metadata = _struct("XLA_FFI_Metadata", struct_size=_size, api_version=ApiVersion, traits=ctypes.c_uint32)
+MetadataExtension = _struct("XLA_FFI_Metadata_Extension", extension_base=ExtensionBase, metadata=_pointer)
+StreamGetArgs = _struct(
+    "XLA_FFI_Stream_Get_Args", struct_size=_size, extension_start=_pointer, ctx=_pointer, stream=_pointer
+)
+ErrorCreateArgs = _struct(
+    "XLA_FFI_Error_Create_Args", struct_size=_size, extension_start=_pointer, message=ctypes.c_char_p, errc=_int
+)
+
+_HANDLER = ctypes.CFUNCTYPE(_pointer, _pointer)
+_API_FUNCTION = ctypes.CFUNCTYPE(_pointer, _pointer)
+_DATA = Buffer.data.offset  # type: ignore[attr-defined]
+_VOID_POINTER = ctypes.c_void_p
+
+
+def launch(
+    plan: Plan,
+    operands: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    aliases: Mapping[int, int] | None = None,
+) -> list[Array]:
+    """A custom call that launches a plan: to be called while a program is traced for a CUDA or a host device.
+
+    Args:
+      plan: what to launch; it is given the addresses of operands and results, in this order, row-major.
+      operands: arrays.
+      results: shapes and dtypes; scratch memory is one of them, of dtype uint8 by convention, dropped by the caller.
+      aliases: operand number -> number of the result that takes its memory. XLA copies the operand first where it is still needed.
+
+    Returns:
+      The results. An exception that the plan raises reaches whoever waits for them, as `jax.errors.JaxRuntimeError` with its text.
+    """
+    register()
+    varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
+    shapes = [_varying(r, varying) for r in results]
+    call = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=dict(aliases or {}))
+    return list(call(*operands, plan=plan_name(plan)))
+
+
+def _varying(result: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    """Inside a `shard_map` that checks, results vary over the mesh axes that an operand varies over."""
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, vma=axes) if axes else result
+
+
+@functools.cache
+def register() -> None:
+    """Registers the target, once for each platform. JAX queues it until there is a backend."""
+    for platform in PLATFORMS:
+        capsule = jax.ffi.pycapsule(ctypes.cast(_handler(platform), ctypes.c_void_p).value)
+        jax.ffi.register_ffi_target(TARGET, {"instantiate": capsule, "execute": capsule}, platform=platform)
+
+
+@functools.cache  # keeps the callbacks alive as long as XLA may call them
+def _handler(platform: str) -> Any:
+    on_cuda = platform == "CUDA"
+
+    def handle(address: int) -> int | None:
+        frame = CallFrame.from_address(address)
+        if frame.extension_start and ExtensionBase.from_address(frame.extension_start).type == _METADATA:
+            return _describe(frame.extension_start)
+        try:
+            if frame.stage == _EXECUTE:
+                _execute(frame, on_cuda)
+            elif frame.stage == _INSTANTIATE:
+                _instantiate(frame, on_cuda)
+        except BaseException as error:  # the C boundary: nothing may pass it but an error code with a message
+            return _error(frame, f"FusionLab: {type(error).__name__}: {error}")
+        return None
+
+    return _HANDLER(handle)
+
+
+def _describe(extension: int) -> None:
+    """Answers XLA's question what this handler is."""
+    metadata = Metadata.from_address(MetadataExtension.from_address(extension).metadata)
+    metadata.api_version.major_version, metadata.api_version.minor_version = _VERSION
+    metadata.traits = _COMMAND_BUFFER_COMPATIBLE
+
+
+def _instantiate(frame: Any, on_cuda: bool) -> None:
+    """Prepares the plan on the devices of this process: outside any capture, and early enough for a clear error."""
+    name = _plan_of(frame)
+    if not on_cuda:
+        BOOK.prepare(name, 0)
+        return
+    for device in _local_cuda_devices():
+        with _current(device):
+            BOOK.prepare(name, device)
+
+
+def _execute(frame: Any, on_cuda: bool) -> None:
+    name = _plan_of(frame)
+    device = _current_cuda_device() if on_cuda else 0
+    prepared = BOOK.ready(name, device)
+    if prepared is None:
+        prepared = BOOK.prepare(name, device)
+    stream = _stream(frame) if on_cuda else 0
+    prepared(stream, _addresses(frame.args.args, frame.args.size), _addresses(frame.rets.rets, frame.rets.size))
+
+
+def _plan_of(frame: Any) -> bytes:
+    """The value of the one attribute."""
+    attrs = frame.attrs
+    if attrs.size != 1 or ctypes.c_int.from_address(attrs.types).value != _STRING:
+        raise ValueError(f"{TARGET} has {attrs.size} attributes, needed one, the name of a plan, as text")
+    span = ByteSpan.from_address(_VOID_POINTER.from_address(attrs.attrs).value)
+    return ctypes.string_at(span.ptr, span.len)
+
+
+def _addresses(pointers: int, count: int) -> list[int]:
+    """The data addresses of `count` buffers; an empty buffer has address 0."""
+    found = (_VOID_POINTER * count).from_address(pointers) if count else ()
+    return [_VOID_POINTER.from_address(p + _DATA).value or 0 for p in found]
+
+
+def _stream(frame: Any) -> int:
+    api = Api.from_address(frame.api)
+    asked = StreamGetArgs(ctypes.sizeof(StreamGetArgs), None, frame.ctx, None)
+    error = _API_FUNCTION(api.XLA_FFI_Stream_Get)(ctypes.addressof(asked))
+    if error:
+        raise RuntimeError("XLA gave no stream for a custom call on a CUDA device")
+    return asked.stream or 0
+
+
+def _error(frame: Any, message: str) -> int:
+    text = message.encode()
+    asked = ErrorCreateArgs(ctypes.sizeof(ErrorCreateArgs), None, text, _INTERNAL)
+    return _API_FUNCTION(Api.from_address(frame.api).XLA_FFI_Error_Create)(ctypes.addressof(asked))
+
+
+_local = threading.local()
+
+
+def _local_cuda_devices() -> list[int]:
+    """CUDA ordinals of the devices that JAX uses in this process."""
+    return [d.local_hardware_id for d in jax.local_devices(backend="cuda")]
+
+
+def _current_cuda_device() -> int:
+    from cupy.cuda import runtime  # only where there is CUDA
+
+    return runtime.getDevice()
+
+
+def _current(device: int) -> Any:
+    import cupy
+
+    return cupy.cuda.Device(device)
