@@ -15,6 +15,8 @@ from ..graph.labelled import Form
 if TYPE_CHECKING:
     from .op import Op
 
+_NO_ATTRIBUTES = frozenset({"residuals", "live", "shape", "shardings", "partitioned"})
+
 Array = Any
 Meaning = Callable[..., list[Array]]
 
@@ -23,7 +25,8 @@ class FusedPrimitive(Primitive):
     """A primitive that knows its op and its role there: "call", "tangent" or "cotangent".
 
     Parameters: the op's attributes; of a call also `residuals`; of the others also `live`, `shape` (of the result) and
-    `shardings` (of the operands and the result, each None but on explicit mesh axes).
+    `shardings` (of the operands and the result, each None but on explicit mesh axes). All may have `partitioned`, JAX's cue that their
+    lowering has to know the devices (see partition.py).
     """
 
     def __init__(self, name: str, op: Op, role: str):
@@ -85,7 +88,7 @@ class FusedPrimitive(Primitive):
 
 def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """The op's attributes among a primitive's parameters."""
-    return {k: v for k, v in params.items() if k not in ("residuals", "live", "shape", "shardings")}
+    return {k: v for k, v in params.items() if k not in _NO_ATTRIBUTES}
 
 
 def wanted_of(params: Mapping[str, Any]) -> tuple[str, ...]:

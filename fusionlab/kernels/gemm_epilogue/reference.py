@@ -38,10 +38,13 @@ def forward(
     **_: Any,
 ) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
+    return epilogue(_product(x, w, x_contract, w_contract, precision), bias, activation, residuals)
+
+
+def epilogue(product: Array, bias: Array | None, activation: str, residuals: bool) -> list[Array]:
+    """[act(product + bias)], and the activation's residual if asked for and if it has one."""
     act = ACTIVATIONS[activation]
-    h = _product(x, w, x_contract, w_contract, precision)
-    if bias is not None:
-        h = h + bias
+    h = product if bias is None else product + bias
     return [act.fn(h), act.save(h)] if residuals and act.save else [act.fn(h)]
 
 
