@@ -122,7 +122,7 @@ def labels_of(
     shapes = {name: tuple(value.shape) for name, value in named}
     shapes.setdefault("out", tuple(params.get("shape", ())))
     said = op.axes(shapes, **attrs)
-    by_name, sizes = _normal(shapes, said)
+    by_name, sizes, broken = _normal(shapes, said)
     summed = {}
     for slot in wanted:
         moved = "out" if role == "cotangent" else slot
@@ -138,7 +138,7 @@ def labels_of(
         sizes,
         summed,
         contracted,
-        said.whole | unsplit,
+        said.whole | unsplit | broken,
     )
 
 
@@ -150,18 +150,25 @@ def _labels(by_name: Mapping[str, Tensor], *names: str) -> dict[str, None]:
     return {axis.label: None for name in names for axis in by_name[name] if axis is not None}
 
 
-def _normal(shapes: Mapping[str, tuple[int, ...]], said: Axes) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Axes of everything named, and the length of each label. An axis of another length (1 where it broadcasts) is not split."""
+def _normal(
+    shapes: Mapping[str, tuple[int, ...]], said: Axes
+) -> tuple[dict[str, Tensor], dict[str, int], frozenset[str]]:
+    """Axes of everything named, the length of each label, and the labels that no split of a packed axis can follow.
+
+    An axis of another length than its label's (1 where it broadcasts) is not split.
+    """
     found = {name: [_axis(x) for x in said.labels[name]] for name in shapes if name in said.labels}
+    pairs = [pair for name, axes in found.items() for pair in zip(axes, shapes[name], strict=True)]
     sizes: dict[str, int] = {}
-    for name, axes in found.items():
-        for axis, size in zip(axes, shapes[name], strict=True):
-            sizes[axis.label] = max(sizes.get(axis.label, 1), axis.per * size)
+    for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
+        sizes[axis.label] = (
+            max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)
+        )
+    fits = {(a, size): a.per * size == sizes[a.label] and (a.per == 1 or size > 1) for a, size in pairs}
     by_name: dict[str, Tensor] = {name: (None,) * len(shape) for name, shape in shapes.items()}
     for name, axes in found.items():
-        pairs = zip(axes, shapes[name], strict=True)
-        by_name[name] = tuple(a if a.per * size == sizes[a.label] else None for a, size in pairs)
-    return by_name, sizes
+        by_name[name] = tuple(a if fits[a, size] else None for a, size in zip(axes, shapes[name], strict=True))
+    return by_name, sizes, frozenset(a.label for a, size in pairs if a.per > 1 and not fits[a, size])
 
 
 def _axis(text: str) -> Axis:

@@ -7,8 +7,9 @@ stands. One that is summed over is split as well where a sum over devices can be
 linear, and between product and epilogue of a call, by `Op.summed_call`. Returning the shardings XLA proposes without such a sum gives
 wrong numbers and no error.
 
-JAX hands the devices to a lowering rule only where it has seen a `custom_partitioning` in the program: `MARKER` is one that never runs, as
-a parameter of the fused primitives.
+JAX hands the devices to a lowering rule only where it has seen a `custom_partitioning` in the program: `Marker` holds one that never
+runs, as a parameter of the fused primitives. (Where JAX has seen one it refuses two things, and so it does here: meshes of different
+shapes in one jit, and lowering for an abstract mesh alone.)
 """
 
 from __future__ import annotations
@@ -29,30 +30,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..device import Device
 from ..errors import BackendError
+from .arrays import explicit_sharding
 from .labels import Labels, labels_of
-from .primitive import FusedPrimitive, Meaning
+from .primitive import FusedPrimitive, Marker, Meaning
 
 Array = Any
 Where = Mapping[str, tuple[str, ...]]  # label -> the mesh axes it is split over
 Body = Callable[..., list[Array]]  # (params, *operands) -> results
-
-
-class _Marker(tuple):
-    """A tuple that holds a jaxpr, for JAX to walk; printed in a word, and no region of the program."""
-
-    __slots__ = ()
-    is_annotation = True
-
-    def __repr__(self) -> str:
-        return "by_label"
-
-
-@functools.cache
-def marker() -> _Marker:
-    """The parameter that makes JAX hand out devices at lowering: a `custom_partitioning` nobody runs."""
-    nothing = custom_partitioning(lambda x: x)
-    nothing.def_partition(lambda mesh, args, result: (mesh, lambda x: x, result.sharding, (args[0].sharding,)))
-    return _Marker((jax.make_jaxpr(nothing)(np.float32(0)),))
 
 
 def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +45,7 @@ def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str
         return {}
     opaque = (one for one in op.implementations.values() if one.opaque)
     runs = any(one.refuses(shapes, device, **attrs) is None for one in opaque)
-    return {"partitioned": marker()} if runs else {}
+    return {"partitioned": Marker()} if runs else {}
 
 
 def run(primitive: FusedPrimitive, device: Device, *operands: Array, **params: Any) -> list[Array]:
@@ -78,7 +62,7 @@ def run(primitive: FusedPrimitive, device: Device, *operands: Array, **params: A
 
     shapes = dict(zip(primitive.operand_names(params), operands, strict=True))
     name = op.chosen(shapes, device, params)
-    mesh = get_abstract_mesh()
+    mesh = next((s.mesh for s in map(explicit_sharding, operands) if s is not None), get_abstract_mesh())
     if not op.implementations[name].opaque or "partitioned" not in params:
         return body(params, *operands)
     if mesh.manual_axes:
@@ -101,16 +85,19 @@ def _on_manual_axes(
 
 def _split(primitive: FusedPrimitive, params: Mapping[str, Any], body: Body, mesh: AbstractMesh) -> Meaning:
     """The primitive, by opaque code, on arrays that may be sharded."""
-    meaning = primitive.function(params, "xla")
+    inside = dict(params)
+    if primitive.role != "call":
+        inside["shardings"] = (None,) * len(params["shardings"])
 
     def whole(*operands: Array) -> list[Array]:
-        return body(params, *operands)
+        return body(inside, *operands)
 
     def split(*operands: Array) -> Any:
-        labels = labels_of(primitive, params, operands, jax.eval_shape(meaning, *operands))
-        wrapped = custom_partitioning(whole)
-        parts = _Parts(primitive, params, body, labels, mesh)
+        results = jax.eval_shape(primitive.function(inside, "xla"), *operands)
+        labels = labels_of(primitive, inside, operands, results)
+        parts = _Parts(primitive, inside, body, labels, mesh)
         rule, unsplit, sizes = labels.rule()
+        wrapped = custom_partitioning(whole)
         wrapped.def_partition(
             partition=parts.partition,
             infer_sharding_from_operands=parts.infer,
@@ -121,8 +108,9 @@ def _split(primitive: FusedPrimitive, params: Mapping[str, Any], body: Body, mes
         return wrapped(*operands)
 
     def explicit(*operands: Array) -> Any:
-        results = jax.make_jaxpr(meaning)(*operands).jaxpr.outvars
-        return jax.sharding.auto_axes(split, out_sharding=[r.aval.sharding for r in results])(*operands)
+        results = jax.make_jaxpr(primitive.function(params, "xla"))(*operands).jaxpr.outvars
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(split, out_sharding=[r.aval.sharding for r in results])(*operands)
 
     return explicit if AxisType.Explicit in mesh.axis_types else split
 
@@ -212,7 +200,7 @@ class _Parts:
             size // math.prod(mesh.shape[n] for n in _names(axis, where))
             for axis, size in zip(out, self.params["shape"], strict=True)
         )
-        params = {**self.params, "shape": shape, "shardings": (None,) * len(self.params["shardings"])}
+        params = {**self.params, "shape": shape}
         sums = {slot: _axes_of(labels, where) for slot, labels in self.labels.summed.items()}
         if self.primitive.role == "cotangent":
             grads = self.body(params, *operands)

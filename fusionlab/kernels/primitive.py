@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 
 from ..device import Device
@@ -19,6 +20,30 @@ _NO_ATTRIBUTES = frozenset({"residuals", "live", "shape", "shardings", "partitio
 
 Array = Any
 Meaning = Callable[..., list[Array]]
+
+
+class Marker(tuple):
+    """A parameter by which JAX tells that a lowering rule has to know the devices: it holds a `custom_partitioning` nobody runs.
+
+    A tuple, for JAX to look into; printed in a word, and no region of the program (`is_annotation`). All are equal.
+    """
+
+    __slots__ = ()
+    is_annotation = True
+
+    def __new__(cls) -> Marker:
+        nothing = custom_partitioning(lambda: ())
+        nothing.def_partition(None)
+        return super().__new__(cls, (jax.make_jaxpr(nothing)(),))
+
+    def __repr__(self) -> str:
+        return "by_label"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Marker)
+
+    def __hash__(self) -> int:
+        return hash(Marker)
 
 
 class FusedPrimitive(Primitive):
@@ -34,6 +59,10 @@ class FusedPrimitive(Primitive):
         self.multiple_results = True
         self.op = op
         self.role = role
+
+    def bind(self, *operands: Any, **params: Any) -> Any:
+        # A new one for each equation: a jaxpr that two equations hold JAX prints, in full.
+        return super().bind(*operands, **params | ({"partitioned": Marker()} if "partitioned" in params else {}))
 
     def stands_for(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The primitive and parameters this one takes the place of: what a remat policy is asked about instead."""
