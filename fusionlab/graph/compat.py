@@ -40,6 +40,8 @@ def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: l
 def child_jaxprs(eqn: Any) -> Iterator[tuple[str, int | None, Any]]:
     """The jaxprs in an equation's params: (param name, index within a tuple or None, jaxpr)."""
     for key, val in eqn.params.items():
+        if getattr(val, "is_annotation", False):  # a jaxpr there is for JAX's eyes alone, and runs nothing
+            continue
         if is_jaxpr(val) or (hasattr(val, "jaxpr") and is_jaxpr(val.jaxpr)):
             yield key, None, val
         elif isinstance(val, tuple | list):

@@ -47,8 +47,9 @@ READS_AUX = frozenset(("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD"))
 class MatmulPlan:
     """D (m x n, leading dimension m) = epilogue(op(A) op(B)), column-major; alpha 1, beta 0.
 
-    Operands, in order: A, B, then a bias of m entries where the epilogue adds one, then the auxiliary input where it reads one. Results: D,
-    then the auxiliary output where it writes one, then the bias gradient where it makes one (m entries, or n for BGRADB), then the workspace.
+    Operands, in order: A, B, then a bias of m entries where the epilogue adds one, then the auxiliary input where it reads one.
+    Results: D, then the auxiliary output where it writes one, then the bias gradient where it makes one (m entries, or n for BGRADB),
+    then the workspace.
 
     Attributes:
       m, n, k: sizes.

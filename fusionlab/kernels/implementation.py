@@ -53,6 +53,7 @@ class Implementation:
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
         the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have.
       refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
+      opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
 
     Among the attributes of forward, tangent and cotangent may be `device`: what they are lowered for; without it, or with None, the code
     is to run anywhere.
@@ -64,3 +65,4 @@ class Implementation:
     tangent: Callable[..., Array]
     cotangent: Callable[..., list[Array]]
     refuses: Callable[..., str | None] = _runs_everywhere
+    opaque: bool = False

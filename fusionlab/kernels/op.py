@@ -28,8 +28,10 @@ from ..device import Device
 from ..errors import BackendError, unknown_name
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
+from . import partition
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
+from .labels import Axes, SummedCall
 from .primitive import FusedPrimitive, Meaning, attributes_of, wanted_of
 
 Array = Any
@@ -109,6 +111,17 @@ class Op(abc.ABC):
         """A label for each axis of the operands (slot -> shape) and of the result; None for an op the search is not to see."""
         return None
 
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        """Labels for the axes of all it reads and gives: how opaque code is split among devices. Without any, each computes everything.
+
+        `shapes` has those of the slots, residuals and "out" that one primitive takes and gives: "out" always, others maybe.
+        """
+        return Axes()
+
+    def summed_call(self, params: Mapping[str, Any]) -> SummedCall | None:
+        """How a call is computed whose contracted axes are split; None: every device needs them whole."""
+        return None
+
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
         return None
@@ -164,7 +177,7 @@ class Op(abc.ABC):
         """
         device = Device.of(device)
         present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        return self._choose("call", present, device, full)
+        return self.chosen("call", present, device, full)
 
     def backends(
         self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
@@ -203,11 +216,14 @@ class Op(abc.ABC):
 
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
+        device = Device.current()
         if full["implementation"] is not None:
-            self._choose("call", present, Device.current(), full)
+            self.chosen("call", present, device, full)
+        full |= partition.marks(self, present, device, full)
         return self._call.bind(*same_varying_axes(list(present.values())), residuals=residuals, **full)
 
-    def _choose(self, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+    def chosen(self, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+        """The implementation that runs for operands and attributes as the primitives have them; raises as `choose` does."""
         name = attrs["implementation"]
         if name is None:
             return self.preferred(role, shapes, device, **attrs)[0]
@@ -244,12 +260,6 @@ class Op(abc.ABC):
             x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
             return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
 
-        def run(platform: str, *operands: Array, **params: Any) -> list[Array]:
-            device = Device.lowered_for(platform)
-            shapes = dict(zip(primitive.operand_names(params), operands, strict=True))
-            name = self._choose(primitive.role, shapes, device, params)
-            return primitive.function(params, name, device)(*operands)
-
         compiled = jax.jit(
             lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params"
         )
@@ -263,8 +273,8 @@ class Op(abc.ABC):
         primitive.def_impl(eager)
         batching.primitive_batchers[primitive] = functools.partial(self._batching_rule, primitive)
         for platform in ("cpu", "cuda", None):
-            lowered = mlir.lower_fun(functools.partial(run, platform or "other"), multiple_results=True)
-            mlir.register_lowering(primitive, lowered, platform=platform)
+            run = functools.partial(partition.run, primitive, platform or "other")
+            mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), platform=platform)
 
     # Transformations.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 
 from ..device import Device
@@ -15,15 +16,42 @@ from ..graph.labelled import Form
 if TYPE_CHECKING:
     from .op import Op
 
+_NO_ATTRIBUTES = frozenset({"residuals", "live", "shape", "shardings", "partitioned"})
+
 Array = Any
 Meaning = Callable[..., list[Array]]
+
+
+class Marker(tuple):
+    """A parameter by which JAX tells that a lowering rule has to know the devices: it holds a `custom_partitioning` nobody runs.
+
+    A tuple, for JAX to look into; printed in a word, and no region of the program (`is_annotation`). All are equal.
+    """
+
+    __slots__ = ()
+    is_annotation = True
+
+    def __new__(cls) -> Marker:
+        nothing = custom_partitioning(lambda: ())
+        nothing.def_partition(None)
+        return super().__new__(cls, (jax.make_jaxpr(nothing)(),))
+
+    def __repr__(self) -> str:
+        return "by_label"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Marker)
+
+    def __hash__(self) -> int:
+        return hash(Marker)
 
 
 class FusedPrimitive(Primitive):
     """A primitive that knows its op and its role there: "call", "tangent" or "cotangent".
 
     Parameters: the op's attributes; of a call also `residuals`; of the others also `live`, `shape` (of the result) and
-    `shardings` (of the operands and the result, each None but on explicit mesh axes).
+    `shardings` (of the operands and the result, each None but on explicit mesh axes). All may have `partitioned`, JAX's cue that their
+    lowering has to know the devices (see partition.py).
     """
 
     def __init__(self, name: str, op: Op, role: str):
@@ -31,6 +59,10 @@ class FusedPrimitive(Primitive):
         self.multiple_results = True
         self.op = op
         self.role = role
+
+    def bind(self, *operands: Any, **params: Any) -> Any:
+        # A new one for each equation: a jaxpr that two equations hold JAX prints, in full.
+        return super().bind(*operands, **params | ({"partitioned": Marker()} if "partitioned" in params else {}))
 
     def stands_for(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The primitive and parameters this one takes the place of: what a remat policy is asked about instead."""
@@ -85,7 +117,7 @@ class FusedPrimitive(Primitive):
 
 def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """The op's attributes among a primitive's parameters."""
-    return {k: v for k, v in params.items() if k not in ("residuals", "live", "shape", "shardings")}
+    return {k: v for k, v in params.items() if k not in _NO_ATTRIBUTES}
 
 
 def wanted_of(params: Mapping[str, Any]) -> tuple[str, ...]:

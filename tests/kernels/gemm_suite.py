@@ -142,7 +142,7 @@ class GemmEpilogueSuite:
 
     @pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf", "none"])
     def test_only_the_gradients_asked_for_and_no_bias(self, activation):
-        (x, w, b, ct), plain = data(40, 24, 96, "NN", "float32")
+        (x, w, _, ct), plain = data(40, 24, 96, "NN", "float32")
         self.runs((x, w), activation)
         zero = np.zeros(96)
         out, _, grads = expected(plain[0], plain[1], zero, plain[3], activation)
@@ -177,7 +177,7 @@ class GemmEpilogueSuite:
             np.testing.assert_allclose(jax.jit(f)(x), jax.jit(g)(x), rtol=1e-6, err_msg=activation)
 
     def test_one_call_in_a_scan_a_remat_and_a_hessian(self):
-        (x, w, b, _), plain = data(16, 24, 24, "NN", "float32")
+        (x, w, b, _), _ = data(16, 24, 24, "NN", "float32")
         self.runs((x, w, b), "gelu_tanh")
         f = lambda x: ops.gemm_epilogue(x, w, b, **self.attrs("gelu_tanh"))  # noqa: E731
         r = lambda x: GEMM_EPILOGUE.reference(  # noqa: E731

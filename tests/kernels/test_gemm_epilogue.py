@@ -321,10 +321,13 @@ def test_shapes_and_other_objects_are_refused_where_arrays_are_needed():
 
 def test_backends_say_same_code_on_a_cpu_and_list_only_what_exists():
     args = data((2, 4), (4, 5), (5,), dtype="float32")
-    (verdict,) = OP.backends(*args, device="cpu", activation="relu")
+    verdict, *others = OP.backends(*args, device="cpu", activation="relu")
     assert (verdict.name, verdict.verdict) == ("xla", "same code")
     assert "CPU" in verdict.reason
-    assert [v.name for v in OP.backends(*args, device="sm_90")] == ["xla"]
+    assert [(v.name, v.verdict) for v in others] == [("cublaslt", "unavailable"), ("cuda", "unavailable")]
+    assert all("needs a CUDA device" in v.reason for v in others)
+    verdicts = {v.name: v.verdict for v in OP.backends(*args, device="sm_89", activation="relu")}
+    assert verdicts == {"xla": "same code", "cublaslt": "possible", "cuda": "possible"}
     assert OP.choose(*args, device="sm_90", implementation="xla") == "xla"
     with pytest.raises(UnknownNameError):
         OP.choose(*args, implementation="cublas")

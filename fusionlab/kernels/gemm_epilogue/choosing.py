@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...device import Device
@@ -66,6 +67,8 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
     """The implementation to take when none is named, and the reason."""
     if device.platform == "cpu":
         return "xla", ON_CPU
+    if role == "tangent":
+        return "xla", "what XLA runs anyway: forward mode has no implementation of its own"
     if device.platform != "cuda":
         return "xla", "what XLA runs anyway: the only implementation there is here"
     found = measured(role, shapes, device, attrs)
@@ -78,6 +81,8 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
 def packs(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
     """Whether the mask of a relu is kept in bits: where the call that keeps it, or the one that reads it, is not XLA's own."""
     if device.platform != "cuda" or attrs["activation"] not in PACKABLE:
+        return False
+    if jax.device_count() > 1:  # a row of bits is padded, so that columns of it cannot be split among devices
         return False
     if attrs["implementation"] is not None:
         return attrs["implementation"] != "xla"

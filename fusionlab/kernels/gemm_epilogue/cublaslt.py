@@ -1,8 +1,9 @@
 """`gemm_epilogue` by cuBLASLt's own epilogues: one call a product.
 
-Forward, bias and activation are the epilogue of the product, and the auxiliary output is what the backward needs. Backward, the derivative of
-the activation that made x is the epilogue of dx (DRELU, DGELU) and the bias gradient that of dw (BGRADA, BGRADB); the derivative of the
-op's own activation has no product before it and takes our own kernel. Limits: the cuBLAS documentation, cublasLtEpilogue_t.
+Forward, bias and activation are the epilogue of the product, and the auxiliary output is what the backward needs. Backward, the
+derivative of the activation that made x is the epilogue of dx (DRELU, DGELU) and the bias gradient that of dw (BGRADA, BGRADB); the
+derivative of the op's own activation has no product before it and takes our own kernel. Limits: the cuBLAS documentation,
+cublasLtEpilogue_t.
 """
 
 from __future__ import annotations

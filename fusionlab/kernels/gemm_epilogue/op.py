@@ -13,6 +13,7 @@ from ...errors import ArgumentError, unknown_name
 from ...graph.labelled import Form
 from ..arrays import batch_of_rows, canonical_precision, check_dtypes
 from ..implementation import Implementation
+from ..labels import Axes, SummedCall
 from ..op import Op
 from . import choosing, cublaslt, cuda, reference
 from .activations import ACTIVATIONS
@@ -56,6 +57,7 @@ class GemmEpilogue(Op):
             reference.tangent,
             cublaslt.cotangent,
             cublaslt.refuses,
+            opaque=True,
         ),
         "cuda": Implementation(
             "cuda",
@@ -64,6 +66,7 @@ class GemmEpilogue(Op):
             reference.tangent,
             cuda.cotangent,
             cuda.refuses,
+            opaque=True,
         ),
     }
 
@@ -105,11 +108,24 @@ class GemmEpilogue(Op):
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
         """Rows "m", contracted "k", features "n"."""
-        rows = [f"m{i}" for i in range(len(shapes["x"]) - 1)]
-        x = (*rows[: attrs["x_contract"]], "k", *rows[attrs["x_contract"] :])
-        axes = {"x": x, "w": ("n", "k") if attrs["w_contract"] else ("k", "n"), "bias": ("n",), "x_saved": x}
+        labels = _labels(len(shapes["x"]), **attrs)
         traits = (("activation", attrs["activation"]),)
-        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), (*rows, "n"), traits)
+        return Form(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        return Axes(_labels(len(shapes["out"]), **attrs))
+
+    def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
+        """The bare product of the parts; bias and activation follow once it is summed."""
+        bare = {"activation": "none", "x_activation": None, "present": ("x", "w"), "residuals": False}
+        if params["implementation"] == "cuda":  # its kernel is what follows the product
+            bare["implementation"] = None
+        activation, residuals, packed = params["activation"], params["residuals"], params["packed"]
+
+        def finish(product: Array, operands: Mapping[str, Array]) -> list[Array]:
+            return reference.epilogue(product, operands.get("bias"), activation, residuals, packed)
+
+        return SummedCall({**params, **bare}, finish)
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((params["x_contract"],), (params["w_contract"],)), ((), ())
@@ -121,6 +137,14 @@ class GemmEpilogue(Op):
         product = "x @ w" if w_contract in (0, -2) else "x @ w.T"
         linear = f"{product} + b" if bias else product
         return linear if activation == "none" else f"{activation}({linear})"
+
+
+def _labels(rank: int, *, x_contract: int, w_contract: int, **_: Any) -> dict[str, tuple[str, ...]]:
+    """Rows "m0", "m1", ..., contracted "k", features "n"."""
+    rows = [f"m{i}" for i in range(rank - 1)]
+    x, out = (*rows[:x_contract], "k", *rows[x_contract:]), (*rows, "n")
+    w = ("n", "k") if w_contract else ("k", "n")
+    return {"x": x, "w": w, "bias": ("n",), "x_saved": x, "out": out, "mask": out, "preactivation": out}
 
 
 def _check_saved(x: Any, saved: Any, activation: Any) -> None:

@@ -39,10 +39,13 @@ def forward(
     **_: Any,
 ) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
+    return epilogue(product(x, w, x_contract, w_contract, precision), bias, activation, residuals, packed)
+
+
+def epilogue(summed: Array, bias: Array | None, activation: str, residuals: bool, packed: bool) -> list[Array]:
+    """[act(product + bias)], and the activation's residual if asked for and if it has one."""
     act = ACTIVATIONS[activation]
-    h = product(x, w, x_contract, w_contract, precision)
-    if bias is not None:
-        h = h + bias
+    h = summed if bias is None else summed + bias
     if not (residuals and act.save):
         return [act.fn(h)]
     saved = act.save(h)
@@ -50,7 +53,7 @@ def forward(
 
 
 def mask_pitch(columns: int) -> int:
-    """Bytes of a row of a packed mask: one bit a column, in multiples of 128 columns, as cuBLASLt lays out the mask of its RELU_AUX epilogue
+    """Bytes of a row of a packed mask: one bit a column, in multiples of 128 columns: the layout of the mask of cuBLASLt's RELU_AUX epilogue
     (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD)."""
     return -(-columns // 128) * 16
 

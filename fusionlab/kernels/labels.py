@@ -1,0 +1,176 @@
+"""Axes by label: what an op says of the axes of all it reads and gives, and what follows for each of its primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from .primitive import FusedPrimitive, attributes_of, wanted_of
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A label for each axis of what an op reads and gives.
+
+    Attributes:
+      labels: slot, residual or "out" -> the labels of its axes; a tangent and a gradient have their slot's. "n/8" is an axis with one
+        entry for every eight along "n" (packed bits). A name that is missing has axes that nothing may split.
+      whole: labels along which no device may hold a part, in no role.
+
+    A label that is in what a gradient reads but not in the gradient itself is summed over, and a part of the range is to give a part
+    of the sum: where it does not (an axis that a softmax or a norm runs over), the label belongs into `whole`.
+    """
+
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class SummedCall:
+    """A call whose contracted axes are split: the call that gives one part of a sum, and the rest.
+
+    Attributes:
+      params: of the call that computes a part; it takes the slots in `params["present"]` and its first result is the part.
+      finish: (sum of the parts, operands by slot) -> [out, *residuals], in plain jnp.
+    """
+
+    params: Mapping[str, Any]
+    finish: Callable[[Array, Mapping[str, Array]], list[Array]]
+
+
+class Axis(NamedTuple):
+    """One axis of one tensor: an entry for every `per` indices along a label."""
+
+    label: str
+    per: int
+
+
+Tensor = tuple[Axis | None, ...]  # None: an axis nothing may split
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The axes of one equation of a fused op.
+
+    Attributes:
+      operands, results: for each, its axes.
+      by_name: slot, residual or "out" -> its axes.
+      sizes: label -> its length.
+      summed: slot wanted -> the labels its gradient, or the term of its tangent, is summed over; empty for a call.
+      contracted: labels a call sums over.
+      whole: labels that are not split.
+    """
+
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    by_name: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+    summed: Mapping[str, tuple[str, ...]]
+    contracted: frozenset[str]
+    whole: frozenset[str]
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.operands + self.results
+
+    @cached_property
+    def _per(self) -> dict[str, int]:
+        """Label -> how many indices its coarsest axis takes together."""
+        per: dict[str, int] = {}
+        for axis in (a for axes in self.tensors for a in axes if a is not None):
+            per[axis.label] = max(per.get(axis.label, 1), axis.per)
+        return per
+
+    def splits(self, label: str, parts: int) -> bool:
+        """Whether a label can be cut into so many equal parts: with unequal ones XLA pads, and padding would be summed."""
+        return label not in self.whole and self.sizes[label] % (parts * self._per[label]) == 0
+
+    def rule(self) -> tuple[str, tuple[str, ...], dict[str, int]]:
+        """Shardy's rule, as `custom_partitioning` takes it: the text, factors that are not to be split, sizes of inner factors.
+
+        A packed label is two factors: "m (n n_8), ... -> m n".
+        """
+        alone = iter(range(sum(map(len, self.tensors))))
+        sizes = {f"{label}_{per}": per for label, per in self._per.items() if per > 1}
+        unsplit: dict[str, None] = {}
+
+        def factor(axis: Axis | None) -> str:
+            name = f"whole{next(alone)}" if axis is None else axis.label
+            if axis is None or name in self.whole:
+                unsplit[name] = None
+            if axis is None or axis.per == self._per[name]:
+                return name
+            return f"({name} {name}_{self._per[name]})"
+
+        sides = [", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.operands, self.results)]
+        return " -> ".join(sides), tuple(unsplit), sizes
+
+
+def labels_of(
+    primitive: FusedPrimitive, params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> Labels:
+    """The axes of an equation with these operands and results (anything with a shape)."""
+    op, attrs, role = primitive.op, attributes_of(params), primitive.role
+    wanted = () if role == "call" else wanted_of(params)
+    reads = [_plain(n) for n in primitive.operand_names(params)]
+    gives = {"call": ("out", *op.residual_names(**attrs)), "tangent": ("out",), "cotangent": wanted}[role]
+    named = [*zip(reads, operands, strict=True), *zip(gives, results, strict=False)]
+    shapes = {name: tuple(value.shape) for name, value in named}
+    shapes.setdefault("out", tuple(params.get("shape", ())))
+    said = op.axes(shapes, **attrs)
+    by_name, sizes, broken = _normal(shapes, said)
+    summed = {}
+    for slot in wanted:
+        moved = "out" if role == "cotangent" else slot
+        given = slot if role == "cotangent" else "out"
+        read = _labels(by_name, moved, *op.saved_names((slot,), attrs))
+        summed[slot] = tuple(label for label in read if label not in _labels(by_name, given))
+    contracted = frozenset(_labels(by_name, *reads)) - set(_labels(by_name, "out")) if role == "call" else frozenset()
+    unsplit = contracted if contracted and op.summed_call(params) is None else frozenset()
+    return Labels(
+        tuple(by_name[n] for n in reads),
+        tuple(by_name[n] for n, _ in zip(gives, results, strict=False)),
+        by_name,
+        sizes,
+        summed,
+        contracted,
+        said.whole | unsplit | broken,
+    )
+
+
+def _plain(name: str) -> str:
+    return "out" if name == "ct" else name.removeprefix("d_")
+
+
+def _labels(by_name: Mapping[str, Tensor], *names: str) -> dict[str, None]:
+    return {axis.label: None for name in names for axis in by_name[name] if axis is not None}
+
+
+def _normal(
+    shapes: Mapping[str, tuple[int, ...]], said: Axes
+) -> tuple[dict[str, Tensor], dict[str, int], frozenset[str]]:
+    """Axes of everything named, the length of each label, and the labels that no split of a packed axis can follow.
+
+    An axis of another length than its label's (1 where it broadcasts) is not split.
+    """
+    found = {name: [_axis(x) for x in said.labels[name]] for name in shapes if name in said.labels}
+    pairs = [pair for name, axes in found.items() for pair in zip(axes, shapes[name], strict=True)]
+    sizes: dict[str, int] = {}
+    for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
+        sizes[axis.label] = (
+            max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)
+        )
+    fits = {(a, size): a.per * size == sizes[a.label] and (a.per == 1 or size > 1) for a, size in pairs}
+    by_name: dict[str, Tensor] = {name: (None,) * len(shape) for name, shape in shapes.items()}
+    for name, axes in found.items():
+        by_name[name] = tuple(a if fits[a, size] else None for a, size in zip(axes, shapes[name], strict=True))
+    return by_name, sizes, frozenset(a.label for a, size in pairs if a.per > 1 and not fits[a, size])
+
+
+def _axis(text: str) -> Axis:
+    label, _, per = text.partition("/")
+    return Axis(label, int(per or 1))
