@@ -1,17 +1,19 @@
 """Which implementation a call takes: what was measured for this very call, or a rule.
 
 `fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
-architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); the op's own rule comes last. Where several
+architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); then the nearest call of the same kind that was
+measured decides, and XLA's own code where there is none. Where several
 processes run one program, they must compile the same code, so all take what process 0 reads.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +160,12 @@ class Choices:
 
     Attributes:
       path: the plan file; None takes `plan_file()`, asked each time.
+      trial: algorithms that `tune` is just trying, before all others.
       hits, misses: how often a call was found, and was not.
     """
 
     path: Path | None = None
+    trial: dict[str, tuple[str, int]] = field(default_factory=dict)
     hits: int = 0
     misses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -180,9 +184,33 @@ class Choices:
             self.misses += 1
             return None
 
+    def nearest(self, arch: str, text: str, sizes: tuple[str, ...], within: float = 4.0) -> Choice | None:
+        """What is known of the nearest call that differs in `sizes` alone, none of them by more than a factor; distance is the sum of the
+        logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there.
+        """
+        asked = json.loads(text)
+        best, found, least = None, None, math.inf
+        with self._lock:
+            known = {**self._table(arch).cases, **self._mine(arch).cases}
+        for other, choice in known.items():
+            content = json.loads(other)
+            if {k: v for k, v in content.items() if k not in sizes} != {
+                k: v for k, v in asked.items() if k not in sizes
+            }:
+                continue
+            distance = _distance([(asked[k], content[k]) for k in sizes], within)
+            if distance < least:
+                best, found, least = choice, content, distance
+        if best is None or found is None:
+            return None
+        shape = " x ".join(str(found[k]) for k in sizes)
+        return replace(best, source=f"{best.source}, at {shape}, the nearest measured")
+
     def algorithm(self, arch: str, plan: str) -> tuple[str, int] | None:
         """The algorithm found best for a cuBLASLt plan (by name), and the version of the library that named it."""
         with self._lock:
+            if plan in self.trial:
+                return self.trial[plan]
             for known in (self._mine(arch), self._table(arch)):
                 if plan in known.algorithms:
                     return known.algorithms[plan]
@@ -191,6 +219,11 @@ class Choices:
     def counters(self) -> dict[str, int]:
         with self._lock:
             return {"hits": self.hits, "misses": self.misses}
+
+    def forget(self) -> None:
+        """Reads the plan file again when next asked."""
+        with self._lock:
+            self._read = (None, {})
 
     def _mine(self, arch: str) -> Measured:
         path = self.path or plan_file()
@@ -208,6 +241,17 @@ class Choices:
         if arch not in self._tables:
             self._tables[arch] = read(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
         return self._tables[arch]
+
+
+def _distance(pairs: list[tuple[int, int]], within: float) -> float:
+    total = 0.0
+    for a, b in pairs:
+        if a == b:
+            continue
+        if not (a and b) or (a % 8 == 0) != (b % 8 == 0) or max(a, b) > within * min(a, b):
+            return math.inf
+        total += abs(math.log(a / b))
+    return total
 
 
 def _stamp(path: Path) -> Any:

@@ -99,6 +99,18 @@ class Op(abc.ABC):
         """The attributes `prepare` gave, completed by those that hang on the device as well."""
         return attrs
 
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """The text that a call is looked up by where implementations are chosen by measurement (choices.py); None where they are not."""
+        return None
+
+    def variants(self, role: str, **attrs: Any) -> tuple[dict[str, Any], ...]:
+        """Settings among the attributes that are chosen together with an implementation: each a change of the attributes."""
+        return ({},)
+
+    def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
+        """The operands of a call of these shapes once settings among the attributes have changed."""
+        return shapes
+
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
         return name == "xla"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,10 +11,15 @@ import numpy as np
 
 from ...device import Device
 from ..choices import CHOICES, Choice, case_text
-from . import cublaslt
+from . import cublaslt, cuda
 
 PACKABLE = ("relu", "relu_where")  # activations whose residual is a plain mask
+SIZES = ("rows", "columns", "inner")
 ON_CPU = "what XLA runs anyway: on a CPU the product dominates and XLA already fuses bias and activation"
+
+
+# Why one cannot run a call: what was measured near a call may not run for it.
+IMPLEMENTED = {"xla": lambda *a, **k: None, "cublaslt": cublaslt.refuses, "cuda": cuda.refuses}
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
@@ -37,7 +42,8 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         content |= {"wanted": wanted, "x_activation": attrs["x_activation"]}
     content |= dict(zip(("rows", "columns", "inner"), sizes, strict=True))
     dtype = np.dtype(like.dtype).name
-    content |= {"dtype": dtype, "compute": cublaslt.compute_of(dtype, attrs["precision"]), "packed": attrs["packed"]}
+    packed = bool(attrs["packed"]) and content.get("residuals", True)  # without residuals there is nothing to pack
+    content |= {"dtype": dtype, "compute": cublaslt.compute_of(dtype, attrs["precision"]), "packed": packed}
     return case_text("gemm_epilogue", role, **content)
 
 
@@ -57,10 +63,11 @@ def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
 
 
 def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
-    """What was measured for the call on that architecture, if anything was."""
+    """What was measured for the call on that architecture, or for one near it, if anything was."""
     if device.platform != "cuda" or not device.arch:
         return None
-    return CHOICES.lookup(device.arch, case(role, shapes, attrs))
+    text = case(role, shapes, attrs)
+    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
 
 
 def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
@@ -72,10 +79,11 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
     if device.platform != "cuda":
         return "xla", "what XLA runs anyway: the only implementation there is here"
     found = measured(role, shapes, device, attrs)
-    if found is not None:
+    if found is not None and not IMPLEMENTED[found.implementation](shapes, device, role=role, **attrs):
         anyway = "what XLA runs anyway; " if found.implementation == "xla" else ""
         return found.implementation, anyway + found.reason
-    return RULES.get(device.arch, _unmeasured)(role, shapes, device, attrs)
+    where = device.arch or "this architecture"
+    return "xla", f"what XLA runs anyway: no such call was measured for {where}; fusionlab.tune measures"
 
 
 def packs(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
@@ -90,11 +98,3 @@ def packs(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -
     if found is not None:
         return bool(found.settings.get("packed"))
     return preferred("call", shapes, device, {**attrs, "residuals": True, "packed": True})[0] != "xla"
-
-
-def _unmeasured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
-    where = device.arch or "this architecture"
-    return "xla", f"what XLA runs anyway: nothing was measured for {where}; fusionlab.tune measures"
-
-
-RULES: dict[str, Callable[[str, Mapping[str, Any], Device, Mapping[str, Any]], tuple[str, str]]] = {}

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from ...device import Device
@@ -101,6 +102,20 @@ class GemmEpilogue(Op):
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         return choosing.preferred(role, shapes, device, attrs)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        return None if role == "tangent" else choosing.case(role, shapes, attrs)
+
+    def variants(self, role: str, **attrs: Any) -> tuple[dict[str, Any], ...]:
+        both = attrs["activation"] in choosing.PACKABLE and (role == "cotangent" or attrs["residuals"])
+        return ({"packed": False}, {"packed": True}) if both and jax.device_count() == 1 else ({},)
+
+    def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
+        if "mask" not in shapes or attrs["activation"] not in choosing.PACKABLE:
+            return shapes
+        *rows, columns = shapes["ct"].shape
+        packed, plain = ((*rows, reference.mask_pitch(columns)), np.uint8), ((*rows, columns), np.bool_)
+        return shapes | {"mask": jax.ShapeDtypeStruct(*(packed if attrs["packed"] else plain))}
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         packable = attrs["activation"] in choosing.PACKABLE

@@ -1,0 +1,202 @@
+"""Measuring the rivals: which implementation each fused call of a program is fastest with, on this device.
+
+Each call is measured alone, on random operands of its shapes. A call that keeps residuals and the backward call that reads them are decided
+together where they share a setting (a mask kept in bits pays forward and gains backward).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from fusionlab.device import Device
+from fusionlab.kernels import cublaslt, launch, plans
+from fusionlab.kernels.choices import CHOICES, Choice, Measured
+from fusionlab.kernels.primitive import FusedPrimitive
+
+from .device_clock import time_on_device
+from .progress import Progress, Reporter
+from .record import environment
+
+SAMPLES = 10
+_SHARED = ("activation", "bias", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")
+_MIN_GAIN = 0.01  # of the time: less is no reason to leave XLA's own code
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a fused primitive: `params` as sorted items, `shapes` by operand name."""
+
+    primitive: FusedPrimitive
+    params: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+
+    def case(self, **changes: Any) -> str | None:
+        """The text it is looked up by, with these settings changed."""
+        attrs = dict(self.params) | changes
+        return self.primitive.op.case(self.primitive.role, dict(self.shapes), **attrs)
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """Device microseconds (medians) of each implementation of one call, for each variant of its settings."""
+
+    call: Call
+    times_us: tuple[tuple[dict[str, Any], dict[str, float]], ...]
+
+
+def calls_in(jaxpr: Any) -> list[Call]:
+    """The calls of fused primitives in a jaxpr and its inner ones whose implementation is left open, each once."""
+    found: dict[Any, Call] = {}
+    for eqn in _equations(jaxpr):
+        primitive = eqn.primitive
+        if not isinstance(primitive, FusedPrimitive) or eqn.params.get("implementation") is not None:
+            continue
+        names = primitive.operand_names(eqn.params)
+        shapes = tuple((n, jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for n, v in zip(names, eqn.invars, strict=True))
+        call = Call(primitive, tuple(sorted(eqn.params.items())), shapes)
+        if (text := call.case()) is not None:
+            found.setdefault(text, call)
+    return list(found.values())
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if not isinstance(eqn.primitive, FusedPrimitive):
+            for value in eqn.params.values():
+                yield from _inner(value)
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    if isinstance(value, jex_core.ClosedJaxpr):
+        yield from _equations(value.jaxpr)
+    elif isinstance(value, jex_core.Jaxpr):
+        yield from _equations(value)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _inner(one)
+
+
+def tune_calls(calls: Sequence[Call], progress: Progress = False, samples: int = SAMPLES) -> Measured:
+    """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
+    device = Device.current()
+    measured = []
+    with Reporter(progress, "tuning", len(calls)) as reporter:
+        for call in calls:
+            if (rivals := _rivals(call, device, samples)) is not None:
+                measured.append(rivals)
+            reporter.step(1)
+    algorithms = dict(CHOICES.trial)
+    CHOICES.trial.clear()
+    here = environment()
+    return Measured(dict(_decided(measured)), algorithms, here.hardware, here.versions)
+
+
+def _rivals(call: Call, device: Device, samples: int) -> Rivals | None:
+    op, role = call.primitive.op, call.primitive.role
+    variants = []
+    for change in op.variants(role, **dict(call.params)):
+        params = dict(call.params) | change
+        shapes = op.operand_shapes(dict(call.shapes), **params)
+        names = [n for n, one in op.implementations.items() if not one.refuses(shapes, device, role=role, **params)]
+        variants.append((change, params, shapes, names))
+    if all(names == ["xla"] for *_, names in variants):
+        return None
+    times = []
+    for change, params, shapes, names in variants:
+        operands = _operands(shapes.values())
+        functions = {n: functools.partial(call.primitive.function, params, n, device) for n in names}
+        if "cublaslt" in functions:
+            _try_algorithms(functions["cublaslt"](), operands, samples)
+        programs = {n: _program(f(), operands) for n, f in functions.items()}
+        timed = time_on_device(programs, samples=samples)
+        times.append((change, {n: t.median_s * 1e6 for n, t in timed.items()}))
+    return Rivals(call, tuple(times))
+
+
+def _program(function: Any, operands: Sequence[Any]) -> Any:
+    compiled = jax.jit(function).lower(*operands).compile()
+    return functools.partial(compiled, *operands)
+
+
+def _operands(shapes: Iterable[Any]) -> list[Any]:
+    key = jax.random.key(0)
+    made = []
+    for i, s in enumerate(shapes):
+        one = jax.random.fold_in(key, i)
+        if jnp.issubdtype(s.dtype, jnp.floating):
+            made.append(jax.random.normal(one, s.shape, jnp.float32).astype(s.dtype))
+        elif s.dtype == jnp.bool_:
+            made.append(jax.random.bernoulli(one, 0.5, s.shape))
+        else:
+            made.append(jax.random.randint(one, s.shape, 0, 2 if s.dtype == jnp.int8 else 127).astype(s.dtype))
+    return jax.block_until_ready(made)
+
+
+def _try_algorithms(function: Any, operands: Sequence[Any], samples: int) -> None:
+    """The quickest of the algorithms that cuBLASLt's heuristic proposes for each product of a call, kept in `CHOICES.trial`."""
+    traced = jax.make_jaxpr(function)(*operands)
+    for eqn in _equations(traced.jaxpr):
+        plan = _cublaslt_plan(eqn)
+        if plan is None or (name := plans.plan_name(plan.with_algorithm("", 0))) in CHOICES.trial:
+            continue
+        plan = plan.with_algorithm("", 0)
+        given = _operands([v.aval for v in eqn.invars])
+        results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        version = cublaslt.version()
+        programs = {
+            algorithm: _program(functools.partial(_launch, plan.with_algorithm(algorithm, version), results), given)
+            for algorithm in cublaslt.algorithms(plan, jax.local_devices(backend="cuda")[0].local_hardware_id)
+        }
+        timed = time_on_device(programs, samples=max(4, samples // 2))
+        CHOICES.trial[name] = (min(timed, key=lambda a: timed[a].median_s), version)
+
+
+def _launch(plan: Any, results: Sequence[Any], *operands: Any) -> list[Any]:
+    return launch.launch(plan, operands, results)
+
+
+def _cublaslt_plan(eqn: Any) -> Any:
+    """The cuBLASLt plan that an equation launches, if it does."""
+    if eqn.primitive.name != "ffi_call" or eqn.params.get("target_name") != launch.TARGET:
+        return None
+    attributes = dict(eqn.params["attributes"])
+    plan = plans.plan_of(str(attributes["plan"]))
+    return plan if isinstance(plan, cublaslt.MatmulPlan) else None
+
+
+def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
+    """For each call and variant its best implementation, and with it the variant that is best for all calls that share it."""
+    groups: dict[str, list[Rivals]] = {}
+    for one in measured:
+        content = json.loads(one.call.case() or "{}")
+        alone = content["role"] == "call" and not content.get("residuals")
+        key = json.dumps([content[k] for k in _SHARED if k in content] + [alone])
+        groups.setdefault(key, []).append(one)
+    for group in groups.values():
+        best = _best_variant(group)
+        for one in group:
+            for change, times in one.times_us:
+                text = one.call.case(**change)
+                if text is not None:
+                    yield text, Choice(_quickest(times), times, best)
+
+
+def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:
+    """The settings for which the calls of a group together take least time."""
+    variants = [change for change, _ in group[0].times_us]
+    totals = [sum(times[_quickest(times)] for one in group for change, times in one.times_us if change == v) for v in variants]
+    return variants[totals.index(min(totals))]
+
+
+def _quickest(times: Mapping[str, float]) -> str:
+    name = min(times, key=lambda n: times[n])
+    return "xla" if times["xla"] <= times[name] * (1 + _MIN_GAIN) else name
