@@ -1,0 +1,76 @@
+"""Registers and spills of every CUDA kernel on every architecture it is written for; needs NVRTC, no GPU.
+
+`python -m benchmarks kernel_resources` prints them; `--record` writes them to the `limits.json` beside the kernels, which the tests hold
+later compiles to. Record with the NVRTC that the dev extra pins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, compile_source, nvrtc_version, resources
+from fusionlab.kernels.gemm_epilogue import elementwise
+from fusionlab.kernels.plans import KernelSpec
+
+LIMITS = KERNELS / "gemm_epilogue" / "limits.json"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# On the other architectures: each dtype, each kind of saved value, and each function of the special function unit once.
+SAMPLE = (
+    ("bfloat16", "relu"),
+    ("bfloat16", "gelu_tanh"),
+    ("bfloat16", "gelu_erf"),
+    ("float32", "gelu_erf"),
+    ("float32", "relu_tie"),
+    ("float16", "silu"),
+    ("float64", "tanh"),
+)
+
+
+def variants(arch: str) -> Iterator[tuple[str, KernelSpec]]:
+    """Name -> spec of what is compiled for an architecture: everything for sm_90, a sample for the others."""
+    pairs = [(d, a) for d in DTYPES for a in elementwise.KERNEL_ACTIVATIONS] if arch == "sm_90" else SAMPLE
+    for dtype, activation in pairs:
+        columns = (256, 255) if (dtype, activation) in SAMPLE else (256,)  # 255: one element at a time
+        for n in columns:
+            saves = elementwise.saves_for_backward(activation)[0]
+            name = f"{dtype} {activation}" + ("" if n == 256 else " any columns")
+            yield f"{name}: forward", elementwise.forward_spec(64, n, dtype, activation, bias=True, saves=saves)
+            yield f"{name}: backward", elementwise.backward_spec(64, n, dtype, activation, dbias=True, saves=saves)[0]
+
+
+def measure(arch: str) -> dict[str, dict[str, Resources]]:
+    """Name of the variant -> kernel it launches -> what that takes."""
+    found = {}
+    for name, spec in variants(arch):
+        taken = resources(compile_source(elementwise.SOURCE, spec.options, arch).log)
+        found[name] = {launch.entry: taken[launch.entry] for launch in spec.launches}
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Prints a line for each kernel, and with `--record` writes the file. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernel_resources", description=__doc__)
+    parser.add_argument("--record", action="store_true", help="write limits.json")
+    record = parser.parse_args(argv).record
+    found = {arch: measure(arch) for arch in ARCHS}
+    for arch, by_variant in found.items():
+        for name, by_entry in by_variant.items():
+            for entry, taken in by_entry.items():
+                print(f"{arch} {name}: {entry}: {taken}")
+    if record:
+        LIMITS.write_text(_text(found), encoding="utf-8")
+    return 0
+
+
+def _text(found: dict[str, dict[str, dict[str, Resources]]]) -> str:
+    """JSON with a line for each variant: the registers of each kernel."""
+    head = {"command": "python -m benchmarks kernel_resources --record", "nvrtc": ".".join(map(str, nvrtc_version()))}
+    blocks = []
+    for arch, by_variant in found.items():
+        registers = {name: {e: r.registers for e, r in by_entry.items()} for name, by_entry in by_variant.items()}
+        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(taken)}" for name, taken in registers.items())
+        blocks.append(f"  {json.dumps(arch)}: {{\n{lines}\n  }}")
+    fields = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    return "{\n" + ",\n".join([*fields, ' "registers": {\n' + ",\n".join(blocks) + "\n }"]) + "\n}\n"

@@ -1,0 +1,117 @@
+// CUDA's headers for C++: what fusionlab's kernels use of the language and of cuda_bf16.h and cuda_fp16.h, so that they run on a CPU.
+// A block's threads are fibers that run in turns; __syncthreads and the shuffles hand over to the next one.
+#pragma once
+#include <ucontext.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static // one block runs at a time
+#define __restrict__
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct Dim {
+  unsigned x, y, z;
+};
+inline Dim threadIdx, blockIdx, blockDim, gridDim;
+
+struct __nv_bfloat16 {
+  std::uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float value) { // to the nearest, ties to even
+    const auto word = std::bit_cast<std::uint32_t>(value);
+    bits = value != value ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  }
+  explicit operator float() const { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
+};
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {static_cast<float>(v.x), static_cast<float>(v.y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
+
+using __half = _Float16;
+struct __half2 {
+  __half x, y;
+};
+inline float2 __half22float2(__half2 v) { return {static_cast<float>(v.x), static_cast<float>(v.y)}; }
+inline __half2 __floats2half2_rn(float x, float y) { return {static_cast<__half>(x), static_cast<__half>(y)}; }
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  bool done = false;
+};
+inline ucontext_t scheduler;
+inline Fiber* running = nullptr;
+inline void (*body)(void* const*) = nullptr;
+inline void* const* body_arguments = nullptr;
+
+inline void run_body() {
+  body(body_arguments);
+  running->done = true;
+  swapcontext(&running->context, &scheduler);
+}
+
+inline void hand_over() { swapcontext(&running->context, &scheduler); }
+inline void __syncthreads() { hand_over(); }
+
+inline unsigned passed[32 * 32]; // one word for each thread of a block
+
+inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned delta) {
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32;
+  if (mask != ~0u) std::abort();
+  passed[thread] = value;
+  hand_over();
+  const unsigned got = lane + delta < 32 ? passed[thread + delta] : value;
+  hand_over();
+  return got;
+}
+
+// Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel.
+inline void launch(void (*kernel)(void* const*), const unsigned* grid, const unsigned* block, void* const* arguments) {
+  body = kernel;
+  body_arguments = arguments;
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {block[0], block[1], block[2]};
+  static std::vector<Fiber> fibers(32 * 32);
+  const unsigned threads = block[0] * block[1];
+  for (unsigned y = 0; y < grid[1]; ++y) {
+    for (unsigned x = 0; x < grid[0]; ++x) {
+      blockIdx = {x, y, 0};
+      for (unsigned i = 0; i < threads; ++i) {
+        Fiber& fiber = fibers[i];
+        fiber.done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, run_body, 0);
+      }
+      for (bool any = true; any;) {
+        any = false;
+        for (unsigned i = 0; i < threads; ++i) {
+          if (fibers[i].done) continue;
+          threadIdx = {i % block[0], i / block[0], 0};
+          running = &fibers[i];
+          swapcontext(&scheduler, &fibers[i].context);
+          any = true;
+        }
+      }
+    }
+  }
+}
