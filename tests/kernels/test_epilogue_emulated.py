@@ -273,7 +273,12 @@ def test_the_derivative_of_a_relu_chooses_and_that_of_its_tie_form_multiplies(em
     """0 where h <= 0 although ct is infinite; relu_tie, as activations.py, gives NaN there."""
     h = np.array([[-1, 0, 1, 2, -1, 0, 1, 2]], np.float32)
     ct = np.full((1, 8), np.inf, np.float32)
-    for activation, saves, zero in (("relu", "bits", 0), ("relu", "preactivation", 0), ("relu_tie", "bytes", np.nan), ("relu", "bytes", 0)):
+    for activation, saves, zero in (
+        ("relu", "bits", 0),
+        ("relu", "preactivation", 0),
+        ("relu_tie", "bytes", np.nan),
+        ("relu", "bytes", 0),
+    ):
         dh = np.empty_like(h)
         spec, _ = backward_plan(1, 8, "float32", activation, dbias=False, saves=saves)
         emulator.run(spec, [ct, saved_like(saves, h, activation)], [dh])
