@@ -1,6 +1,6 @@
 """Opaque implementations on four devices: the trials, and the process that runs them. Not a test module.
 
-In the folder tests, `python -m kernels.partitioned` prints a line of JSON for each trial: its name, and what went wrong or null. Names choose trials.
+In the folder tests, `python -m kernels.partitioned` (or with names of trials) prints a line of JSON for each: its name, and what went wrong or null.
 The opaque implementation computes its products in LAPACK (a triangular solve), a custom call XLA cannot split; it notes the local shapes.
 """
 
@@ -24,11 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import BackendError
+from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION
 from fusionlab.kernels.gemm_epilogue import reference
 from fusionlab.kernels.gemm_epilogue.activations import ACTIVATIONS
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue, _labels
 from fusionlab.kernels.implementation import Implementation
 from fusionlab.kernels.labels import Axes, SummedCall
+from fusionlab.kernels.layer_norm.op import LAYER_NORM
 
 Array = Any
 SEEN: list[
@@ -444,6 +446,45 @@ def a_part_that_the_implementation_refuses_is_computed_by_another() -> None:
         assert not count(text, "all-gather")
     finally:
         GemmEpilogue.preferred = rule
+
+
+def norm(implementation: str) -> Callable[..., Array]:
+    return lambda *a: LAYER_NORM.call(*a, axis=-1, implementation=implementation)
+
+
+@trial
+def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
+    plain = LAYER_NORM.implementations["xla"]
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note("call", **{slot: a for slot, a in kwargs.items() if slot in LAYER_NORM.slots})
+        return plain.forward(*args, **kwargs)
+
+    LAYER_NORM.implementations["opaque"] = replace(plain, name="opaque", forward=noted, opaque=True)
+    args = arrays((2, M, N), (N,), (N,))
+    want = jax.jit(everything(norm("xla")))(*args)
+    for specs, shape in (
+        ((P("a", "b"), P(), P()), (1, M // 2, N)),
+        ((P(None, ("a", "b")), P("a"), P()), (2, M // 4, N)),
+        ((P("a", None, "b"), P("b"), P("b")), (1, M, N)),
+    ):
+        got, _ = compiled(everything(norm("opaque")), placed(mesh_of(SQUARE), *specs, args=args))
+        close(got, want, specs)
+        assert local("call")["x"] == shape, specs
+    _, text = compiled(gradients(norm("opaque")), placed(mesh_of(SQUARE), P("a", "b"), P(), P(), args=args))
+    assert not count(text, "all-gather")
+
+
+@trial
+def an_op_that_names_no_axes_is_computed_whole() -> None:
+    ops = DOT_PRODUCT_ATTENTION.implementations
+    ops["opaque"] = replace(ops["xla"], name="opaque", opaque=True)
+    args = arrays(*[(4, 6, 2, 4)] * 3)
+    attend = lambda name: everything(partial(fl.ops.dot_product_attention, implementation=name))  # noqa: E731
+    want = jax.jit(attend("xla"))(*args)
+    for spec in (P("d"), P(None, None, None, "d")):
+        got, _ = compiled(attend("opaque"), placed(mesh_of(LINE), spec, spec, spec, args=args))
+        close(got, want, spec)
 
 
 def in_scan(f: Callable[..., Array]) -> Callable[..., Array]:
