@@ -1,6 +1,7 @@
 """Opaque implementations on four devices: the trials, and the process that runs them. Not a test module.
 
-In the folder tests, `python -m kernels.partitioned` (or with names of trials) prints a line of JSON for each: its name, and what went wrong or null.
+In the folder tests, `python -m kernels.partitioned`, with names of trials or without, prints a line of JSON for each: its name, and what
+went wrong or null.
 The opaque implementation computes its products in LAPACK (a triangular solve), a custom call XLA cannot split; it notes the local shapes.
 """
 
@@ -100,11 +101,6 @@ def cotangent(saved, ct, wanted, shardings, *, activation, x_contract, w_contrac
 
 
 OPAQUE = Implementation("opaque", "products in LAPACK", forward, tangent, cotangent, opaque=True)
-GemmEpilogue.implementations = {
-    **GemmEpilogue.implementations,
-    "opaque": OPAQUE,
-    "unsplit": replace(OPAQUE, name="unsplit", opaque=False),
-}
 
 
 class Packed(GemmEpilogue):
@@ -137,8 +133,28 @@ def packing(one: Implementation) -> Implementation:
     )
 
 
-Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
 PACKED = Packed()
+
+
+def register() -> None:
+    """For this process alone: other tests ask what implementations there are."""
+    unsplit = replace(OPAQUE, name="unsplit", opaque=False)
+    GemmEpilogue.implementations = {**GemmEpilogue.implementations, "opaque": OPAQUE, "unsplit": unsplit}
+    Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
+    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION):
+        one = op.implementations["xla"]
+        type(op).implementations = {
+            **op.implementations,
+            "opaque": replace(one, name="opaque", forward=noting(one), opaque=True),
+        }
+
+
+def noting(one: Implementation) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        note("call", **{slot: a for slot, a in kwargs.items() if isinstance(a, jax.Array)})
+        return one.forward(*args, **kwargs)
+
+    return forward
 
 
 # The truth, in numpy's float64.
@@ -454,13 +470,6 @@ def norm(implementation: str) -> Callable[..., Array]:
 
 @trial
 def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
-    plain = LAYER_NORM.implementations["xla"]
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note("call", **{slot: a for slot, a in kwargs.items() if slot in LAYER_NORM.slots})
-        return plain.forward(*args, **kwargs)
-
-    LAYER_NORM.implementations["opaque"] = replace(plain, name="opaque", forward=noted, opaque=True)
     args = arrays((2, M, N), (N,), (N,))
     want = jax.jit(everything(norm("xla")))(*args)
     for specs, shape in (
@@ -477,14 +486,13 @@ def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
 
 @trial
 def an_op_that_names_no_axes_is_computed_whole() -> None:
-    ops = DOT_PRODUCT_ATTENTION.implementations
-    ops["opaque"] = replace(ops["xla"], name="opaque", opaque=True)
     args = arrays(*[(4, 6, 2, 4)] * 3)
     attend = lambda name: everything(partial(fl.ops.dot_product_attention, implementation=name))  # noqa: E731
     want = jax.jit(attend("xla"))(*args)
     for spec in (P("d"), P(None, None, None, "d")):
         got, _ = compiled(attend("opaque"), placed(mesh_of(LINE), spec, spec, spec, args=args))
         close(got, want, spec)
+        assert local("call") == dict.fromkeys(("query", "key", "value"), (4, 6, 2, 4))
 
 
 def in_scan(f: Callable[..., Array]) -> Callable[..., Array]:
@@ -575,6 +583,7 @@ def a_trace_shows_one_node_and_no_region() -> None:
 
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
+    register()
     asked = sys.argv[1:] or [name for name in TRIALS if name not in LONG]
     for name in asked:
         try:
