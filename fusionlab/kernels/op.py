@@ -110,6 +110,10 @@ class Op(abc.ABC):
         """The operands of a call of these shapes once settings among the attributes have changed."""
         return shapes
 
+    def plain(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A primitive's parameters with residuals laid out as the reference has them."""
+        return params
+
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
         return name == "xla"
@@ -408,3 +412,17 @@ def meaning_of(eqn: Any) -> Meaning | None:
     """For an equation of a fused op: a plain-jnp function of its operands, giving a list; None for any other equation."""
     primitive = eqn.primitive
     return primitive.op.meaning(primitive.name, eqn.params) if isinstance(primitive, FusedPrimitive) else None
+
+
+def plain_meaning_of(eqn: Any) -> Any:
+    """As `meaning_of`, for proofs at other sizes: what is saved is as the reference saves it, not as a backend lays it out."""
+    primitive = eqn.primitive
+    if not isinstance(primitive, FusedPrimitive):
+        return None
+    plain = primitive.op.plain(eqn.params)
+    if plain == eqn.params:
+        return primitive.op.meaning(primitive.name, eqn.params)
+    names = primitive.operand_names(eqn.params)
+    given = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n, v in zip(names, eqn.invars, strict=True)}
+    shapes = primitive.op.operand_shapes(given, **plain)
+    return jax.make_jaxpr(primitive.op.meaning(primitive.name, plain))(*shapes.values())
