@@ -1,6 +1,6 @@
 """Launch plans in jitted programs, on the CPU: values, memory, errors, threads, devices, executables of other processes.
 
-The plans compute with numpy on the addresses that XLA hands over; they are in launching.py, as are the programs of the processes started here.
+The plans compute with numpy on the addresses that XLA hands over; they are in launching.py, as are the programs of other processes.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def test_an_attribute_that_is_no_text_is_an_error_that_says_so(notes):
     assert b"needed one, the name of a plan" in message
 
 
-class Untellable(Exception):
+class UntellableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
@@ -274,7 +274,7 @@ class Untellable(Exception):
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (Untellable(), b"Untellable"),
+        (UntellableError(), b"UntellableError"),
         (ValueError("a lone surrogate \ud800 here"), b"a lone surrogate \\ud800 here"),
         (ValueError("before\0after"), b"before\\0after"),
         (KeyboardInterrupt(), b"KeyboardInterrupt"),
@@ -295,7 +295,7 @@ def test_no_exception_is_lost_at_the_boundary(notes, monkeypatch, error, text):
 
 def test_asked_what_it_is_a_handler_answers_and_touches_nothing_behind_what_it_knows():
     class Newer(ctypes.Structure):
-        _fields_ = [("known", launch.Metadata), ("state_type_id", ctypes.c_int64)]  # noqa: RUF012
+        _fields_ = [("known", launch.Metadata), ("state_type_id", ctypes.c_int64)]
 
     metadata = Newer(state_type_id=-7)
     extension = launch.MetadataExtension(launch.ExtensionBase(type=launch._METADATA), ctypes.addressof(metadata))
