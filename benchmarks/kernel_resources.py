@@ -1,6 +1,6 @@
 """Registers and spills of every CUDA kernel on every architecture it is written for; needs NVRTC, no GPU.
 
-`python -m benchmarks kernel_resources` prints them; `--record` writes them to the `limits.json` beside the kernels, which the tests hold
+`python -m benchmarks kernel_resources` prints them; `--record` writes them to the `limits.json` of the kernels, which the tests hold
 later compiles to. Record with the NVRTC that the dev extra pins.
 """
 
@@ -10,11 +10,11 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, compile_source, nvrtc_version, resources
+from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, Source, compile_source, nvrtc_version, resources
 from fusionlab.kernels.gemm_epilogue import elementwise
-from fusionlab.kernels.plans import KernelSpec
+from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 
-LIMITS = KERNELS / "gemm_epilogue" / "limits.json"
+LIMITS = KERNELS / "limits.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # On the other architectures: each dtype, each kind of saved value, and each function of the special function unit once.
 SAMPLE = (
@@ -28,23 +28,26 @@ SAMPLE = (
 )
 
 
-def variants(arch: str) -> Iterator[tuple[str, KernelSpec]]:
-    """Name -> spec of what is compiled for an architecture: everything for sm_90, a sample for the others."""
+def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
+    """Name -> plan of what is compiled for an architecture: everything for sm_90, a sample for the others."""
+    for entry in ("spin", "step"):
+        yield f"clock: {entry}", KernelPlan(f"clock/{entry}.cu", (), (Launch(entry, (1, 1, 1), (1, 1, 1), 0, ()),))
     pairs = [(d, a) for d in DTYPES for a in elementwise.KERNEL_ACTIVATIONS] if arch == "sm_90" else SAMPLE
     for dtype, activation in pairs:
         columns = (256, 255) if (dtype, activation) in SAMPLE else (256,)  # 255: one element at a time
         for n in columns:
             saves = elementwise.saves_for_backward(activation)[0]
             name = f"{dtype} {activation}" + ("" if n == 256 else " any columns")
-            yield f"{name}: forward", elementwise.forward_spec(64, n, dtype, activation, bias=True, saves=saves)
-            yield f"{name}: backward", elementwise.backward_spec(64, n, dtype, activation, dbias=True, saves=saves)[0]
+            yield f"{name}: forward", elementwise.forward_plan(64, n, dtype, activation, bias=True, saves=saves)
+            yield f"{name}: backward", elementwise.backward_plan(64, n, dtype, activation, dbias=True, saves=saves)[0]
 
 
 def measure(arch: str) -> dict[str, dict[str, Resources]]:
     """Name of the variant -> kernel it launches -> what that takes."""
     found = {}
     for name, spec in variants(arch):
-        taken = resources(compile_source(elementwise.SOURCE, spec.options, arch).log)
+        source = Source(spec.source, tuple(one.entry for one in spec.launches))
+        taken = resources(compile_source(source, spec.options, arch).log)
         found[name] = {launch.entry: taken[launch.entry] for launch in spec.launches}
     return found
 

@@ -10,6 +10,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from .progress import Progress, Reporter
 from .record import environment
 
 SAMPLES = 10
-_SHARED = ("activation", "bias", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")
+_SHARED = ("activation", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")
 _MIN_GAIN = 0.01  # of the time: less is no reason to leave XLA's own code
 
 
@@ -42,6 +43,40 @@ class Call:
         """The text it is looked up by, with these settings changed."""
         attrs = dict(self.params) | changes
         return self.primitive.op.case(self.primitive.role, dict(self.shapes), **attrs)
+
+
+@dataclass(frozen=True, repr=False)
+class Tuned:
+    """What `fusionlab.tune` found; prints as a table.
+
+    Attributes:
+      measured: the cases with their choices, and cuBLASLt's algorithms.
+      path: the plan file it was written to; None where there was nothing to measure.
+      calls: how many calls of fused ops the program has.
+      device: what was measured on.
+    """
+
+    measured: Measured
+    path: Path | None
+    calls: int
+    device: Device
+
+    def __repr__(self) -> str:
+        if self.path is None:
+            why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
+            return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
+        lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
+        for text, choice in self.measured.cases.items():
+            c = json.loads(text)
+            role = {"call": "forward", "cotangent": "backward"}[c["role"]]
+            role += ", keeping residuals" if c.get("residuals") else ""
+            shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
+            times = ", ".join(f"{n} {t:.4g} us" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
+            packed = ", mask in bits" if c["packed"] else ""
+            lines.append(
+                f"  {c['op']} {c['activation']} {shape} {c['dtype']} {role}{packed}: {choice.implementation} ({times})"
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -60,7 +95,9 @@ def calls_in(jaxpr: Any) -> list[Call]:
         if not isinstance(primitive, FusedPrimitive) or eqn.params.get("implementation") is not None:
             continue
         names = primitive.operand_names(eqn.params)
-        shapes = tuple((n, jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for n, v in zip(names, eqn.invars, strict=True))
+        shapes = tuple(
+            (n, jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for n, v in zip(names, eqn.invars, strict=True)
+        )
         call = Call(primitive, tuple(sorted(eqn.params.items())), shapes)
         if (text := call.case()) is not None:
             found.setdefault(text, call)
@@ -193,7 +230,9 @@ def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
 def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:
     """The settings for which the calls of a group together take least time."""
     variants = [change for change, _ in group[0].times_us]
-    totals = [sum(times[_quickest(times)] for one in group for change, times in one.times_us if change == v) for v in variants]
+    totals = [
+        sum(times[_quickest(times)] for one in group for change, times in one.times_us if change == v) for v in variants
+    ]
     return variants[totals.index(min(totals))]
 
 

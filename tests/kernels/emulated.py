@@ -1,4 +1,4 @@
-"""Runs the launches of a `KernelSpec` of epilogue.cu on the CPU: the same source, compiled as C++ (`cuda_shim/`), the same geometry."""
+"""Runs the launches of a `KernelPlan` of epilogue.cu on the CPU: the same source, compiled as C++ (`cuda_shim/`), the same geometry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fusionlab.kernels.compile import KERNELS
-from fusionlab.kernels.plans import KernelSpec
+from fusionlab.kernels.kernel_plan import KernelPlan
 
 SHIM = Path(__file__).parent / "cuda_shim"
 
@@ -22,7 +22,7 @@ class Emulator:
         self._compiler, self._folder = compiler, folder
         self._libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
 
-    def _library(self, spec: KernelSpec) -> ctypes.CDLL:
+    def _library(self, spec: KernelPlan) -> ctypes.CDLL:
         if spec.options not in self._libraries:
             source = (KERNELS / spec.source).parent
             built = self._folder / f"variant{len(self._libraries)}.so"
@@ -41,7 +41,7 @@ class Emulator:
             self._libraries[spec.options] = ctypes.CDLL(str(built))
         return self._libraries[spec.options]
 
-    def run(self, spec: KernelSpec, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+    def run(self, spec: KernelPlan, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """Launches in order, into `results`."""
         arrays = {"operand": operands, "result": results}
         for launch in spec.launches:

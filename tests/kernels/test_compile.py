@@ -19,14 +19,14 @@ from fusionlab.kernels.gemm_epilogue.elementwise import (
     KERNEL_ACTIVATIONS,
     SOURCE,
     accumulator,
-    backward_spec,
-    forward_spec,
+    backward_plan,
+    forward_plan,
     pitch_of,
     saves_for_backward,
 )
 
 KEY = "0" * 64
-RELU = forward_spec(64, 256, "bfloat16", "relu", bias=True, saves="bits")
+RELU = forward_plan(64, 256, "bfloat16", "relu", bias=True, saves="bits")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
 
 def test_every_dtype_and_every_way_of_saving_is_among_the_sample():
     assert {dtype for dtype, _ in SAMPLE} == set(DTYPES)
-    assert {saves_for_backward(a)[0] for _, a in SAMPLE} == {"bits", "twice", "preactivation"}
+    assert {saves_for_backward(a)[0] for _, a in SAMPLE} == {"bits", "bytes", "preactivation"}
 
 
 def test_resources_are_read_from_the_log_of_ptxas():
@@ -259,7 +259,7 @@ def check_limits(spec):
 @given(SIZES, SIZES, st.sampled_from(DTYPES), st.sampled_from(KERNEL_ACTIVATIONS), st.data())
 def test_forward_takes_every_element_once(rows, columns, dtype, activation, data):
     saves = data.draw(st.sampled_from(("none", *saves_for_backward(activation))))
-    spec = forward_spec(rows, columns, dtype, activation, bias=False, saves=saves)
+    spec = forward_plan(rows, columns, dtype, activation, bias=False, saves=saves)
     assert bool(spec.launches) == bool(rows and columns)
     check_limits(spec)
     for launch in spec.launches:
@@ -284,7 +284,7 @@ def test_backward_takes_every_element_once_and_every_partial_sum_is_written(
 ):
     saves = data.draw(st.sampled_from(saves_for_backward(activation)))
     dbias = dbias or activation == "none"
-    spec, scratch = backward_spec(rows, columns, dtype, activation, dbias=dbias, saves=saves)
+    spec, scratch = backward_plan(rows, columns, dtype, activation, dbias=dbias, saves=saves)
     assert len(spec.launches) == (0 if not columns or not (rows or dbias) else 1 + dbias)
     check_limits(spec)
     assert (scratch is None) == (not dbias)
@@ -308,7 +308,7 @@ def test_backward_takes_every_element_once_and_every_partial_sum_is_written(
 @pytest.mark.parametrize("saves", ["bits", "preactivation"])
 @pytest.mark.parametrize(("rows", "columns"), [(8192, 16384), (32768, 4096), (131072, 512), (2**22, 16), (2**27, 8)])
 def test_a_large_sum_leaves_few_partial_sums_and_enough_blocks(rows, columns, saves):
-    spec, (parts, _) = backward_spec(rows, columns, "bfloat16", "relu", dbias=True, saves=saves)
+    spec, (parts, _) = backward_plan(rows, columns, "bfloat16", "relu", dbias=True, saves=saves)
     moved = rows * columns * (2 + 2 + {"bits": 0.125, "preactivation": 2}[saves])
     assert parts * columns * 4 * 2 < 0.01 * moved
     assert 132 * 5 <= np.prod(spec.launches[0].grid) < 132 * 64
@@ -316,22 +316,22 @@ def test_a_large_sum_leaves_few_partial_sums_and_enough_blocks(rows, columns, sa
 
 
 def test_sizes_beyond_32_bits_stay_within_the_grid():
-    check_limits(forward_spec(2**33, 3, "float32", "relu", bias=True, saves="bits"))
-    spec, scratch = backward_spec(2**33, 3, "float32", "relu", dbias=True, saves="bits")
+    check_limits(forward_plan(2**33, 3, "float32", "relu", bias=True, saves="bits"))
+    spec, scratch = backward_plan(2**33, 3, "float32", "relu", dbias=True, saves="bits")
     check_limits(spec)
     assert scratch[0] * spec.launches[0].params[-1][1] >= 2**33
 
 
 def test_what_does_not_exist_is_refused():
     with pytest.raises(ArgumentError, match="got 'bits' for activation 'silu', needed one of none, preactivation"):
-        forward_spec(1, 1, "float32", "silu", bias=True, saves="bits")
+        forward_plan(1, 1, "float32", "silu", bias=True, saves="bits")
     with pytest.raises(ArgumentError, match="got 'none' for activation 'relu', needed one of bits"):
-        backward_spec(1, 1, "float32", "relu", dbias=True, saves="none")
+        backward_plan(1, 1, "float32", "relu", dbias=True, saves="none")
     with pytest.raises(ArgumentError, match="dh is ct"):
-        backward_spec(1, 1, "float32", "none", dbias=False, saves="none")
+        backward_plan(1, 1, "float32", "none", dbias=False, saves="none")
     with pytest.raises(ArgumentError, match="got -1 and 1"):
-        forward_spec(-1, 1, "float32", "relu", bias=True, saves="none")
+        forward_plan(-1, 1, "float32", "relu", bias=True, saves="none")
     with pytest.raises(UnknownNameError, match="unknown dtype 'int8'"):
-        forward_spec(1, 1, "int8", "relu", bias=True, saves="none")
+        forward_plan(1, 1, "int8", "relu", bias=True, saves="none")
     with pytest.raises(UnknownNameError, match="unknown activation 'gelu'"):
-        backward_spec(1, 1, "float32", "gelu", dbias=True, saves="bits")
+        backward_plan(1, 1, "float32", "gelu", dbias=True, saves="bits")

@@ -12,8 +12,8 @@ from fusionlab.kernels.gemm_epilogue.activations import ACTIVATIONS
 from fusionlab.kernels.gemm_epilogue.elementwise import (
     KERNEL_ACTIVATIONS,
     accumulator,
-    backward_spec,
-    forward_spec,
+    backward_plan,
+    forward_plan,
     pitch_of,
     saves_for_backward,
 )
@@ -93,7 +93,7 @@ def every_value(dtype):
 def test_every_16_bit_input_forward(emulator, activation, dtype):
     h = every_value(dtype)
     out = np.empty_like(h)
-    emulator.run(forward_spec(256, 256, dtype, activation, bias=False, saves="none"), [h], [out])
+    emulator.run(forward_plan(256, 256, dtype, activation, bias=False, saves="none"), [h], [out])
     wide = h.astype(np.float32)
     meant = np.asarray(ACTIVATIONS[activation].fn(jnp.asarray(wide)))
     np.testing.assert_array_equal(np.isnan(out), np.isnan(meant))
@@ -112,7 +112,7 @@ def test_every_16_bit_input_backward(emulator, activation, dtype):
     saves = saves_for_backward(activation)[-1]
     saved = h if saves == "preactivation" else np.asarray(ACTIVATIONS[activation].save(jnp.asarray(h)))
     ct, dh = np.ones_like(h), np.empty_like(h)
-    spec, _ = backward_spec(256, 256, dtype, activation, dbias=False, saves=saves)
+    spec, _ = backward_plan(256, 256, dtype, activation, dbias=False, saves=saves)
     emulator.run(spec, [ct, saved], [dh])
     wide = h.astype(np.float32)
     act = ACTIVATIONS[activation]
@@ -159,7 +159,7 @@ def test_wide_values_and_special_ones(emulator, activation, dtype):
     columns = len(SPECIAL)
     h = np.stack([np.asarray(SPECIAL), np.linspace(-9, 9, columns)]).astype(DTYPES[dtype])
     out = np.empty_like(h)
-    emulator.run(forward_spec(2, columns, dtype, activation, bias=False, saves="none"), [h], [out])
+    emulator.run(forward_plan(2, columns, dtype, activation, bias=False, saves="none"), [h], [out])
     act = ACTIVATIONS[activation]
     narrow = jnp.asarray(h, jnp.float32)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}  # jnp's 1 + tanh cancels in the negative tail
@@ -174,7 +174,7 @@ def test_wide_values_and_special_ones(emulator, activation, dtype):
     assert np.all(np.abs(out[finite] - value) <= few * ulp(value, dtype) + 1e-36)
     saves = saves_for_backward(activation)[-1]
     dh = np.empty_like(h)
-    emulator.run(backward_spec(2, columns, dtype, activation, dbias=False, saves=saves)[0], [np.ones_like(h), h], [dh])
+    emulator.run(backward_plan(2, columns, dtype, activation, dbias=False, saves=saves)[0], [np.ones_like(h), h], [dh])
     np.testing.assert_allclose(dh, act.scale(act.save(narrow), jnp.ones(h.shape)), **tolerance)
     assert np.all(np.abs(dh[finite] - derivative) <= few * ulp(np.maximum(np.abs(derivative), 0.1), dtype))
 
@@ -185,9 +185,9 @@ VARIANTS = [
     ("float16", "relu_where", "bits"),
     ("float32", "relu", "bits"),
     ("float64", "relu", "bits"),
-    ("bfloat16", "relu_tie", "twice"),
-    ("float32", "relu_tie", "twice"),
-    ("float64", "relu_where", "twice"),
+    ("bfloat16", "relu_tie", "bytes"),
+    ("float32", "relu_tie", "bytes"),
+    ("float64", "relu_where", "bytes"),
     ("bfloat16", "gelu_erf", "preactivation"),
     ("float16", "silu", "preactivation"),
     ("float32", "gelu_tanh", "preactivation"),
@@ -210,8 +210,10 @@ def saved_like(saves, h, activation):
         padded = np.zeros((rows, 8 * pitch_of(columns)), bool)
         padded[:, :columns] = h > 0
         return np.packbits(padded, axis=1, bitorder="little")
-    if saves == "twice":
-        return np.where(h > 0, 2, (h == 0) * (activation == "relu_tie")).astype(np.int8)
+    if saves == "bytes":
+        if activation != "relu_tie":
+            return (h > 0).astype(np.int8)
+        return np.where(h > 0, 2, h == 0).astype(np.int8)
     return h
 
 
@@ -225,7 +227,7 @@ def test_forward_writes_everything_once_and_nothing_else(emulator, variant, shap
     wanted = saved_like(saves, sum_, activation)
     out = guarded.empty(shape, DTYPES[dtype])
     results = [out] if saves == "none" else [out, guarded.empty(wanted.shape, wanted.dtype)]
-    spec = forward_spec(*shape, dtype, activation, bias=True, saves=saves)
+    spec = forward_plan(*shape, dtype, activation, bias=True, saves=saves)
     emulator.run(spec, [h, bias], results)
     guarded.check()
     value = sum_.astype(np.float64) if activation == "none" else exact(activation, sum_)[0]
@@ -247,7 +249,7 @@ def test_backward_and_the_sum_over_rows(emulator, variant, shape):
     dtype, activation, saves = variant
     guarded = Guarded()
     h, ct = example(shape, dtype), guarded.copy(example(shape, dtype, 1))
-    spec, scratch = backward_spec(*shape, dtype, activation, dbias=True, saves=saves)
+    spec, scratch = backward_plan(*shape, dtype, activation, dbias=True, saves=saves)
     saved = guarded.copy(saved_like(saves, h, activation))
     dbias, partial = guarded.empty(shape[1:], DTYPES[dtype]), guarded.empty(scratch, np.dtype(accumulator(dtype)))
     slope = np.ones(shape) if activation == "none" else exact(activation, h)[1]
@@ -271,9 +273,14 @@ def test_the_derivative_of_a_relu_chooses_and_that_of_its_tie_form_multiplies(em
     """0 where h <= 0 although ct is infinite; relu_tie, as activations.py, gives NaN there."""
     h = np.array([[-1, 0, 1, 2, -1, 0, 1, 2]], np.float32)
     ct = np.full((1, 8), np.inf, np.float32)
-    for activation, saves, zero in (("relu", "bits", 0), ("relu", "preactivation", 0), ("relu_tie", "twice", np.nan)):
+    for activation, saves, zero in (
+        ("relu", "bits", 0),
+        ("relu", "preactivation", 0),
+        ("relu_tie", "bytes", np.nan),
+        ("relu", "bytes", 0),
+    ):
         dh = np.empty_like(h)
-        spec, _ = backward_spec(1, 8, "float32", activation, dbias=False, saves=saves)
+        spec, _ = backward_plan(1, 8, "float32", activation, dbias=False, saves=saves)
         emulator.run(spec, [ct, saved_like(saves, h, activation)], [dh])
         act = ACTIVATIONS[activation]
         np.testing.assert_array_equal(dh, act.scale(act.save(jnp.asarray(h)), jnp.asarray(ct)))

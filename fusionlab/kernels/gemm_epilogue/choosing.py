@@ -39,7 +39,8 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         like = shapes["ct"]
         sizes = math.prod(like.shape[:-1]), like.shape[-1], _inner(shapes, attrs)
         wanted = [slot for slot, live in zip(attrs["present"], attrs["live"], strict=True) if live]
-        content |= {"wanted": wanted, "x_activation": attrs["x_activation"]}
+        # Whether dx and dw are wanted is left out: their products are the same whatever makes dh and its sum.
+        content |= {"bias": "bias" in wanted, "x_activation": attrs["x_activation"]}
     content |= dict(zip(("rows", "columns", "inner"), sizes, strict=True))
     dtype = np.dtype(like.dtype).name
     packed = bool(attrs["packed"]) and content.get("residuals", True)  # without residuals there is nothing to pack
@@ -56,7 +57,7 @@ def _rows(shape: tuple[int, ...], contracted: int) -> int:
 
 
 def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
-    """K, where an operand of a backward call has it; a call that makes neither dx nor dw has none."""
+    """K, where an operand of a backward call has it; one that makes the bias gradient alone has none."""
     if "w" in shapes:
         return shapes["w"].shape[attrs["w_contract"]]
     return shapes["x"].shape[attrs["x_contract"]] if "x" in shapes else 0

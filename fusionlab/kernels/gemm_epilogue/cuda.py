@@ -49,7 +49,7 @@ def refuses_device(device: Device) -> str | None:
 def saves_of(activation: str, packed: bool) -> str:
     """What the kernels call the residual of an activation."""
     kind = ACTIVATIONS[activation].residual
-    return kind if kind != "mask" else "bits" if packed else "twice"
+    return kind if kind != "mask" else "bits" if packed else "bytes"
 
 
 def forward(
@@ -77,7 +77,7 @@ def forward(
 
 
 def activate(h: Array, bias: Array | None, activation: str, saves: str) -> list[Array]:
-    """[act(h + bias)] and, for `saves` "bits" or "twice", that residual; h is (*M, N), bias N."""
+    """[act(h + bias)] and, for `saves` "bits" or "bytes", that residual; h is (*M, N), bias N."""
     shape, columns = h.shape, h.shape[-1]
     rows = math.prod(shape[:-1])
     plan = forward_plan(rows, columns, h.dtype.name, activation, bias=bias is not None, saves=saves)

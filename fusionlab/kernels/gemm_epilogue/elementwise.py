@@ -25,7 +25,7 @@ KERNEL_ACTIVATIONS = (
     "sigmoid",
     "tanh",
 )
-SAVES = ("none", "bits", "twice", "preactivation")  # in the order of FL_SAVES
+SAVES = ("none", "bits", "bytes", "preactivation")  # in the order of FL_SAVES
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _THREADS = 256
@@ -44,8 +44,8 @@ def saves_for_backward(activation: str) -> tuple[str, ...]:
     if activation == "none":
         return ("none",)
     if activation in ("relu", "relu_where"):
-        return ("bits", "twice", "preactivation")
-    return ("twice", "preactivation") if activation == "relu_tie" else ("preactivation",)
+        return ("bits", "bytes", "preactivation")
+    return ("bytes", "preactivation") if activation == "relu_tie" else ("preactivation",)
 
 
 def accumulator(dtype: str) -> str:
@@ -65,7 +65,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
 
     Returns:
       A plan with operands h[, bias] and results out[, saved]; saved is uint8 rows x pitch_of(columns) for "bits" (h > 0, lowest bit
-      first, padding 0), int8 rows x columns for "twice", as h for "preactivation". out may be h, and so may a saved pre-activation.
+      first, padding 0), a byte each for "bytes" (relu_tie: twice the derivative; else h > 0), as h for "preactivation". out may be h, and so may a saved pre-activation.
 
     Raises:
       ArgumentError, UnknownNameError: what is asked for does not exist.
@@ -164,7 +164,7 @@ def _rows_per_block(rows: int, across: int, tile: int, traffic: int, sms: int) -
 def _traffic_rows(dtype: str, saves: str) -> int:
     """Rows of which reading ct and what was saved and writing dh is 100 times the writing and reading of their partial sum."""
     size = _BYTES[dtype]
-    moved = {"none": size, "bits": 2 * size + 0.125, "twice": 2 * size + 1, "preactivation": 3 * size}[saves]
+    moved = {"none": size, "bits": 2 * size + 0.125, "bytes": 2 * size + 1, "preactivation": 3 * size}[saves]
     return int(100 * 2 * _BYTES[accumulator(dtype)] / moved) + 1
 
 

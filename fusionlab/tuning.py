@@ -1,0 +1,101 @@
+"""The verb `tune`: measures which implementation each fused call is fastest with, and writes it to the plan file that `fuse` reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
+from . import lab
+from .device import Device
+from .evidence.progress import Progress
+from .evidence.tuning import Call, Tuned, calls_in, tune_calls
+from .graph.trace import bind_static
+from .kernels.choices import CHOICES, Measured, plan_file, write
+
+
+def tune(
+    fn: Callable,
+    *args: Any,
+    passes: lab.Passes = None,
+    grad: bool = True,
+    path: Any = None,
+    progress: Progress = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Tuned:
+    """Measures the rivals of every fused op in `fn` on this process's CUDA device, and adds the result to a plan file.
+
+    Nothing else measures: `fuse` looks calls up in the plan file, then in the table shipped for the architecture. Programs that are
+    compiled already keep what they were compiled with. In a program of several processes process 0 measures and all use what it found.
+
+    Args:
+      fn: the function, or one that `fuse` returned.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes matter, as each call is timed on random data.
+      passes: as for `fuse`.
+      grad: also the backward calls of `fn`'s gradient; a train step that is differentiated already has its own.
+      path: the plan file; None takes `$FUSIONLAB_PLAN_FILE` or `~/.cache/fusionlab/plans.json`, where `fuse` looks.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      What was measured; it prints as a table. On a machine without a CUDA device nothing is measured and nothing written.
+
+    Raises:
+      TraceError: `fn` does not trace. ArgumentError: the file is there and is no plan file. OutputError: it cannot be written.
+    """
+    fused = (
+        fn
+        if isinstance(fn, lab.Fused)
+        else lab.fuse(fn, passes=passes, static_argnums=static_argnums, static_argnames=static_argnames)
+    )
+    calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
+    device = Device.current()
+    if device.platform != "cuda" or not calls:
+        return Tuned(Measured(), None, len(calls), device)
+    target = plan_file() if path is None else Path(path)
+    found = Measured()
+    if jax.process_index() == 0:
+        found = tune_calls(calls, progress)
+        if found.cases:
+            write(target, device.arch, found)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("fusionlab.tune")
+    CHOICES.forget()
+    return Tuned(found, target if found.cases else None, len(calls), device)
+
+
+def _calls(
+    fused: Callable, args: tuple, kwargs: dict, grad: bool, static_argnums: Any, static_argnames: Any
+) -> list[Call]:
+    """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float."""
+    dynamic, given_args, given_kwargs = bind_static(fused, args, kwargs, static_argnums, static_argnames)
+    leaves, tree = jax.tree.flatten((given_args, given_kwargs))
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)) for a in leaves]
+
+    def flat(*values: Any) -> Any:
+        given, named = jax.tree.unflatten(tree, values)
+        return dynamic(*given, **named)
+
+    forward = calls_in(jax.make_jaxpr(flat)(*shapes).jaxpr)
+    if not grad or any(call.primitive.role == "cotangent" for call in forward):
+        return forward
+    return forward + calls_in(jax.make_jaxpr(functools.partial(_pulled_back, flat))(*shapes).jaxpr)
+
+
+def _pulled_back(fn: Callable, *values: Any) -> Any:
+    out, back = jax.vjp(fn, *values)
+    return out, back(jax.tree.map(_one, out))
+
+
+def _one(out: Any) -> Any:
+    return jnp.ones_like(out) if jnp.issubdtype(out.dtype, jnp.inexact) else np.zeros(out.shape, float0)
