@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, fields, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 
 from fusionlab.errors import BackendError
 from fusionlab.kernels import kernel_plan, plans
+from fusionlab.kernels.clock import EventPlan
 from fusionlab.kernels.cublaslt import MatmulPlan, row_major
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 
@@ -55,7 +58,7 @@ MATMUL_PLANS = st.builds(
     st.binary(max_size=64).map(bytes.hex),
     st.integers(0, 10**6),
 )
-PLANS = st.one_of(KERNEL_PLANS, MATMUL_PLANS)
+PLANS = st.one_of(KERNEL_PLANS, MATMUL_PLANS, st.builds(EventPlan, st.integers(0, 9)))
 
 
 @given(PLANS)
@@ -198,7 +201,8 @@ def test_a_name_that_cannot_be_read_is_quoted_with_the_reason(name, reason):
     message = str(caught.value)
     assert repr(name) in message
     assert reason in message
-    assert "cublaslt, kernels" in message
+    known = re.search(r"this process knows the kinds ([^:]*):", message)[1].split(", ")
+    assert {"cublaslt", "kernels"} <= set(known)
     assert "compile it again" in message
 
 
@@ -242,6 +246,10 @@ def slow(monkeypatch):
     return [plans.plan_name(Slow(i)).encode() for i in range(3)]
 
 
+def counted(book):
+    return {name: n for name, n in book.counters().items() if name != "launches"}
+
+
 def asked_by_threads(n, ask):
     barrier, found = threading.Barrier(n), []
 
@@ -263,7 +271,7 @@ def test_eight_threads_prepare_a_plan_once(slow):
     assert Slow.made == [(0, 0)]
     assert len(set(map(id, found))) == 1
     assert book.ready(slow[0], 0) is found[0]
-    assert book.counters() == {"hits": 7, "misses": 1, "failures": 0, "held": 1}
+    assert counted(book) == {"hits": 7, "misses": 1, "failures": 0, "held": 1}
 
 
 def test_each_plan_is_prepared_on_each_device(slow):
@@ -275,7 +283,15 @@ def test_each_plan_is_prepared_on_each_device(slow):
     assert Slow.made == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert book.ready(slow[2], 0) is None
     assert book.ready(slow[0], 2) is None
-    assert book.counters() == {"hits": 4, "misses": 4, "failures": 0, "held": 4}
+    assert counted(book) == {"hits": 4, "misses": 4, "failures": 0, "held": 4}
+
+
+def test_launches_are_counted_and_preparing_is_none(slow):
+    book = plans.PlanBook()
+    book.prepare(slow[0], 0)
+    for _ in range(3):
+        book.ready(slow[0], 0)
+    assert book.counters()["launches"] == 3
 
 
 def test_a_failure_is_counted_kept_by_nobody_and_tried_again(slow):
@@ -287,10 +303,10 @@ def test_a_failure_is_counted_kept_by_nobody_and_tried_again(slow):
     with pytest.raises(BackendError, match="unknown launch plan"):
         book.prepare(b"\xff", 0)
     assert book.ready(slow[0], 0) is None
-    assert book.counters() == {"hits": 0, "misses": 0, "failures": 3, "held": 0}
+    assert counted(book) == {"hits": 0, "misses": 0, "failures": 3, "held": 0}
     Slow.fail.clear()
     book.prepare(slow[0], 0)
-    assert book.counters() == {"hits": 0, "misses": 1, "failures": 3, "held": 1}
+    assert counted(book) == {"hits": 0, "misses": 1, "failures": 3, "held": 1}
 
 
 # How parameters reach a kernel.
@@ -334,3 +350,61 @@ def test_parameters_are_addresses_and_numbers_of_the_call_at_hand():
 
 def test_a_kernel_without_parameters_is_launched():
     assert launched((), [], []) == [(99, [1, 2, 3, 4, 5, 6, 7], stream, [], 0) for stream in (11, 12)]
+
+
+# How a plan of kernels is prepared, with CuPy's part played by notes.
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """What a compute capability 9.0 device with number 3 would have been asked to do."""
+    noted: list[tuple] = []
+
+    class Module:
+        def load(self, image: bytes) -> None:
+            noted.append(("load", image))
+
+        def get_function(self, entry: str) -> SimpleNamespace:
+            return SimpleNamespace(ptr=f"pointer of {entry}")
+
+    cuda = ModuleType("cupy.cuda")
+    cuda.Device = lambda device: SimpleNamespace(compute_capability={3: "90"}[device])
+    cuda.function = SimpleNamespace(Module=Module)
+    cuda.driver = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+        funcSetAttribute=lambda *given: noted.append(("attribute", *given)),
+        launchKernel=lambda function, *given: noted.append(("launch", function, given[:7], given[7])),
+    )
+    cupy = ModuleType("cupy")
+    cupy.cuda = cuda
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+
+    def cubin(source, options, arch):
+        noted.append(("compile", source.path, source.entries, options, arch))
+        return b"image"
+
+    monkeypatch.setattr(kernel_plan, "cubin", cubin)
+    return noted
+
+
+def test_kernels_are_loaded_when_prepared_and_launched_in_order(notes):
+    large = Launch("two", (2, 1, 1), (64, 1, 1), 100 << 10, (("result", 0),))
+    plan = replace(SPIN, launches=(*SPIN.launches, large))
+    run = plan.prepare(3)
+    assert notes == [
+        ("compile", "clock/spin.cu", ("spin", "two"), ("-DX=1",), "sm_90"),
+        ("load", b"image"),
+        ("attribute", "pointer of two", 8, 100 << 10),  # only above what a kernel has unasked
+    ]
+    notes.clear()
+    run(5, [128], [256])
+    assert notes == [
+        ("launch", "pointer of spin", (1, 2, 3, 4, 5, 6, 7), 5),
+        ("launch", "pointer of two", (2, 1, 1, 64, 1, 1, 100 << 10), 5),
+    ]
+
+
+def test_nothing_is_compiled_where_there_is_nothing_to_launch(notes):
+    replace(SPIN, launches=()).prepare(3)(5, [], [])
+    assert notes == []
