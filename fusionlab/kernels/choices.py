@@ -8,6 +8,7 @@ processes run one program, they must compile the same code, so all take what pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -107,7 +108,7 @@ def read(path: Path, source: str) -> dict[str, Measured]:
     """
     try:
         return parse(path.read_text(encoding="utf-8"), source)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise ArgumentError(
@@ -123,12 +124,19 @@ def parse(text: str, source: str) -> dict[str, Measured]:
         raise ValueError(f"format {data['format']}, needed {FORMAT}")
     found = {}
     for arch, one in data["archs"].items():
-        cases = {
-            text: Choice(c["implementation"], c["times_us"], c["settings"], source) for text, c in one["cases"].items()
-        }
+        cases = {text: _parse_case(text, c, source) for text, c in one["cases"].items()}
         algorithms = {plan: (str(a), int(v)) for plan, (a, v) in one["algorithms"].items()}
         found[arch] = Measured(cases, algorithms, one["device"], one["versions"])
     return found
+
+
+def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
+    """Whatever is wrong with a case is said when its file is read, not when a call is near it."""
+    name = content["implementation"]
+    if not isinstance(json.loads(text), dict) or not isinstance(name, str):
+        raise TypeError(f"{text!r} with implementation {name!r} is no case")
+    times = {rival: float(t) for rival, t in content["times_us"].items()}
+    return Choice(name, times, dict(content["settings"]), source)
 
 
 def write(path: Path, arch: str, more: Measured) -> Path:
@@ -147,7 +155,8 @@ def write(path: Path, arch: str, more: Measured) -> Path:
         temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OutputError(
             f"cannot write {path}: {error.strerror or error}; give a path you can write to, or set FUSIONLAB_PLAN_FILE"
         ) from error
@@ -272,9 +281,9 @@ def _from_process_0(path: Path) -> dict[str, Measured]:
         return {}
     padded = np.zeros(size, np.uint8)
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)
-    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+    content = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
     try:
-        return parse(text, f"plan file {path} of process 0")
+        return parse(content.decode(), f"plan file {path} of process 0")
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise ArgumentError(f"process 0's plan file {path} cannot be read ({e}); tune again, or remove the file") from e
 

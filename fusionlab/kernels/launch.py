@@ -12,13 +12,14 @@ Nothing else of FusionLab knows how kernels get into a program, so another launc
 from __future__ import annotations
 
 import ctypes
-import functools
-import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
+from .arrays import same_varying_axes
 from .plans import Plan, PlanBook, plan_name
 
 Array = Any
@@ -117,29 +118,25 @@ def launch(
     Returns:
       The results. An exception that the plan raises reaches whoever waits for them, as `jax.errors.JaxRuntimeError` with its text.
     """
-    register()
-    varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
-    shapes = [_varying(r, varying) for r in results]
+    operands = same_varying_axes(operands)
+    shapes = [_varying_as(operands, r) for r in results]
     call = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=dict(aliases or {}))
     return list(call(*operands, plan=plan_name(plan)))
 
 
-def _varying(result: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
-    """Inside a `shard_map` that checks, results vary over the mesh axes that an operand varies over."""
-    return jax.ShapeDtypeStruct(result.shape, result.dtype, vma=axes) if axes else result
+def _varying_as(operands: Sequence[Array], result: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Inside a `shard_map` that checks, results vary over the mesh axes that the operands vary over."""
+    of = jax.typeof(operands[0]) if operands else None
+    if of is None or not of.manual_axis_type.varying:
+        return result
+    kind = ManualAxisType(varying=of.manual_axis_type.varying)
+    # A type that varies needs its mesh; no axis of a result is split by what is left to XLA or explicit.
+    sharding = NamedSharding(of.sharding.mesh, PartitionSpec(*[None] * len(result.shape)))
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding, manual_axis_type=kind)
 
 
-@functools.cache
-def register() -> None:
-    """Registers the target, once for each platform. JAX queues it until there is a backend."""
-    for platform in PLATFORMS:
-        capsule = jax.ffi.pycapsule(ctypes.cast(_handler(platform), ctypes.c_void_p).value)
-        jax.ffi.register_ffi_target(TARGET, {"instantiate": capsule, "execute": capsule}, platform=platform)
-
-
-@functools.cache  # keeps the callbacks alive as long as XLA may call them
-def _handler(platform: str) -> Any:
-    on_cuda = platform == "CUDA"
+def _handler(on_cuda: bool) -> Any:
+    """The C function that XLA calls on a platform."""
 
     def handle(address: int) -> int | None:
         frame = CallFrame.from_address(address)
@@ -151,7 +148,7 @@ def _handler(platform: str) -> Any:
             elif frame.stage == _INSTANTIATE:
                 _instantiate(frame, on_cuda)
         except BaseException as error:  # the C boundary: nothing may pass it but an error code with a message
-            return _error(frame, f"FusionLab: {type(error).__name__}: {error}")
+            return _error(frame, error)
         return None
 
     return _HANDLER(handle)
@@ -190,7 +187,7 @@ def _plan_of(frame: Any) -> bytes:
     attrs = frame.attrs
     if attrs.size != 1 or ctypes.c_int.from_address(attrs.types).value != _STRING:
         raise ValueError(f"{TARGET} has {attrs.size} attributes, needed one, the name of a plan, as text")
-    span = ByteSpan.from_address(_VOID_POINTER.from_address(attrs.attrs).value)
+    span = ByteSpan.from_address(_VOID_POINTER.from_address(attrs.attrs).value or 0)
     return ctypes.string_at(span.ptr, span.len)
 
 
@@ -209,13 +206,20 @@ def _stream(frame: Any) -> int:
     return asked.stream or 0
 
 
-def _error(frame: Any, message: str) -> int:
-    text = message.encode()
-    asked = ErrorCreateArgs(ctypes.sizeof(ErrorCreateArgs), None, text, _INTERNAL)
+def _error(frame: Any, error: BaseException) -> int:
+    """XLA's error with the exception's type and text and the plan's name."""
+    # Not str(error), which may raise itself; no text may stay unencodable either: an exception here would be taken for success.
+    found = "".join(traceback.format_exception_only(error)).strip()
+    text = f"FusionLab: {found} [launch plan {_name_for_reader(frame)}]".encode(errors="backslashreplace")
+    asked = ErrorCreateArgs(ctypes.sizeof(ErrorCreateArgs), None, text.replace(b"\0", b"\\0"), _INTERNAL)
     return _API_FUNCTION(Api.from_address(frame.api).XLA_FFI_Error_Create)(ctypes.addressof(asked))
 
 
-_local = threading.local()
+def _name_for_reader(frame: Any) -> str:
+    try:
+        return _plan_of(frame).decode(errors="backslashreplace")
+    except ValueError:  # the call has no such attribute, which the error says itself
+        return "without a name"
 
 
 def _local_cuda_devices() -> list[int]:
@@ -226,10 +230,18 @@ def _local_cuda_devices() -> list[int]:
 def _current_cuda_device() -> int:
     from cupy.cuda import runtime  # only where there is CUDA
 
-    return runtime.getDevice()
+    return runtime.getDevice()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _current(device: int) -> Any:
     import cupy
 
     return cupy.cuda.Device(device)
+
+
+# Kept for as long as XLA may call them. Registered at import, once, and not by the first `launch`: an executable that was deserialised
+# needs the target without a trace, and two threads may trace at once. JAX queues a registration until there is a backend.
+_HANDLERS = {platform: _handler(platform == "CUDA") for platform in PLATFORMS}
+for _platform, _callback in _HANDLERS.items():
+    _capsule = jax.ffi.pycapsule(ctypes.cast(_callback, ctypes.c_void_p).value)
+    jax.ffi.register_ffi_target(TARGET, {"instantiate": _capsule, "execute": _capsule}, platform=_platform)

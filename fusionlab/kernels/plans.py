@@ -110,7 +110,7 @@ class PlanBook:
                 self._counters.hits += 1
                 return found
             try:
-                found = plan_of(name.decode()).prepare(device)
+                found = plan_of(name.decode(errors="backslashreplace")).prepare(device)
             except BaseException:
                 self._counters.failures += 1
                 raise

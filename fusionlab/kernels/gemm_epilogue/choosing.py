@@ -80,11 +80,21 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
     if device.platform != "cuda":
         return "xla", "what XLA runs anyway: the only implementation there is here"
     found = measured(role, shapes, device, attrs)
-    if found is not None and not IMPLEMENTED[found.implementation](shapes, device, role=role, **attrs):
+    if found is not None:
+        refuses = IMPLEMENTED.get(found.implementation, _unknown)
+        if refusal := refuses(shapes, device, role=role, **attrs):
+            return (
+                "xla",
+                f"what XLA runs anyway: {found.implementation!r} was fastest but cannot run this call: {refusal}",
+            )
         anyway = "what XLA runs anyway; " if found.implementation == "xla" else ""
         return found.implementation, anyway + found.reason
     where = device.arch or "this architecture"
     return "xla", f"what XLA runs anyway: no such call was measured for {where}; fusionlab.tune measures"
+
+
+def _unknown(*shapes: Any, **attrs: Any) -> str:
+    return "this version of FusionLab has no such implementation"
 
 
 def packs(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
