@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -120,14 +121,20 @@ def _launcher(
     from_results = [(i, number) for i, (kind, number) in enumerate(one.params) if kind == "result"]
     geometry = (*one.grid, *one.block, one.shared)
 
+    own = threading.local()  # a block of parameters for each thread: several may be here at once
+
     def start(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
-        given = values(*fixed)  # of this call: several threads may be here at once
+        try:
+            given, addresses = own.given, own.addresses
+        except AttributeError:
+            given = own.given = values(*fixed)
+            base = ctypes.addressof(given)
+            own.held = pointers(*range(base, base + 8 * count, 8))
+            addresses = own.addresses = ctypes.addressof(own.held)
         for i, number in from_operands:
             given[i] = operands[number]
         for i, number in from_results:
             given[i] = results[number]
-        base = ctypes.addressof(given)
-        addresses = pointers(*range(base, base + 8 * count, 8))
-        launch_kernel(function, *geometry, stream, ctypes.addressof(addresses), 0)
+        launch_kernel(function, *geometry, stream, addresses, 0)
 
     return start

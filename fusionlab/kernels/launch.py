@@ -12,6 +12,9 @@ Nothing else of FusionLab knows how kernels get into a program, so another launc
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
+import struct
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,8 +100,29 @@ ErrorCreateArgs = _struct(
 
 _HANDLER = ctypes.CFUNCTYPE(_pointer, _pointer)
 _API_FUNCTION = ctypes.CFUNCTYPE(_pointer, _pointer)
-_DATA = Buffer.data.offset  # type: ignore[attr-defined]
-_VOID_POINTER = ctypes.c_void_p
+# A launch outside a captured graph passes here each time, so a frame is read as words, at places that the structures give.
+_WORD = ctypes.c_uint64
+_Frame = _WORD * (ctypes.sizeof(CallFrame) // 8)
+_read_frame = struct.Struct(f"={len(_Frame())}Q").unpack_from  # quicker than ctypes' own access
+_Span = _WORD * 2
+_STREAM_GET_SIZE = ctypes.sizeof(StreamGetArgs)
+
+
+def _offset(structure: Any, field: str) -> int:
+    return getattr(structure, field).offset
+
+
+def _place(part: str, inner: Any = None, field: str = "") -> int:
+    """The number of the word of a call frame that holds a field, or a field of one of its parts."""
+    return (_offset(CallFrame, part) + (_offset(inner, field) if inner else 0)) // 8
+
+
+_EXTENSION, _API, _CONTEXT, _STAGE = (_place(f) for f in ("extension_start", "api", "ctx", "stage"))
+_OPERAND_COUNT, _OPERANDS = _place("args", Args, "size"), _place("args", Args, "args")
+_RESULT_COUNT, _RESULTS = _place("rets", Rets, "size"), _place("rets", Rets, "rets")
+_ATTRIBUTE_COUNT, _ATTRIBUTE_TYPES = _place("attrs", Attrs, "size"), _place("attrs", Attrs, "types")
+_ATTRIBUTES = _place("attrs", Attrs, "attrs")
+_DATA = _offset(Buffer, "data")
 
 
 def launch(
@@ -139,13 +163,17 @@ def _handler(on_cuda: bool) -> Any:
     """The C function that XLA calls on a platform."""
 
     def handle(address: int) -> int | None:
-        frame = CallFrame.from_address(address)
-        if frame.extension_start and ExtensionBase.from_address(frame.extension_start).type == _METADATA:
-            return _describe(frame.extension_start)
+        frame = _read_frame(_Frame.from_address(address))
+        if frame[_EXTENSION] and ExtensionBase.from_address(frame[_EXTENSION]).type == _METADATA:
+            return _describe(frame[_EXTENSION])
         try:
-            if frame.stage == _EXECUTE:
-                _execute(frame, on_cuda)
-            elif frame.stage == _INSTANTIATE:
+            stage = frame[_STAGE] & 0xFFFF_FFFF
+            if stage == _EXECUTE:
+                name, device = _plan_of(frame), _current_cuda_device() if on_cuda else 0
+                prepared = BOOK.ready(name, device) or BOOK.prepare(name, device)
+                stream, operands = _stream(frame) if on_cuda else 0, _addresses(frame[_OPERANDS], frame[_OPERAND_COUNT])
+                prepared(stream, operands, _addresses(frame[_RESULTS], frame[_RESULT_COUNT]))
+            elif stage == _INSTANTIATE:
                 _instantiate(frame, on_cuda)
         except BaseException as error:  # the C boundary: nothing may pass it but an error code with a message
             return _error(frame, error)
@@ -161,7 +189,7 @@ def _describe(extension: int) -> None:
     metadata.traits = _COMMAND_BUFFER_COMPATIBLE
 
 
-def _instantiate(frame: Any, on_cuda: bool) -> None:
+def _instantiate(frame: Sequence[int], on_cuda: bool) -> None:
     """Prepares the plan on the devices of this process: outside any capture, and early enough for a clear error."""
     name = _plan_of(frame)
     if not on_cuda:
@@ -172,50 +200,46 @@ def _instantiate(frame: Any, on_cuda: bool) -> None:
             BOOK.prepare(name, device)
 
 
-def _execute(frame: Any, on_cuda: bool) -> None:
-    name = _plan_of(frame)
-    device = _current_cuda_device() if on_cuda else 0
-    prepared = BOOK.ready(name, device)
-    if prepared is None:
-        prepared = BOOK.prepare(name, device)
-    stream = _stream(frame) if on_cuda else 0
-    prepared(stream, _addresses(frame.args.args, frame.args.size), _addresses(frame.rets.rets, frame.rets.size))
-
-
-def _plan_of(frame: Any) -> bytes:
+def _plan_of(frame: Sequence[int]) -> bytes:
     """The value of the one attribute."""
-    attrs = frame.attrs
-    if attrs.size != 1 or ctypes.c_int.from_address(attrs.types).value != _STRING:
-        raise ValueError(f"{TARGET} has {attrs.size} attributes, needed one, the name of a plan, as text")
-    span = ByteSpan.from_address(_VOID_POINTER.from_address(attrs.attrs).value or 0)
-    return ctypes.string_at(span.ptr, span.len)
+    if frame[_ATTRIBUTE_COUNT] != 1 or ctypes.c_int.from_address(frame[_ATTRIBUTE_TYPES]).value != _STRING:
+        raise ValueError(f"{TARGET} has {frame[_ATTRIBUTE_COUNT]} attributes, needed one, the name of a plan, as text")
+    start, length = _Span.from_address(_WORD.from_address(frame[_ATTRIBUTES]).value)
+    return _chars(length).from_address(start).raw
+
+
+@functools.cache
+def _chars(length: int) -> Any:
+    return ctypes.c_char * length
 
 
 def _addresses(pointers: int, count: int) -> list[int]:
     """The data addresses of `count` buffers; an empty buffer has address 0."""
-    found = (_VOID_POINTER * count).from_address(pointers) if count else ()
-    return [_VOID_POINTER.from_address(p + _DATA).value or 0 for p in found]
+    return [_WORD.from_address(p + _DATA).value for p in (_WORD * count).from_address(pointers)[:]] if count else []
 
 
-def _stream(frame: Any) -> int:
-    api = Api.from_address(frame.api)
-    asked = StreamGetArgs(ctypes.sizeof(StreamGetArgs), None, frame.ctx, None)
-    error = _API_FUNCTION(api.XLA_FFI_Stream_Get)(ctypes.addressof(asked))
-    if error:
+def _stream(frame: Sequence[int]) -> int:
+    asked = StreamGetArgs(_STREAM_GET_SIZE, None, frame[_CONTEXT], None)
+    if _stream_get(frame[_API])(ctypes.addressof(asked)):
         raise RuntimeError("XLA gave no stream for a custom call on a CUDA device")
     return asked.stream or 0
 
 
-def _error(frame: Any, error: BaseException) -> int:
+@functools.cache  # by the address of XLA's table of functions, of which there is one
+def _stream_get(api: int) -> Any:
+    return _API_FUNCTION(Api.from_address(api).XLA_FFI_Stream_Get)
+
+
+def _error(frame: Sequence[int], error: BaseException) -> int:
     """XLA's error with the exception's type and text and the plan's name."""
     # Not str(error), which may raise itself; no text may stay unencodable either: an exception here would be taken for success.
     found = "".join(traceback.format_exception_only(error)).strip()
     text = f"FusionLab: {found} [launch plan {_name_for_reader(frame)}]".encode(errors="backslashreplace")
     asked = ErrorCreateArgs(ctypes.sizeof(ErrorCreateArgs), None, text.replace(b"\0", b"\\0"), _INTERNAL)
-    return _API_FUNCTION(Api.from_address(frame.api).XLA_FFI_Error_Create)(ctypes.addressof(asked))
+    return _API_FUNCTION(Api.from_address(frame[_API]).XLA_FFI_Error_Create)(ctypes.addressof(asked))
 
 
-def _name_for_reader(frame: Any) -> str:
+def _name_for_reader(frame: Sequence[int]) -> str:
     try:
         return _plan_of(frame).decode(errors="backslashreplace")
     except ValueError:  # the call has no such attribute, which the error says itself
@@ -228,9 +252,12 @@ def _local_cuda_devices() -> list[int]:
 
 
 def _current_cuda_device() -> int:
-    from cupy.cuda import runtime  # only where there is CUDA
+    return _cuda_runtime().getDevice()
 
-    return runtime.getDevice()  # pyright: ignore[reportAttributeAccessIssue]
+
+@functools.cache
+def _cuda_runtime() -> Any:
+    return importlib.import_module("cupy.cuda").runtime  # only where there is CUDA
 
 
 def _current(device: int) -> Any:

@@ -1,16 +1,105 @@
 """Every implementation of gemm_epilogue on a CUDA device, against float64."""
 
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fusionlab as fl
+from fusionlab import ops
+from fusionlab.models import multi_fc
 from tests.kernels.gemm_suite import GemmEpilogueSuite
 
 
 class TestCublaslt(GemmEpilogueSuite):
     implementation = "cublaslt"
+    activations = ("none", "relu", "gelu_tanh")
 
 
 class TestCuda(GemmEpilogueSuite):
     implementation = "cuda"
+    shapes_each = 2
 
 
 class TestXla(GemmEpilogueSuite):
     implementation = "xla"
+    activations = ("none", "relu", "gelu_erf")
+    shapes_each = 2
     slack = 2.0
+
+
+def example(*shapes, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.uniform(-0.5, 0.5, s), dtype) for s in shapes]
+
+
+@pytest.mark.parametrize(
+    ("columns", "activation"), [(100, "relu"), (12, "gelu_tanh"), (100, "relu_tie"), (99, "gelu_erf")]
+)
+def test_row_06_columns_of_any_number(columns, activation):
+    x, w, b = example((37, 24), (24, columns), (columns,))
+
+    def loss(implementation):
+        def of(*a):
+            return jnp.sum(
+                ops.gemm_epilogue(*a, activation=activation, implementation=implementation, precision="highest") ** 2
+            )
+
+        return jax.jit(jax.grad(of, (0, 1, 2)))(x, w, b)
+
+    want = loss("xla")
+    for implementation in ("cuda", *(["cublaslt"] if activation == "relu" else [])):
+        for got, right in zip(loss(implementation), want, strict=True):
+            np.testing.assert_allclose(got, right, rtol=2e-5, atol=2e-5)
+
+
+def test_row_08_chained_backward_is_two_products_a_layer_and_nothing_beside_them():
+    x, w1, b1, w2, b2, ct = example((256, 128), (128, 256), (256,), (256, 128), (128,), (256, 128), dtype=jnp.bfloat16)
+
+    def step(x, w1, b1, w2, b2, ct):
+        out, back = jax.vjp(lambda *a: jax.nn.relu(a[0] @ a[1] + a[2]) @ a[3] + a[4], x, w1, b1, w2, b2)
+        return out, back(ct)
+
+    strategy = fl.Strategy(gemm_epilogue={"grouping": "chained"})
+    fused = fl.fuse(step, passes=strategy, implementation="cublaslt")
+    args = (x, w1, b1, w2, b2, ct)
+    kernels = launched(fused, *args)
+    assert [k["epilogue"] for k in kernels if k["kind"] == "cublaslt"].count("DRELU") == 1
+    assert sum(k["epilogue"].startswith("BGRAD") for k in kernels if k["kind"] == "cublaslt") == 2
+    assert all(k["kind"] == "cublaslt" for k in kernels)
+    assert len(kernels) == 6  # two forward, four backward
+    text = jax.jit(fused).lower(*args).compile().as_text()
+    assert " dot(" not in text
+    assert " reduce(" not in text
+    want = jax.jit(step)(*args)
+    for got, right in zip(jax.tree.leaves(fused(*args)), jax.tree.leaves(want), strict=True):
+        got, right = np.asarray(got, np.float32), np.asarray(right, np.float32)
+        assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
+
+
+def launched(fn, *args):
+    """The plans that a program launches, as it is lowered for CUDA."""
+    import json
+    import re
+
+    text = jax.jit(fn).lower(*args).as_text()
+    return [json.loads(m.replace("\\22", '"')) for m in re.findall(r'plan = "((?:[^"])*)"', text)]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+@pytest.mark.parametrize("implementation", ["cuda", "cublaslt", None])
+def test_row_12_multi_fc_trains_alike(activation, implementation):
+    params = multi_fc.init(jax.random.key(0), 128, dtype=jnp.float16)
+    x = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (16, 32, 128)), jnp.float16)
+
+    def loss(params, x):
+        return jnp.mean(multi_fc.apply(params, x, activation=activation).astype(jnp.float32))
+
+    if implementation == "cublaslt" and activation == "gelu_tanh":
+        params, x = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+    fused = jax.jit(jax.value_and_grad(fl.fuse(loss, passes=["gemm_epilogue"])))
+    want = jax.jit(jax.value_and_grad(loss))(params, x)
+    for got, right in zip(jax.tree.leaves(fused(params, x)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(right), rtol=1e-2, atol=1e-3)

@@ -78,6 +78,7 @@ class GemmEpilogueSuite:
 
     implementation: str
     activations = tuple(value_of)
+    shapes_each = 5
     slack = 1.0  # times the tolerances: the reference on a CPU rounds to the operands' dtype between its steps
 
     @pytest.fixture(autouse=True)
@@ -116,9 +117,10 @@ class GemmEpilogueSuite:
     def test_values_and_gradients_in_every_layout(self, dtype):
         held = 0
         for i, activation in enumerate(self.activations):
-            for j, shape in enumerate(SHAPES):
-                held += self.check(shape, list(LAYOUTS)[(i + j) % 4], activation, dtype)
-        assert held >= len(SHAPES)
+            for j in range(self.shapes_each):
+                shape, layout = SHAPES[(i + 2 * j) % len(SHAPES)], list(LAYOUTS)[(i + j) % 4]
+                held += self.check(shape, layout, activation, dtype)
+        assert held >= 3
 
     def check(self, shape, layout, activation, dtype):
         (x, w, b, ct), plain = data(*shape, layout, dtype)

@@ -200,6 +200,7 @@ NAME = plans.plan_name(Notes()).encode()
 @pytest.fixture
 def notes(monkeypatch):
     monkeypatch.setattr(launch, "BOOK", plans.PlanBook())
+    launch._stream_get.cache_clear()  # the tables of functions here come and go
     monkeypatch.setattr(Notes, "prepared", [])
     monkeypatch.setattr(Notes, "launched", [])
     return Notes
