@@ -13,7 +13,7 @@ from ..device import Device
 from ..graph.certify import Certifier
 from ..graph.ir import Graph, Node
 from ..graph.views import views
-from ..kernels import meaning_of
+from ..kernels import plain_meaning_of
 from .base import GRADIENT, Pass, Search
 from .findings import Candidate, Findings, Rejection
 from .linear_groups import grouped
@@ -37,7 +37,7 @@ def find_in(
       certifier: remembers proofs; a new one by default.
     """
     with _collector_paused():
-        return _find_in(graph, list(passes), device, implementation, certifier or Certifier(meaning_of))
+        return _find_in(graph, list(passes), device, implementation, certifier or Certifier(plain_meaning_of))
 
 
 @contextlib.contextmanager

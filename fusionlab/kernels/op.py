@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import get_abstract_mesh
 
 from ..device import Device
 from ..errors import BackendError, unknown_name
@@ -32,7 +31,7 @@ from . import partition
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
 from .labels import Axes, SummedCall
-from .primitive import FusedPrimitive, Meaning, attributes_of, wanted_of
+from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, wanted_of
 
 Array = Any
 
@@ -110,6 +109,10 @@ class Op(abc.ABC):
     def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
         """The operands of a call of these shapes once settings among the attributes have changed."""
         return shapes
+
+    def plain(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A primitive's parameters with residuals laid out as the reference has them."""
+        return params
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
@@ -262,27 +265,7 @@ class Op(abc.ABC):
         return full
 
     def _register(self, primitive: FusedPrimitive) -> None:
-        # Types hang on nothing else; a search asks for the same ones again and again.
-        @functools.lru_cache(maxsize=1024)
-        def types(avals: tuple, params: tuple, mesh: Any, x64: bool) -> list[Any]:
-            # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
-            return [v.aval for v in jax.make_jaxpr(primitive.function(dict(params), "xla"))(*avals).jaxpr.outvars]
-
-        def abstract(*avals: Any, **params: Any) -> list[Any]:
-            x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-            return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
-
-        compiled = jax.jit(
-            lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params"
-        )
-
-        def eager(*operands: Array, **params: Any) -> list[Array]:
-            if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-                return primitive.function(params, "xla")(*operands)
-            return compiled(*operands, params=tuple(sorted(params.items())))
-
-        primitive.def_abstract_eval(abstract)
-        primitive.def_impl(eager)
+        give_types_and_eager_call(primitive)
         batching.primitive_batchers[primitive] = functools.partial(self._batching_rule, primitive)
         for platform in ("cpu", "cuda", None):
             run = functools.partial(partition.run, primitive, platform or "other")
@@ -429,3 +412,17 @@ def meaning_of(eqn: Any) -> Meaning | None:
     """For an equation of a fused op: a plain-jnp function of its operands, giving a list; None for any other equation."""
     primitive = eqn.primitive
     return primitive.op.meaning(primitive.name, eqn.params) if isinstance(primitive, FusedPrimitive) else None
+
+
+def plain_meaning_of(eqn: Any) -> Any:
+    """As `meaning_of`, for proofs at other sizes: what is saved is as the reference saves it, not as a backend lays it out."""
+    primitive = eqn.primitive
+    if not isinstance(primitive, FusedPrimitive):
+        return None
+    plain = primitive.op.plain(eqn.params)
+    if plain == eqn.params:
+        return primitive.op.meaning(primitive.name, eqn.params)
+    names = primitive.operand_names(eqn.params)
+    given = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n, v in zip(names, eqn.invars, strict=True)}
+    shapes = primitive.op.operand_shapes(given, **plain)
+    return jax.make_jaxpr(primitive.op.meaning(primitive.name, plain))(*shapes.values())

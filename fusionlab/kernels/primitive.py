@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
+from jax.sharding import get_abstract_mesh
 
 from ..device import Device
 from ..graph.labelled import Form
@@ -113,6 +114,30 @@ class FusedPrimitive(Primitive):
             return one.cotangent(dict(zip(saved, operands[:-1], strict=True)), operands[-1], wanted, shardings, **attrs)
 
         return tangent if self.role == "tangent" else cotangent
+
+
+def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
+    """What a primitive needs before it is lowered or transformed: the types of its results, and how it runs outside a jit."""
+
+    # Types hang on nothing else; a search asks for the same ones again and again.
+    @functools.lru_cache(maxsize=1024)
+    def types(avals: tuple, params: tuple, mesh: Any, x64: bool) -> list[Any]:
+        # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
+        return [v.aval for v in jax.make_jaxpr(primitive.function(dict(params), "xla"))(*avals).jaxpr.outvars]
+
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
+
+    compiled = jax.jit(lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params")
+
+    def eager(*operands: Array, **params: Any) -> list[Array]:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return primitive.function(params, "xla")(*operands)
+        return compiled(*operands, params=tuple(sorted(params.items())))
+
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(eager)
 
 
 def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Opaque implementations on four devices: the trials, and the process that runs them. Not a test module.
 
-In the folder tests, `python -m kernels.partitioned` prints a line of JSON for each trial: its name, and what went wrong or null. Names choose trials.
+In the folder tests, `python -m kernels.partitioned`, with names of trials or without, prints a line of JSON for each: its name, and what
+went wrong or null.
 The opaque implementation computes its products in LAPACK (a triangular solve), a custom call XLA cannot split; it notes the local shapes.
 """
 
@@ -24,11 +25,13 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import BackendError
+from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION
 from fusionlab.kernels.gemm_epilogue import reference
 from fusionlab.kernels.gemm_epilogue.activations import ACTIVATIONS
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue, _labels
 from fusionlab.kernels.implementation import Implementation
 from fusionlab.kernels.labels import Axes, SummedCall
+from fusionlab.kernels.layer_norm.op import LAYER_NORM
 
 Array = Any
 SEEN: list[
@@ -98,11 +101,6 @@ def cotangent(saved, ct, wanted, shardings, *, activation, x_contract, w_contrac
 
 
 OPAQUE = Implementation("opaque", "products in LAPACK", forward, tangent, cotangent, opaque=True)
-GemmEpilogue.implementations = {
-    **GemmEpilogue.implementations,
-    "opaque": OPAQUE,
-    "unsplit": replace(OPAQUE, name="unsplit", opaque=False),
-}
 
 
 class Packed(GemmEpilogue):
@@ -135,8 +133,28 @@ def packing(one: Implementation) -> Implementation:
     )
 
 
-Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
 PACKED = Packed()
+
+
+def register() -> None:
+    """For this process alone: other tests ask what implementations there are."""
+    unsplit = replace(OPAQUE, name="unsplit", opaque=False)
+    GemmEpilogue.implementations = {**GemmEpilogue.implementations, "opaque": OPAQUE, "unsplit": unsplit}
+    Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
+    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION):
+        one = op.implementations["xla"]
+        type(op).implementations = {
+            **op.implementations,
+            "opaque": replace(one, name="opaque", forward=noting(one), opaque=True),
+        }
+
+
+def noting(one: Implementation) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        note("call", **{slot: a for slot, a in kwargs.items() if isinstance(a, jax.Array)})
+        return one.forward(*args, **kwargs)
+
+    return forward
 
 
 # The truth, in numpy's float64.
@@ -446,6 +464,37 @@ def a_part_that_the_implementation_refuses_is_computed_by_another() -> None:
         GemmEpilogue.preferred = rule
 
 
+def norm(implementation: str) -> Callable[..., Array]:
+    return lambda *a: LAYER_NORM.call(*a, axis=-1, implementation=implementation)
+
+
+@trial
+def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
+    args = arrays((2, M, N), (N,), (N,))
+    want = jax.jit(everything(norm("xla")))(*args)
+    for specs, shape in (
+        ((P("a", "b"), P(), P()), (1, M // 2, N)),
+        ((P(None, ("a", "b")), P("a"), P()), (2, M // 4, N)),
+        ((P("a", None, "b"), P("b"), P("b")), (1, M, N)),
+    ):
+        got, _ = compiled(everything(norm("opaque")), placed(mesh_of(SQUARE), *specs, args=args))
+        close(got, want, specs)
+        assert local("call")["x"] == shape, specs
+    _, text = compiled(gradients(norm("opaque")), placed(mesh_of(SQUARE), P("a", "b"), P(), P(), args=args))
+    assert not count(text, "all-gather")
+
+
+@trial
+def an_op_that_names_no_axes_is_computed_whole() -> None:
+    args = arrays(*[(4, 6, 2, 4)] * 3)
+    attend = lambda name: everything(partial(fl.ops.dot_product_attention, implementation=name))  # noqa: E731
+    want = jax.jit(attend("xla"))(*args)
+    for spec in (P("d"), P(None, None, None, "d")):
+        got, _ = compiled(attend("opaque"), placed(mesh_of(LINE), spec, spec, spec, args=args))
+        close(got, want, spec)
+        assert local("call") == dict.fromkeys(("query", "key", "value"), (4, 6, 2, 4))
+
+
 def in_scan(f: Callable[..., Array]) -> Callable[..., Array]:
     def run(x: Array, w: Array, b: Array) -> Array:
         step = jax.checkpoint(lambda x, _: (f(x, w, b) @ w.T, None))
@@ -534,6 +583,7 @@ def a_trace_shows_one_node_and_no_region() -> None:
 
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
+    register()
     asked = sys.argv[1:] or [name for name in TRIALS if name not in LONG]
     for name in asked:
         try:

@@ -99,6 +99,8 @@ def test_every_16_bit_input_forward(emulator, activation, dtype):
     np.testing.assert_array_equal(np.isnan(out), np.isnan(meant))
     finite = np.isfinite(wide)
     np.testing.assert_array_equal(out[~finite].astype(np.float32), meant[~finite])
+    if activation.startswith("relu"):
+        np.testing.assert_array_equal(np.signbit(out)[finite], np.signbit(meant)[finite])  # -0 becomes 0
     value = exact(activation, wide[finite])[0]
     error = np.abs(out[finite].astype(np.float64) - value)
     # Half of it is the rounding of the result. At 1e-36 float's own range ends: 1 + exp(-h) is infinite.
@@ -179,7 +181,7 @@ def test_wide_values_and_special_ones(emulator, activation, dtype):
     assert np.all(np.abs(dh[finite] - derivative) <= few * ulp(np.maximum(np.abs(derivative), 0.1), dtype))
 
 
-SHAPES = [(1, 8), (3, 1), (5, 130), (37, 24), (9, 520), (70, 264), (300, 16), (263, 3)]
+SHAPES = [(1, 8), (3, 1), (5, 130), (37, 24), (9, 520), (70, 264), (127, 40), (263, 3)]
 VARIANTS = [
     ("bfloat16", "relu", "bits"),
     ("float16", "relu_where", "bits"),

@@ -110,6 +110,9 @@ class GemmEpilogue(Op):
         both = attrs["activation"] in choosing.PACKABLE and (role == "cotangent" or attrs["residuals"])
         return ({"packed": False}, {"packed": True}) if both and jax.device_count() == 1 else ({},)
 
+    def plain(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**params, "packed": False} if params["packed"] else params
+
     def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
         if "mask" not in shapes or attrs["activation"] not in choosing.PACKABLE:
             return shapes

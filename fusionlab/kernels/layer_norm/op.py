@@ -14,6 +14,7 @@ from ...errors import ArgumentError, unknown_name
 from ...graph.labelled import Form
 from ..arrays import batch_of_rows, check_dtypes
 from ..implementation import Implementation
+from ..labels import Axes
 from ..op import Op
 from . import reference
 
@@ -72,15 +73,24 @@ class LayerNorm(Op):
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
         """Rows "m", features "n"."""
-        rows = [f"m{i}" for i in range(len(shapes["x"]) - 1)]
-        x = (*rows[: attrs["axis"]], "n", *rows[attrs["axis"] :])
-        axes = {"x": x, "scale": ("n",), "bias": ("n",)}
+        labels = _labels(len(shapes["x"]), attrs["axis"])
         numbers = (("epsilon", attrs["epsilon"]),)
-        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), x, (("kind", attrs["kind"]),), numbers)
+        slots = tuple(labels[slot] for slot in shapes)
+        return Form(tuple(shapes), slots, labels["out"], (("kind", attrs["kind"]),), numbers)
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        return Axes(_labels(len(shapes["out"]), attrs["axis"]), whole=frozenset("n"))  # the statistics run over n
 
     def formula(self, *, kind: str = "layer", scale: bool = True, bias: bool = True, **_: Any) -> str:
         """ "layer_norm(x) * scale + bias"; `scale=False` and `bias=False` leave them out."""
         return f"{kind}_norm(x){' * scale' if scale else ''}{' + bias' if bias else ''}"
+
+
+def _labels(rank: int, axis: int) -> dict[str, tuple[str, ...]]:
+    """Rows "m0", "m1", ..., features "n"."""
+    rows = tuple(f"m{i}" for i in range(rank - 1))
+    x = (*rows[:axis], "n", *rows[axis:])
+    return {"x": x, "scale": ("n",), "bias": ("n",), "out": x, "mean": rows, "rstd": rows}
 
 
 def _check_shapes(x: Any, scale: Any, bias: Any, axis: Any) -> int:
