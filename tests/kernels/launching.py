@@ -154,10 +154,15 @@ def four_devices() -> dict[str, Any]:
     shared = np.arange(3, dtype=np.float32)
     found: dict[str, Any] = {}
     for check in (True, False):
+        varying: list[list[str]] = []
 
-        def local(a: Array, b: Array) -> tuple[Array, Array]:
+        def local(a: Array, b: Array, varying: list = varying) -> tuple[Array, Array]:
             assert a.shape == (2, 4)
             (out,) = numpy_call("first_minus_mean_of_second", a, b)
+            varying.append(
+                sorted(jax.typeof(out).manual_axis_type.varying)
+                + sorted(jax.typeof(doubled(b)).manual_axis_type.varying)
+            )
             return out, jax.lax.psum(doubled(out), "d")
 
         f = jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P()), check_vma=check)
@@ -174,6 +179,7 @@ def four_devices() -> dict[str, Any]:
         found[f"check_vma={check}"] = {
             "shards": [shards[i] for i in range(4)],
             "shard_shapes": sorted({tuple(s.data.shape) for s in out.addressable_shards}),
+            "varying": varying[0],
             "total": bool((np.asarray(total) == 2 * wanted.reshape(4, 2, 4).sum(0)).all()),
             "launched": sum(f == "double" for f, *_ in LAUNCHED),
             "gathers": text.count("all-gather"),

@@ -273,7 +273,8 @@ def test_eight_threads_compile_different_functions():
 
 def test_every_device_launches_its_own_shard():
     wanted = {"shards": [True] * 4, "shard_shapes": [[2, 4]], "total": True, "launched": 12, "gathers": 0}
-    assert process("four_devices", devices=4) == {"check_vma=True": wanted, "check_vma=False": wanted}
+    checked, unchecked = {**wanted, "varying": ["d"]}, {**wanted, "varying": []}
+    assert process("four_devices", devices=4) == {"check_vma=True": checked, "check_vma=False": unchecked}
 
 
 # Executables of other processes.
