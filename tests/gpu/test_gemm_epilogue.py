@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,25 +85,18 @@ def test_row_08_chained_backward_is_two_products_a_layer_and_nothing_beside_them
 
 def launched(fn, *args):
     """The plans that a program launches, as it is lowered for CUDA."""
-    import json
-    import re
-
     text = jax.jit(fn).lower(*args).as_text()
     return [json.loads(m.replace("\\22", '"')) for m in re.findall(r'plan = "((?:[^"])*)"', text)]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
-@pytest.mark.parametrize("implementation", ["cuda", "cublaslt", None])
+@pytest.mark.parametrize("implementation", ["cublaslt", None])
 def test_row_12_multi_fc_trains_alike(activation, implementation):
     params = multi_fc.init(jax.random.key(0), 128, dtype=jnp.float16)
-    x = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (16, 32, 128)), jnp.float16)
-
-    def loss(params, x):
-        return jnp.mean(multi_fc.apply(params, x, activation=activation).astype(jnp.float32))
-
-    if implementation == "cublaslt" and activation == "gelu_tanh":
-        params, x = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
-    fused = jax.jit(jax.value_and_grad(fl.fuse(loss, passes=["gemm_epilogue"])))
-    want = jax.jit(jax.value_and_grad(loss))(params, x)
-    for got, right in zip(jax.tree.leaves(fused(params, x)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.float32(got), np.float32(right), rtol=1e-2, atol=1e-3)
+    inputs = multi_fc.inputs(jax.random.key(1), 16, 32, 128, dtype=jnp.float16)
+    loss = functools.partial(multi_fc.loss, activation=activation)
+    fused = fl.fuse(loss, passes=["gemm_epilogue"], implementation=implementation)
+    got = jax.jit(jax.value_and_grad(fused))(params, *inputs)
+    want = jax.jit(jax.value_and_grad(loss))(params, *inputs)
+    for one, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.float32(one), np.float32(right), rtol=1e-2, atol=1e-3)
