@@ -16,6 +16,7 @@ import jax
 from ..graph.gradients import BackwardPart, Chain
 from ..graph.split import Split, split_vjp
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+from ..kernels.gemm_epilogue.reference import unpacked
 from .base import Plan
 from .findings import Candidate, Rejection
 
@@ -89,7 +90,7 @@ def _chain(c: Candidate, before: Candidate | None) -> Chain:
     slope = None
     if act.residual != "none":
         (saved,) = part.split.residuals
-        slope = jax.make_jaxpr(act.scale)(
+        slope = jax.make_jaxpr(lambda saved, t: act.scale(unpacked(saved, t.shape), t))(
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (saved, part.cotangent.aval))
         )
     linked = None if before is None else _derivative(part, plan, before)

@@ -8,8 +8,10 @@ operands (`row_major` does it). Source of every limit named here: the cuBLAS doc
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
@@ -81,8 +83,9 @@ class MatmulPlan:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> MatmulPlan:
-        given = {f.name: content[f.name] for f in fields(cls)}
-        return cls(**given | {"transposed": tuple(given["transposed"])})
+        given: dict[str, Any] = {f.name: content[f.name] for f in fields(cls)}
+        given["transposed"] = tuple(given["transposed"])
+        return cls(**given)
 
     def with_algorithm(self, algorithm: str, library: int) -> MatmulPlan:
         return replace(self, algorithm=algorithm, library=library)
@@ -110,9 +113,7 @@ def bindings() -> Any:
     """
     if reason := missing():
         raise MissingDependencyError(f"cuBLASLt: {reason}")
-    from nvmath.bindings import cublasLt
-
-    return cublasLt
+    return importlib.import_module("nvmath.bindings.cublasLt")
 
 
 def version() -> int:
@@ -185,9 +186,11 @@ class _Matmul:
         a = (plan.k, plan.m) if plan.transposed[0] else (plan.m, plan.k)
         b = (plan.n, plan.k) if plan.transposed[1] else (plan.k, plan.n)
         self._layouts = [lt.matrix_layout_create(kind, *shape, shape[0]) for shape in (a, b, (plan.m, plan.n))]
+        # Not at the interpreter's end: by then the bindings may be gone.
+        weakref.finalize(self, _destroy, lt, self._desc, self._layouts).atexit = False
         number = np.float64 if plan.compute == "f64" else np.float32
         self._one, self._zero = np.ones(1, number), np.zeros(1, number)
-        self._algorithm = self._picked() if pick else None
+        self._algorithm = self._picked() if pick else np.zeros(8, np.uint64)
 
     def run(self, stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
         plan, lt = self._plan, self._lt
@@ -254,11 +257,11 @@ class _Matmul:
     def _set(self, attribute: str, value: int) -> None:
         _set_attribute(self._lt, "desc", self._desc, attribute, value)
 
-    def __del__(self) -> None:
-        for layout in getattr(self, "_layouts", ()):
-            self._lt.matrix_layout_destroy(layout)
-        if hasattr(self, "_desc"):
-            self._lt.matmul_desc_destroy(self._desc)
+
+def _destroy(lt: Any, desc: int, layouts: Sequence[int]) -> None:
+    for layout in layouts:
+        lt.matrix_layout_destroy(layout)
+    lt.matmul_desc_destroy(desc)
 
 
 def _set_attribute(lt: Any, kind: str, handle: int, attribute: str, value: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import threading
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -71,13 +71,12 @@ class KernelPlan:
         return cls(source, tuple(content["options"]), launches)
 
     def prepare(self, device: int) -> Prepared:
-        from cupy.cuda import Device as CupyDevice
-        from cupy.cuda import driver, function
-
+        cuda: Any = importlib.import_module("cupy.cuda")
+        driver = cuda.driver
         if not self.launches:
             return lambda stream, operands, results: None
-        arch = f"sm_{CupyDevice(device).compute_capability}"
-        module = function.Module()
+        arch = f"sm_{cuda.Device(device).compute_capability}"
+        module = cuda.function.Module()
         module.load(cubin(Source(self.source, tuple(one.entry for one in self.launches)), self.options, arch))
         ready = []
         for one in self.launches:
@@ -121,20 +120,24 @@ def _launcher(
     from_results = [(i, number) for i, (kind, number) in enumerate(one.params) if kind == "result"]
     geometry = (*one.grid, *one.block, one.shared)
 
-    own = threading.local()  # a block of parameters for each thread: several may be here at once
+    # Blocks of parameters that no launch uses just now: several threads may be here at once, and XLA's own threads are new to Python each
+    # time, so that a block of each thread's own would never be found again.
+    free: list[tuple[Any, Any, int]] = []
 
     def start(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
         try:
-            given, addresses = own.given, own.addresses
-        except AttributeError:
-            given = own.given = values(*fixed)
+            block = free.pop()
+        except IndexError:
+            given = values(*fixed)
             base = ctypes.addressof(given)
-            own.held = pointers(*range(base, base + 8 * count, 8))
-            addresses = own.addresses = ctypes.addressof(own.held)
+            held = pointers(*range(base, base + 8 * count, 8))
+            block = given, held, ctypes.addressof(held)
+        given = block[0]
         for i, number in from_operands:
             given[i] = operands[number]
         for i, number in from_results:
             given[i] = results[number]
-        launch_kernel(function, *geometry, stream, addresses, 0)
+        launch_kernel(function, *geometry, stream, block[2], 0)
+        free.append(block)
 
     return start

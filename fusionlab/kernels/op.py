@@ -110,9 +110,9 @@ class Op(abc.ABC):
         """The operands of a call of these shapes once settings among the attributes have changed."""
         return shapes
 
-    def plain(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A primitive's parameters with residuals laid out as the reference has them."""
-        return params
+    def plain(self, params: Mapping[str, Any], shapes: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """A primitive's parameters and operands (by name) with residuals laid out as the reference has them."""
+        return params, shapes
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
@@ -419,10 +419,8 @@ def plain_meaning_of(eqn: Any) -> Any:
     primitive = eqn.primitive
     if not isinstance(primitive, FusedPrimitive):
         return None
-    plain = primitive.op.plain(eqn.params)
-    if plain == eqn.params:
-        return primitive.op.meaning(primitive.name, eqn.params)
     names = primitive.operand_names(eqn.params)
     given = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n, v in zip(names, eqn.invars, strict=True)}
-    shapes = primitive.op.operand_shapes(given, **plain)
-    return jax.make_jaxpr(primitive.op.meaning(primitive.name, plain))(*shapes.values())
+    params, shapes = primitive.op.plain(eqn.params, given)
+    meaning = primitive.op.meaning(primitive.name, params)
+    return meaning if params is eqn.params and shapes == given else jax.make_jaxpr(meaning)(*shapes.values())

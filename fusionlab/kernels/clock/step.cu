@@ -1,6 +1,8 @@
-// Next to no work, one element a thread: for timing what a launch costs.
+// Next to no work, four elements a thread as XLA's own kernels take: for timing what a launch costs. `count` is a multiple of 4.
 
-extern "C" __global__ void step(const float* from, float* to, long long count) {
+extern "C" __global__ void step(const float4* from, float4* to, long long count) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < count) to[i] = from[i] + 1.0f;
+    if (4 * i >= count) return;
+    const float4 x = from[i];
+    to[i] = make_float4(x.x + 1.0f, x.y + 1.0f, x.z + 1.0f, x.w + 1.0f);
 }

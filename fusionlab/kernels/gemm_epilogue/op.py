@@ -110,15 +110,22 @@ class GemmEpilogue(Op):
         both = attrs["activation"] in choosing.PACKABLE and (role == "cotangent" or attrs["residuals"])
         return ({"packed": False}, {"packed": True}) if both and jax.device_count() == 1 else ({},)
 
-    def plain(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**params, "packed": False} if params["packed"] else params
-
     def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
         if "mask" not in shapes or attrs["activation"] not in choosing.PACKABLE:
             return shapes
         *rows, columns = shapes["ct"].shape
         packed, plain = ((*rows, reference.mask_pitch(columns)), np.uint8), ((*rows, columns), np.bool_)
         return shapes | {"mask": jax.ShapeDtypeStruct(*(packed if attrs["packed"] else plain))}
+
+    def plain(self, params: Mapping[str, Any], shapes: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        plain = {**params, "packed": False} if params["packed"] else params
+        shapes = self.operand_shapes(shapes, **plain)
+        saved = shapes.get("x_saved")
+        if saved is None or saved.dtype != np.uint8:
+            return plain, shapes
+        rows, inner = list(shapes["ct"].shape[:-1]), shapes["w"].shape[params["w_contract"]]
+        rows.insert(params["x_contract"], inner)
+        return plain, shapes | {"x_saved": jax.ShapeDtypeStruct(tuple(rows), np.bool_)}
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         packable = attrs["activation"] in choosing.PACKABLE
