@@ -79,6 +79,7 @@ def launches(samples: int) -> dict[str, Any]:
     from fusionlab.kernels import clock, launch
 
     x = jnp.ones(4096, jnp.float32)
+    large = jnp.ones(1 << 20, jnp.float32)
 
     def own(x: Any) -> Any:
         return jax.lax.optimization_barrier(x + 1.0)  # else XLA makes one kernel of them all
@@ -96,6 +97,7 @@ def launches(samples: int) -> dict[str, Any]:
     without = {n: compiled(f, x, **off) for n, f in chains.items()}
     found = {
         "in command buffers": measured({n: compiled(f, x) for n, f in chains.items()}, "xla", samples),
+        "in command buffers, 4 MiB": measured({n: compiled(f, large) for n, f in chains.items()}, "xla", samples),
         "without command buffers": measured(without, "xla", samples),
         "scan of 10": measured(loops, "xla", samples),
         "host seconds a launch, without command buffers": {
@@ -354,7 +356,8 @@ def _case_line(text: str, choice: Any) -> str:
     what = "fwd+res" if c.get("residuals") else "fwd" if c["role"] == "call" else "bwd"
     times = " ".join(f"{n} {t:.1f}" for n, t in choice.times_us.items())
     settings = f" {choice.settings}" if choice.settings else ""
-    return f"{c['rows']}x{c['inner']}x{c['columns']} {c['activation']} {what} packed={c['packed']}: {choice.implementation} [{times}]{settings}"
+    shape = f"{c['rows']}x{c['inner']}x{c['columns']}"
+    return f"{shape} {c['activation']} {what} packed={c['packed']}: {choice.implementation} [{times}]{settings}"
 
 
 def line(name: str, found: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ class Environment:
       xla_flags: the variable XLA_FLAGS.
       settings: JAX settings that change what is compiled.
       commit: git commit of the repository that the current folder belongs to, "-dirty" appended when it has changes; ""
-        outside git.
+        outside git. The variable FUSIONLAB_COMMIT goes before: for a copy of the files without their history.
       time: UTC, ISO 8601.
     """
 
@@ -128,6 +128,9 @@ def _plain(value: Any) -> Any:
 
 
 def _commit() -> str:
+    if named := os.environ.get("FUSIONLAB_COMMIT"):  # where the files are without their history
+        return named
+
     def git(*args: str) -> str:
         done = subprocess.run(("git", *args), capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.strip()

@@ -59,8 +59,15 @@ def test_row_06_columns_of_any_number(columns, activation):
             np.testing.assert_allclose(got, right, rtol=2e-5, atol=2e-5)
 
 
-def test_row_08_chained_backward_is_two_products_a_layer_and_nothing_beside_them():
-    x, w1, b1, w2, b2, ct = example((256, 128), (128, 256), (256,), (256, 128), (128,), (256, 128), dtype=jnp.bfloat16)
+@pytest.fixture
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def test_row_08_chained_backward_is_two_products_a_layer_and_nothing_beside_them(full_precision):
+    # float32 at full precision: in bfloat16 a pre-activation near 0 may round to either side of it, and a whole gradient hangs on that.
+    x, w1, b1, w2, b2, ct = example((256, 128), (128, 256), (256,), (256, 128), (128,), (256, 128))
 
     def step(x, w1, b1, w2, b2, ct):
         out, back = jax.vjp(lambda *a: jax.nn.relu(a[0] @ a[1] + a[2]) @ a[3] + a[4], x, w1, b1, w2, b2)
@@ -80,7 +87,7 @@ def test_row_08_chained_backward_is_two_products_a_layer_and_nothing_beside_them
     want = jax.jit(step)(*args)
     for got, right in zip(jax.tree.leaves(fused(*args)), jax.tree.leaves(want), strict=True):
         got, right = np.asarray(got, np.float32), np.asarray(right, np.float32)
-        assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
+        assert np.linalg.norm(got - right) <= 1e-5 * np.linalg.norm(right)
 
 
 def launched(fn, *args):

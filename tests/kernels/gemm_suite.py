@@ -105,7 +105,7 @@ class GemmEpilogueSuite:
         return GEMM_EPILOGUE.implementations[self.implementation].refuses(
             dict(zip("x w bias".split(), operands, strict=False)),
             Device.current(),
-            **{**full, "precision": None, "present": ("x", "w", "bias"), "packed": True},
+            **{**full, "precision": jax.lax.Precision.HIGHEST, "present": ("x", "w", "bias"), "packed": True},
         )
 
     def runs(self, operands, activation, layout="NN"):

@@ -65,7 +65,8 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
 
     Returns:
       A plan with operands h[, bias] and results out[, saved]; saved is uint8 rows x pitch_of(columns) for "bits" (h > 0, lowest bit
-      first, padding 0), a byte each for "bytes" (relu_tie: twice the derivative; else h > 0), as h for "preactivation". out may be h, and so may a saved pre-activation.
+      first, padding 0), a byte each for "bytes" (relu_tie: twice the derivative; else h > 0), as h for "preactivation". out may be h,
+      and so may a saved pre-activation.
 
     Raises:
       ArgumentError, UnknownNameError: what is asked for does not exist.

@@ -53,8 +53,10 @@ def epilogue(summed: Array, bias: Array | None, activation: str, residuals: bool
 
 
 def mask_pitch(columns: int) -> int:
-    """Bytes of a row of a packed mask: one bit a column, in multiples of 128 columns: the layout of the mask of cuBLASLt's RELU_AUX epilogue
-    (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD)."""
+    """Bytes of a row of a packed mask: one bit a column, in multiples of 128 columns.
+
+    That is how cuBLASLt lays out the mask of its RELU_AUX epilogue (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD).
+    """
     return -(-columns // 128) * 16
 
 
