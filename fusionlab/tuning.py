@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from jax.dtypes import float0
 from . import lab
 from .device import Device
 from .evidence.progress import Progress
-from .evidence.tuning import Call, Tuned, calls_in, tune_calls
 from .graph.trace import bind_static
 from .kernels.choices import CHOICES, Measured, plan_file, write
+
+if TYPE_CHECKING:
+    from .evidence.tuning import Call, Tuned
 
 
 def tune(
@@ -51,6 +53,8 @@ def tune(
     Raises:
       TraceError: `fn` does not trace. ArgumentError: the file is there and is no plan file. OutputError: it cannot be written.
     """
+    from .evidence.tuning import Tuned, tune_calls
+
     fused = (
         fn
         if isinstance(fn, lab.Fused)
@@ -78,6 +82,8 @@ def _calls(
     fused: Callable, args: tuple, kwargs: dict, grad: bool, static_argnums: Any, static_argnames: Any
 ) -> list[Call]:
     """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float."""
+    from .evidence.tuning import calls_in
+
     dynamic, given_args, given_kwargs = bind_static(fused, args, kwargs, static_argnums, static_argnames)
     leaves, tree = jax.tree.flatten((given_args, given_kwargs))
     shapes = [jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)) for a in leaves]

@@ -40,7 +40,9 @@ def test_versions_and_devices_are_this_machines():
     abilities = by_name(found.abilities)
     assert abilities["backend xla"].ready
     assert abilities["backend xla_blockwise"].ready
-    assert not abilities["backends for CUDA"].ready
+    for name in ("cublaslt", "cuda"):
+        assert not abilities[f"backend {name}"].ready
+        assert "a CUDA GPU" in abilities[f"backend {name}"].reason
 
 
 def test_every_backend_of_every_op_is_reported():

@@ -42,14 +42,14 @@ def test_importing_fusionlab_prints_nothing_and_starts_no_backend():
     assert run("import os; os.environ['JAX_PLATFORMS'] = 'nonesuch'; import fusionlab") == ""
 
 
-def test_importing_fusionlab_takes_no_longer_than_jax_and_three_tenths_of_a_second():
+def test_importing_fusionlab_takes_no_longer_than_jax_and_four_tenths_of_a_second():
     # Processor time: importing waits for nothing, and wall time on a busy machine would measure its neighbours.
     timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     jax_s, lab_s = [], []
-    for _ in range(3):  # interleaved, so that a busy machine is busy for both
+    for _ in range(5):  # interleaved, so that a busy machine is busy for both
         jax_s.append(float(run(timed.format("jax"))))
         lab_s.append(float(run(timed.format("fusionlab"))))
-    assert min(lab_s) <= min(jax_s) + 0.3
+    assert min(lab_s) <= min(jax_s) + 0.4
 
 
 def imports_of(path: Path) -> set[str]:
