@@ -95,10 +95,11 @@ def numbers_in(record):
 
 
 def test_every_number_of_a_table_stands_in_its_record():
-    row = r"^\| .+? \| ([\d.]+ \w+) \| ([\d.]+ \w+) \| .*\[record\]\((benchmarks/[^)]+\.json)\) \|$"
-    rows = re.findall(row, README, re.M)
+    rows = re.findall(r"^(\|.*)\[record\]\((benchmarks/[^)]+\.json)\) \|$", README, re.M)
     assert len(rows) == README.count("[record](")
-    for *cells, record in rows:
+    for row, record in rows:
+        cells = re.findall(r"\| ([\d.]+ (?:s|ms|us|ns|MiB)) (?=\|)", row)
+        assert len(cells) >= 2, row
         numbers = list(numbers_in(json.loads((ROOT / record).read_text())))
         written = {form(n) for n in numbers for form in (seconds, mebibytes)}
         assert set(cells) <= written, record
