@@ -11,14 +11,17 @@ import importlib.util
 import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
 from .device import Device
+from .kernels.choices import CHOICES
+from .kernels.compile import DEFAULT_CACHE
 from .kernels.compile import why_missing as cupy_missing
 from .kernels.cublaslt import missing as cublaslt_missing
+from .kernels.launch import BOOK
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Doctor:
       needs: everything FusionLab can use, present or missing.
       abilities: backends and outputs, ready or not, with the reason.
       next_command: the one command to run next.
+      caches: name -> counter -> count, of this process: launch plans prepared, kernels compiled, choices of implementations looked up.
     """
 
     versions: dict[str, str]
@@ -68,6 +72,7 @@ class Doctor:
     needs: tuple[Need, ...]
     abilities: tuple[Ability, ...]
     next_command: str
+    caches: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able data; `needs` carry `present`."""
@@ -89,6 +94,9 @@ class Doctor:
         for n in self.needs:
             state = n.version or "found" if n.present else "missing"
             lines.append(f"  {n.name:<16} {state:<10} {n.purpose}" + ("" if n.present else f"; {n.remedy}"))
+        lines += ["Caches of this process"]
+        for name, counts in self.caches.items():
+            lines.append(f"  {name:<16} " + ", ".join(f"{k} {v}" for k, v in counts.items()))
         return "\n".join([*lines, "Next", f"  {self.next_command}"])
 
 
@@ -180,4 +188,5 @@ def doctor() -> Doctor:
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     versions |= {name: _version(name) for name in ("fusionlab", "jax", "jaxlib", "numpy")}
     described = [f"{d.platform}: {device if d.platform == 'cpu' else d.device_kind}" for d in jax.devices()]
-    return Doctor(versions, tuple(described), needs, _abilities(device, needs), _next_command(device, needs))
+    caches = {"plans": BOOK.counters(), "kernels": asdict(DEFAULT_CACHE.counters()), "choices": CHOICES.counters()}
+    return Doctor(versions, tuple(described), needs, _abilities(device, needs), _next_command(device, needs), caches)

@@ -45,6 +45,18 @@ def test_versions_and_devices_are_this_machines():
         assert "a CUDA GPU" in abilities[f"backend {name}"].reason
 
 
+def test_the_caches_of_the_process_are_counted():
+    found = doctor()
+    assert set(found.caches) == {"plans", "kernels", "choices"}
+    before = found.caches["choices"]
+    device = Device.of("sm_90")
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 32), (32, 8))]
+    OPS["gemm_epilogue"].backends(*shapes, device=device, activation="relu")
+    after = doctor().caches["choices"]
+    assert sum(after.values()) > sum(before.values())
+    assert "  choices " in str(found)
+
+
 def test_every_backend_of_every_op_is_reported():
     backends = {a.name.removeprefix("backend ") for a in doctor().abilities if a.name.startswith("backend ")}
     assert backends == {name for op in OPS.values() for name in op.implementations}

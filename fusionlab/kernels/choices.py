@@ -9,6 +9,7 @@ processes run one program, they must compile the same code, so all take what pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -197,22 +198,20 @@ class Choices:
         """What is known of the nearest call that differs in `sizes` alone, none of them by more than a factor; distance is the sum of the
         logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there.
         """
-        asked = json.loads(text)
+        kind, asked = _parts(text, sizes)
         best, found, least = None, None, math.inf
         with self._lock:
             known = {**self._table(arch).cases, **self._mine(arch).cases}
         for other, choice in known.items():
-            content = json.loads(other)
-            if {k: v for k, v in content.items() if k not in sizes} != {
-                k: v for k, v in asked.items() if k not in sizes
-            }:
+            its_kind, content = _parts(other, sizes)
+            if its_kind != kind:
                 continue
-            distance = _distance([(asked[k], content[k]) for k in sizes], within)
+            distance = _distance(list(zip(asked, content, strict=True)), within)
             if distance < least:
                 best, found, least = choice, content, distance
         if best is None or found is None:
             return None
-        shape = " x ".join(str(found[k]) for k in sizes)
+        shape = " x ".join(map(str, found))
         return replace(best, source=f"{best.source}, at {shape}, the nearest measured")
 
     def algorithm(self, arch: str, plan: str) -> tuple[str, int] | None:
@@ -250,6 +249,14 @@ class Choices:
         if arch not in self._tables:
             self._tables[arch] = read(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
         return self._tables[arch]
+
+
+@functools.lru_cache(maxsize=4096)  # a table's cases are gone through at each look-up
+def _parts(text: str, sizes: tuple[str, ...]) -> tuple[str, tuple[int, ...]]:
+    """A call without its sizes, as text; and those."""
+    content = json.loads(text)
+    found = tuple(int(content.pop(name, 0)) for name in sizes)
+    return json.dumps(content, sort_keys=True), found
 
 
 def _distance(pairs: list[tuple[int, int]], within: float) -> float:

@@ -261,9 +261,7 @@ def _cuda_runtime() -> Any:
 
 
 def _current(device: int) -> Any:
-    import cupy
-
-    return cupy.cuda.Device(device)
+    return importlib.import_module("cupy.cuda").Device(device)
 
 
 # Kept for as long as XLA may call them. Registered at import, once, and not by the first `launch`: an executable that was deserialised
