@@ -21,9 +21,9 @@ from fusionlab.kernels.gemm_epilogue.elementwise import (
     accumulator,
     backward_plan,
     forward_plan,
-    pitch_of,
     saves_for_backward,
 )
+from fusionlab.kernels.gemm_epilogue.reference import mask_pitch
 
 KEY = "0" * 64
 RELU = forward_plan(64, 256, "bfloat16", "relu", bias=True, saves="bits")
@@ -268,7 +268,7 @@ def test_forward_takes_every_element_once(rows, columns, dtype, activation, data
         reached = columns_reached(launch, vec)
         assert reached[:columns].size == columns
         if saves == "bits":
-            assert reached.size >= 8 * pitch_of(columns)
+            assert reached.size >= 8 * mask_pitch(columns)
             assert vec == 8 or launch.block[0] % 32 == 0
         (_, by), height = launch.grid[:2], launch.block[1]
         # first, then kRows rows blockDim.y apart, then the next tile gridDim.y tiles on

@@ -14,9 +14,9 @@ from fusionlab.kernels.gemm_epilogue.elementwise import (
     accumulator,
     backward_plan,
     forward_plan,
-    pitch_of,
     saves_for_backward,
 )
+from fusionlab.kernels.gemm_epilogue.reference import mask_pitch
 from tests.kernels.emulated import Emulator
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
@@ -209,7 +209,7 @@ def saved_like(saves, h, activation):
     """What forward saves of h, in numpy."""
     if saves == "bits":
         rows, columns = h.shape
-        padded = np.zeros((rows, 8 * pitch_of(columns)), bool)
+        padded = np.zeros((rows, 8 * mask_pitch(columns)), bool)
         padded[:, :columns] = h > 0
         return np.packbits(padded, axis=1, bitorder="little")
     if saves == "bytes":

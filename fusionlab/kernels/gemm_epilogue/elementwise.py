@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ArgumentError, unknown_name
 from ..compile import Source
 from ..kernel_plan import KernelPlan, Launch
+from .reference import mask_pitch
 
 SOURCE = Source("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
 # In the order of FL_ACT.
@@ -32,11 +33,6 @@ _THREADS = 256
 _ROWS_IN_FLIGHT = 4  # kRows
 _SUM_BLOCK = (32, 32, 1)  # kSumColumns, kSumRows
 _GRID_Y = 65535  # CUDA's limit
-
-
-def pitch_of(columns: int) -> int:
-    """Bytes of a row of "bits": those of 128 columns each, the leading dimension that cuBLASLt's RELU_AUX mask needs."""
-    return -(-columns // 128) * 16
 
 
 def saves_for_backward(activation: str) -> tuple[str, ...]:
@@ -64,7 +60,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
       saves: "none", or one of `saves_for_backward(activation)`.
 
     Returns:
-      A plan with operands h[, bias] and results out[, saved]; saved is uint8 rows x pitch_of(columns) for "bits" (h > 0, lowest bit
+      A plan with operands h[, bias] and results out[, saved]; saved is uint8 rows x mask_pitch(columns) for "bits" (h > 0, lowest bit
       first, padding 0), a byte each for "bytes" (relu_tie: twice the derivative; else h > 0), as h for "preactivation". out may be h,
       and so may a saved pre-activation.
 
@@ -77,7 +73,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
     vec = _vector(columns, dtype)
     # The threads of a padded row of bits write its padding too. Of fewer than 8 columns each, they pass bits to their neighbours in the
     # warp, which must therefore lie in one row.
-    covered, least = (8 * pitch_of(columns), 32 if vec < 8 else 1) if saves == "bits" else (columns, 1)
+    covered, least = (8 * mask_pitch(columns), 32 if vec < 8 else 1) if saves == "bits" else (columns, 1)
     width = _width(covered, vec, least, _THREADS)
     height = _THREADS // width
     # One tile of rows a block: thousands of blocks for anything large, and 4 rows share the bias that a thread holds.
@@ -89,7 +85,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
         ("result", 1) if saves != "none" else ("null", 0),
         ("i64", rows),
         ("i64", columns),
-        ("i64", pitch_of(columns)),
+        ("i64", mask_pitch(columns)),
     )
     launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params)
     options = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
@@ -140,7 +136,7 @@ def backward_plan(
         ("result", results + 1) if dbias else ("null", 0),
         ("i64", rows),
         ("i64", columns),
-        ("i64", pitch_of(columns)),
+        ("i64", mask_pitch(columns)),
         ("i64", per_block),
     )
     launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params)]
