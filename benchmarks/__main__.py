@@ -5,7 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("attention_cpu", "gemm_epilogue", "kernel_resources", "pair_memory", "pairs", "random_programs", "recall")
+NAMES = (
+    "attention",
+    "attention_cpu",
+    "gemm_epilogue",
+    "kernel_resources",
+    "pair_memory",
+    "pairs",
+    "random_programs",
+    "recall",
+)
 
 
 def main(argv: list[str]) -> int:

@@ -35,7 +35,6 @@ TABLE = (  # rows, features in, features out
     (8192, 1024, 4096),
     (32768, 1024, 4096),
 )
-PEAKS = {"copy_bytes_per_s": 4.3e12, "bf16_flop_per_s": 790e12}  # measured on an H200: a large copy, a large product
 LAUNCHES = 50
 
 
@@ -105,9 +104,10 @@ def launches(samples: int) -> dict[str, Any]:
         },
     }
     jax.block_until_ready(loops["fusionlab"]())
-    before = launch.BOOK.counters()["launches"]
+    before = launch.counters()
     jax.block_until_ready(loops["fusionlab"]())
-    found["python calls in a run of the scan"] = launch.BOOK.counters()["launches"] - before
+    found["python calls in a run of the scan"] = launch.counters()["launches"] - before["launches"]
+    found["launcher"] = "native" if launch.LAUNCHER else "python"
     return found
 
 
@@ -190,11 +190,13 @@ def relu_backward(samples: int) -> dict[str, Any]:
 # The perceptron.
 
 
-def mlps(samples: int, torch: bool) -> dict[str, Any]:
+def mlps(samples: int, torch: bool, flop_per_s: float) -> dict[str, Any]:
+    """`flop_per_s` is what the device was measured to do, for the floor: the time of the products at that rate."""
     found = {}
     for m, k, n in MLPS:
         for name in ACTIVATIONS:
             found[f"{name} {m}x{k}x{n}"] = mlp(name, m, k, n, samples, torch)
+            found[f"{name} {m}x{k}x{n}"]["floor_s"] = 12 * m * k * n / flop_per_s
             print(line(f"mlp {name} {m}x{k}x{n}", found[f"{name} {m}x{k}x{n}"]), flush=True)
     return found
 
@@ -233,10 +235,8 @@ def mlp(name: str, m: int, k: int, n: int, samples: int, torch: bool) -> dict[st
     }
     wrong = differences(programs["jax.jit"](), programs["fusionlab"]())
     found = measured(programs, "jax.jit", samples)
-    flop = 12 * m * k * n
     found["routes"] = routes(fused, ct, *args)
     found["largest relative difference"] = wrong
-    found["floor_s"] = flop / PEAKS["bf16_flop_per_s"]
     if torch:
         found["torch"] = torch_mlp(name, m, k, n, samples)
     return found
@@ -385,11 +385,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--table", type=Path, help="measure and write the table of this architecture instead")
     options = parser.parse_args(argv)
 
+    import importlib.metadata
     import importlib.util
 
     import jax
 
     from fusionlab.device import Device
+    from fusionlab.evidence.peaks import measure_peaks
     from fusionlab.evidence.record import environment, save_json, to_json
 
     if Device.current().platform != "cuda":
@@ -399,12 +401,16 @@ def main(argv: list[str]) -> int:
     if options.table:
         table(options.table, 4 if options.quick else 8, options.quick)
         return 0
+    peaks = measure_peaks()
     has_torch = importlib.util.find_spec("torch") is not None
+    here = environment().to_dict()
+    if has_torch:
+        here["versions"]["torch"] = importlib.metadata.version("torch")
     record: dict[str, Any] = {
         "benchmark": "gemm_epilogue",
         "command": "python -m benchmarks gemm_epilogue",
-        "environment": environment().to_dict(),
-        "peaks": PEAKS,
+        "environment": here,
+        "peaks": {"copy_bytes_per_s": peaks.copy_bytes_per_s, "bf16_flop_per_s": peaks.gemm_flop_per_s},
         "launches": launches(samples),
     }
     if not options.json:
@@ -418,7 +424,7 @@ def main(argv: list[str]) -> int:
     if not options.json:
         for name, one in record["products"].items():
             print(line(name, one), flush=True)
-    record["mlp"] = mlps(samples, has_torch)
+    record["mlp"] = mlps(samples, has_torch, record["peaks"]["bf16_flop_per_s"])
     if options.json:
         print(to_json(record))
     stamp = record["environment"]["time"][:10]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, Source, compile_source, nvrtc_version, resources
+from fusionlab.kernels.dot_product_attention import tiles
+from fusionlab.kernels.dot_product_attention.probe import probe_plan
 from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 
@@ -40,6 +43,38 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             name = f"{dtype} {activation}" + ("" if n == 256 else " any columns")
             yield f"{name}: forward", elementwise.forward_plan(64, n, dtype, activation, bias=True, saves=saves)
             yield f"{name}: backward", elementwise.backward_plan(64, n, dtype, activation, dbias=True, saves=saves)[0]
+    yield from _attention(arch)
+
+
+def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:
+    """Of attention: each kind of operand of the scores, each way of saving, the sizes with most registers."""
+    if arch not in tiles.SOURCE.archs:
+        return
+    scores = ("bool", (0, 0, 1024, 1))
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "mask": {"mask": scores, "mask_value": -1e9},
+        "bias": {"bias": ("bfloat16", scores[1])},
+        "dropout": {"factors": scores},
+        "dropout by key": {"dropout": True, "keep": 0.9},
+    }
+    yield "attention probe", probe_plan(64, 1024)
+    everything = [("bfloat16", f, k) for f in (64, 128) for k in kinds]
+    everything += [("float32", f, k) for f in (64, 128) for k in ("causal", "mask")] + [("float16", 64, "causal")]
+    for dtype, features, kind in (
+        everything if arch == "sm_90" else (("bfloat16", 128, "mask"), ("float32", 64, "mask"))
+    ):
+        strides = (1024 * features, features, features)
+        sizes = (2, 4, 1024, 1024, features, features)
+        call = tiles.Attention(dtype, *sizes, *(strides,) * 4, features**-0.5, **kinds[kind])
+        saves = "logsumexp" if call.plain else "max_and_log_sum"
+        name = f"attention {dtype} {features} {kind}"
+        yield f"{name}: forward", tiles.forward_plan(call, saves)
+        yield f"{name}: query", tiles.query_plan(call, saves)
+        for some in tiles.together(call, ("key", "value")):
+            plan = tiles.keys_plan(call, saves, key="key" in some, value="value" in some)
+            yield f"{name}: {' and '.join(some)}", plan
 
 
 def measure(arch: str) -> dict[str, dict[str, Resources]]:

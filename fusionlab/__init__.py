@@ -21,6 +21,7 @@ from .lab import fuse as fuse
 from .lab import passes as passes
 from .lab import register as register
 from .lab import trace as trace
+from .tuning import share_plan as share_plan
 from .tuning import tune as tune
 
 try:

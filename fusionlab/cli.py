@@ -1,4 +1,4 @@
-"""The command line: `fusionlab doctor | demo | trace | find | compare`, each with `--json`.
+"""The command line: `fusionlab doctor | demo | trace | find | explain | diff | export | compare | bench | tune`, each with `--json`.
 
 Results go to standard output, progress to standard error. Exit status: 0 done, 1 an error (one line on standard error),
 2 wrong usage.
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="what this machine has and can run, and the one next command")
+    doctor.add_argument("--measure", action="store_true", help="also measure copy bandwidth and product rate (seconds)")
     doctor.set_defaults(run=_doctor)
 
     demo = commands.add_parser("demo", help="find, fuse, verify and time a transformer block; write a report")
@@ -89,11 +90,47 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument("--dump", metavar="DIR", help="write the graph before and after each pass, and report.json")
     find.set_defaults(run=_find)
 
+    explain = _function_command(commands, "explain", "what was found about one node or site")
+    explain.add_argument(
+        "name", metavar="NAME", help="a node ('%%12', as trace prints it) or a site's id (as find prints it)"
+    )
+    _add_pass_options(explain)
+    explain.add_argument("--device", metavar="NAME", help="judge for this device: cpu, or sm_90 and the like")
+    explain.set_defaults(run=_explain)
+
+    diff = _function_command(commands, "diff", "the program before and after fusing, as a unified diff")
+    _add_pass_options(diff)
+    diff.set_defaults(run=_diff)
+
+    export = _function_command(commands, "export", "the graph as a file: .svg .dot .html .json .txt .png .pdf")
+    _add_pass_options(export)
+    export.add_argument("--fused", action="store_true", help="after fusing (default: before, with what was found)")
+    export.add_argument("-o", "--output", required=True, metavar="FILE", help="where to; its suffix says what")
+    export.set_defaults(run=_export)
+
     compare = _function_command(commands, "compare", "time and errors, before and after fusing")
     _add_pass_options(compare)
     compare.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
     compare.add_argument("-o", "--output", metavar="FILE.html", help="write the comparison as a web page")
     compare.set_defaults(run=_compare)
+
+    bench = _function_command(commands, "bench", "time alone, before and after fusing")
+    _add_pass_options(bench)
+    bench.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    bench.add_argument(
+        "--samples", type=_positive, default=40, metavar="N", help="of each version (default %(default)s)"
+    )
+    bench.add_argument(
+        "--budget", type=_positive, default=60, metavar="S", help="seconds a timing (default %(default)s)"
+    )
+    bench.add_argument("-o", "--output", metavar="FILE.json", help="write the record with every sample")
+    bench.set_defaults(run=_bench)
+
+    tune = _function_command(commands, "tune", "measure which implementations are fastest here; write the plan file")
+    _add_pass_options(tune)
+    tune.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    tune.add_argument("-o", "--output", metavar="FILE", help="the plan file (default: where fusing looks)")
+    tune.set_defaults(run=_tune)
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -142,7 +179,7 @@ def _print(options: argparse.Namespace, text: Any, data: dict[str, Any]) -> None
 def _doctor(options: argparse.Namespace) -> None:
     from .doctor import doctor
 
-    found = doctor()
+    found = doctor(measure=options.measure)
     _print(options, found, found.to_dict())
 
 
@@ -188,6 +225,42 @@ def _find(options: argparse.Namespace) -> None:
     _print(options, found.report(), found.to_dict())
 
 
+def _explain(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    function, args, kwargs, static = _load(options)
+    found = fl.find(function, *args, passes=options.passes, device=options.device, **static, **kwargs)
+    text = found.explain(options.name)
+    _print(options, text, {"name": options.name, "text": text})
+
+
+def _diff(options: argparse.Namespace) -> None:
+    import difflib
+
+    import fusionlab as fl
+
+    from .graph.text import graph_text
+
+    function, args, kwargs, static = _load(options)
+    found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
+    before, after = (graph_text(graph).splitlines() for graph in (found.graph, found.apply()))
+    text = "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm=""))
+    _print(options, text or "nothing is fused", {"diff": text, "counts": found.counts()})
+
+
+def _export(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    from .viz.render import save
+
+    check_file(options.output, None)
+    function, args, kwargs, static = _load(options)
+    found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
+    graph, findings = (found.apply(), None) if options.fused else (found.graph, found)
+    path = save(graph, options.output, findings)
+    _print(options, f"written to {path}", {"path": str(path)})
+
+
 def _compare(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
@@ -198,6 +271,32 @@ def _compare(options: argparse.Namespace) -> None:
     result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True, **kwargs)
     if options.output:
         result.to_html(options.output)
+    _print(options, result, result.to_dict())
+
+
+def _bench(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    from .evidence.record import save_json
+
+    if options.output:
+        check_file(options.output, ".json")
+    function, args, kwargs, static = _load(options)
+    fused = fl.fuse(function, passes=options.passes, **static)
+    effort = {"samples": options.samples, "budget_s": options.budget, "progress": True}
+    only = {"grad": not options.no_grad, "numerics": False, "memory": False}
+    result = fl.compare(function, fused, *args, **only, **effort, **kwargs)
+    if options.output:
+        save_json(options.output, result.to_dict())
+    _print(options, result, result.to_dict())
+
+
+def _tune(options: argparse.Namespace) -> None:
+    import fusionlab as fl
+
+    function, args, kwargs, static = _load(options)
+    asked = {"passes": options.passes, "grad": not options.no_grad, "path": options.output}
+    result = fl.tune(function, *args, **asked, progress=True, **static, **kwargs)
     _print(options, result, result.to_dict())
 
 

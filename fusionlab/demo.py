@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from . import lab
 from .evidence.numerics import Error, LeafNumerics
+from .evidence.record import newest_record
 from .evidence.timing import Timing, seconds
 from .models import transformer
 from .output import output_folder
@@ -25,6 +26,18 @@ EMBED, HEADS = 128, 2
 ELSEWHERE = "sm_90"
 # Bounds each of the two timings on a slow machine; one that is cut short says so and gives no verdict.
 BUDGET_S = 20.0
+# Records of benchmarks on a GPU: the repository's own where this is a checkout; else the same files, which pyproject.toml puts into a wheel
+# here, so that there is no second copy to keep equal.
+GPU_RECORDS = (
+    Path(__file__).parents[1] / "benchmarks" / "results" / "h200",
+    Path(__file__).parent / "records" / "h200",
+)
+
+
+def gpu_record() -> dict[str, Any] | None:
+    """The newest record of `python -m benchmarks gemm_epilogue` that comes with FusionLab; None where none came along."""
+    folder = next((f for f in GPU_RECORDS if f.is_dir()), None)
+    return newest_record(folder) if folder is not None else None
 
 
 def transformer_block(params: Any, x: jax.Array) -> jax.Array:
@@ -41,6 +54,7 @@ class Demo:
       found: what may be fused on this machine.
       elsewhere: what may be fused on `ELSEWHERE`, judged without running there.
       result: time, memory and errors, before and after, on this machine.
+      record: what was measured on a GPU, elsewhere and earlier (`gpu_record`); None without one.
       folder, files: where the report is.
       seconds: of the whole demo.
     """
@@ -49,6 +63,7 @@ class Demo:
     found: lab.Findings
     elsewhere: lab.Findings
     result: lab.Comparison
+    record: dict[str, Any] | None
     folder: str
     files: tuple[str, ...]
     seconds: float
@@ -68,6 +83,7 @@ class Demo:
             "found": self.found.to_dict(),
             "elsewhere": self.elsewhere.to_dict(),
             **measured,
+            "gpu_record": None if self.record is None else {k: self.record[k] for k in ("command", "environment")},
             "files": list(self.files),
             "seconds": round(self.seconds, 1),
         }
@@ -89,6 +105,11 @@ class Demo:
         yield f"\nWould run on {self.elsewhere.device}; judged, not run"
         yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
         yield from (f"  {line}" for line in self.elsewhere.reasons())
+        if self.record is not None:
+            from .viz.gpu_record import summary, where
+
+            yield f"\nOn record from a GPU ({where(self.record)})"
+            yield f"  {summary(self.record)}"
         yield f"\n{self.seconds:.0f} s in all. Open {os.path.join(self.folder, 'report.html')}"
 
     def _rows(self) -> Iterator[list[str]]:
@@ -163,14 +184,17 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool
         elsewhere = lab.find(found.graph, device=ELSEWHERE)
         fused = lab.fuse(transformer_block)
         result = lab.compare(transformer_block, fused, params, x, grad=True, progress=progress, budget_s=BUDGET_S)
-        _write(work, found, elsewhere, result)
+        record = gpu_record()
+        _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")
-        done = Demo(size, found, elsewhere, result, str(folder), files, time.perf_counter() - start)
+        done = Demo(size, found, elsewhere, result, record, str(folder), files, time.perf_counter() - start)
         (work / "report.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
     return done
 
 
-def _write(work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab.Comparison) -> None:
+def _write(
+    work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab.Comparison, record: dict[str, Any] | None
+) -> None:
     """The page and the pictures."""
     from .viz.html import report_html
     from .viz.plots import evidence_figures, figure_svg
@@ -180,7 +204,14 @@ def _write(work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab
     environment = result.environment
     shown = {"hardware": environment.hardware, **environment.versions, "measured": environment.time}
     page = report_html(
-        found.graph, found, enabled=None, evidence=result, after=after, environment=shown, formulas=formulas
+        found.graph,
+        found,
+        enabled=None,
+        evidence=result,
+        after=after,
+        environment=shown,
+        formulas=formulas,
+        record=record,
     )
     (work / "report.html").write_text(page, encoding="utf-8")
     simulated = report_html(

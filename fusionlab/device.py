@@ -5,31 +5,55 @@ Support checks take this record, so that any device can be asked about on a lapt
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 import os
 import platform as _platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from .errors import ArgumentError
 
+NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX
+
 
 @dataclass(frozen=True)
 class Device:
-    """What a decision needs to know of a device.
+    """What a decision needs to know of a device: decisions are pure functions of a call and this record.
+
+    Any device can be simulated: `Device.of("sm_75")`, `dataclasses.replace(Device.of("sm_90"), cudnn="8.9.7")` for one with an old library,
+    `dataclasses.replace(Device.of("sm_90"), missing=("cupy",))` for one without CuPy, `Device.of("cpu")` for no GPU.
 
     Attributes:
       platform: JAX's platform name, "cpu" or "cuda" (other platforms keep JAX's name).
       arch: CUDA architecture, "sm_90"; "" without one.
       name: what to print ("NVIDIA H200", "x86_64, 2 cores").
       simulated: True when the device is only asked about, not present.
+      memory: bytes; on a GPU those that JAX may use. None where unknown.
+      runtime: of CUDA, as JAX's client gives it ("13000" for 13.0); `driver`: the kernel driver's version ("580.65.06").
+      cudnn, cublaslt: the versions of the packages that JAX's CUDA plugin loads. None where unknown, as all four are away from CUDA.
+      missing: which of `NEEDED` this process lacks, on CUDA; a simulated device lacks none.
+      copy_bytes_per_s: bytes read and written by a large copy; `gemm_flop_per_s`: of a large product (bfloat16 on CUDA, float32 on a CPU).
+        Both None until `fusionlab.evidence.peaks.measure_peaks` measured them; devices that differ in them alone are equal.
     """
 
     platform: str
     arch: str = ""
     name: str = ""
     simulated: bool = False
+    memory: int | None = None
+    runtime: str | None = None
+    driver: str | None = None
+    cudnn: str | None = None
+    cublaslt: str | None = None
+    missing: tuple[str, ...] = ()
+    copy_bytes_per_s: float | None = field(default=None, compare=False)
+    gemm_flop_per_s: float | None = field(default=None, compare=False)
 
     @property
     def capability(self) -> int:
@@ -38,20 +62,14 @@ class Device:
 
     @classmethod
     def current(cls) -> Device:
-        """The default JAX device of this process."""
-        first = jax.devices()[0]
-        if first.platform == "gpu":
-            capability = str(getattr(first, "compute_capability", ""))
-            return cls("cuda", "sm_" + capability.replace(".", ""), first.device_kind)
-        if first.platform == "cpu":
-            return cls("cpu", "", f"{_platform.machine()} CPU, {os.cpu_count()} cores")
-        return cls(first.platform, "", first.device_kind)
+        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured."""
+        return _described(jax.local_devices()[0])
 
     @classmethod
     def lowered_for(cls, platform: str) -> Device:
         """The device a program is lowered for: this process's own, or, on a platform it does not run on, one of no known architecture."""
         here = cls.current()
-        return here if here.platform == platform else cls(platform)
+        return here if here.platform == platform else cls(platform, missing=_missing(platform))
 
     @classmethod
     def of(cls, device: Device | str | None) -> Device:
@@ -73,3 +91,56 @@ class Device:
     def __str__(self) -> str:
         text = self.name or self.platform
         return f"{text} (simulated)" if self.simulated else text
+
+
+@functools.lru_cache(maxsize=1)  # it is asked at every call of a fused op
+def _described(first: Any) -> Device:
+    if first.platform == "gpu":
+        capability = str(getattr(first, "compute_capability", ""))
+        return Device(
+            "cuda",
+            "sm_" + capability.replace(".", ""),
+            first.device_kind,
+            memory=(first.memory_stats() or {}).get("bytes_limit"),
+            runtime=_first_match(r"cuda (\d+)", str(getattr(first.client, "platform_version", ""))),
+            driver=_driver(),
+            cudnn=_installed("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+            cublaslt=_installed("nvidia-cublas", "nvidia-cublas-cu12"),
+            missing=_missing("cuda"),
+        )
+    if first.platform == "cpu":
+        return Device("cpu", "", f"{_platform.machine()} CPU, {os.cpu_count()} cores", memory=_host_memory())
+    return Device(first.platform, "", first.device_kind)
+
+
+def _missing(platform: str) -> tuple[str, ...]:
+    return tuple(n for n in NEEDED if importlib.util.find_spec(n) is None) if platform == "cuda" else ()
+
+
+def _installed(*packages: str) -> str | None:
+    """The version of the first of these that is installed, without importing it."""
+    for name in packages:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return _first_match(r"Kernel Module\D*([\d.]+)", text)
+
+
+def _host_memory() -> int | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _first_match(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found.group(1) if found else None

@@ -11,17 +11,19 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
 from .device import Device
+from .kernels import launch, native
 from .kernels.choices import CHOICES
 from .kernels.compile import DEFAULT_CACHE
 from .kernels.compile import why_missing as cupy_missing
 from .kernels.cublaslt import missing as cublaslt_missing
-from .kernels.launch import BOOK
+from .kernels.dot_product_attention.cudnn_call import why_missing as cudnn_missing
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Doctor:
     Attributes:
       versions: package -> version, Python's and the platform's own among them.
       devices: what JAX sees ("cpu: x86_64 CPU, 2 cores").
+      device: the default one, with its memory and libraries, and what was measured of it if that was asked for.
       needs: everything FusionLab can use, present or missing.
       abilities: backends and outputs, ready or not, with the reason.
       next_command: the one command to run next.
@@ -69,6 +72,7 @@ class Doctor:
 
     versions: dict[str, str]
     devices: tuple[str, ...]
+    device: Device
     needs: tuple[Need, ...]
     abilities: tuple[Ability, ...]
     next_command: str
@@ -88,6 +92,7 @@ class Doctor:
     def __str__(self) -> str:
         lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]
         lines += ["Devices", *(f"  {d}" for d in self.devices)]
+        lines += [f"  the first has {', '.join(facts)}"] if (facts := list(_facts(self.device))) else []
         lines += ["Backends and outputs"]
         lines += [f"  {'ready  ' if a.ready else 'missing'}  {a.name:<22} {a.reason}" for a in self.abilities]
         lines += ["Packages and programs"]
@@ -98,6 +103,19 @@ class Doctor:
         for name, counts in self.caches.items():
             lines.append(f"  {name:<16} " + ", ".join(f"{k} {v}" for k, v in counts.items()))
         return "\n".join([*lines, "Next", f"  {self.next_command}"])
+
+
+def _facts(device: Device) -> Iterator[str]:
+    """What is known of a device beyond its name, in words."""
+    if device.memory is not None:
+        yield f"{device.memory / 2**30:.1f} GiB"
+    libraries = {"CUDA": device.runtime, "driver": device.driver, "cuDNN": device.cudnn, "cuBLAS": device.cublaslt}
+    yield from (f"{name} {version}" for name, version in libraries.items() if version is not None)
+    if device.copy_bytes_per_s is not None:
+        yield f"copies {device.copy_bytes_per_s / 1e9:.4g} GB/s (measured, read and written)"
+    if device.gemm_flop_per_s is not None:
+        dtype = "bfloat16" if device.platform == "cuda" else "float32"
+        yield f"multiplies {device.gemm_flop_per_s / 1e12:.3g} TFLOP/s (measured, {dtype})"
 
 
 def _package(name: str, module: str, purpose: str, remedy: str) -> Need:
@@ -152,7 +170,9 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
             "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
         ),
         _cuda_backend("cublaslt", "one cuBLASLt call a product", device, cublaslt_missing(), cupy_missing()),
+        _cuda_backend("cudnn", "cuDNN's fused attention, as JAX calls it", device, cudnn_missing()),
         _cuda_backend("cuda", "FusionLab's own CUDA kernels", device, cupy_missing()),
+        _launcher(),
         Ability("SVG pictures", True, f"drawn by {layout}"),
         Ability(
             "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
@@ -169,6 +189,14 @@ def _cuda_backend(name: str, what: str, device: Device, *missing: str | None) ->
     return Ability(f"backend {name}", not needs, f"needs {'; '.join(needs)}" if needs else what)
 
 
+def _launcher() -> Ability:
+    """Ready where a compiled launcher is in use; Python launches kernels elsewhere, later."""
+    if launch.LAUNCHER is not None:
+        return Ability("compiled launcher", True, "launches kernels without Python, outside of CUDA graphs too")
+    reason = native.why_not() or f"asked for by {native.VARIABLE}, or it could not be built or loaded"
+    return Ability("compiled launcher", False, f"Python launches kernels, later where no CUDA graph does: {reason}")
+
+
 def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
     if missing := [n.name for n in needs if not n.present and "force-reinstall" in n.remedy]:
         return f"pip install {' '.join(missing)}"
@@ -182,11 +210,20 @@ def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
     return "fusionlab demo -o demo"
 
 
-def doctor() -> Doctor:
-    """What this machine has and can run. Starts JAX's default backend, imports nothing optional, measures nothing."""
+def doctor(measure: bool = False) -> Doctor:
+    """What this machine has and can run. Starts JAX's default backend and imports nothing optional.
+
+    Args:
+      measure: also measure the device's copy bandwidth and matrix product rate, which takes some seconds.
+    """
     device, needs = Device.current(), _needs()
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     versions |= {name: _version(name) for name in ("fusionlab", "jax", "jaxlib", "numpy")}
     described = [f"{d.platform}: {device if d.platform == 'cpu' else d.device_kind}" for d in jax.devices()]
-    caches = {"plans": BOOK.counters(), "kernels": asdict(DEFAULT_CACHE.counters()), "choices": CHOICES.counters()}
-    return Doctor(versions, tuple(described), needs, _abilities(device, needs), _next_command(device, needs), caches)
+    if measure:
+        from .evidence.peaks import measure_peaks
+
+        device = measure_peaks()
+    caches = {"plans": launch.counters(), "kernels": asdict(DEFAULT_CACHE.counters()), "choices": CHOICES.counters()}
+    abilities, command = _abilities(device, needs), _next_command(device, needs)
+    return Doctor(versions, tuple(described), device, needs, abilities, command, caches)

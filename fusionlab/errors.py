@@ -77,6 +77,7 @@ REJECTIONS: dict[str, str] = {
     "region": "the site crosses the boundary of a region (scan, remat, custom rule) and cannot be replaced as one",
     "overlap": "another, larger fusion claims the same nodes",
     "uncertified": "the site holds a primitive that certification cannot evaluate",
+    "slower": "on this device nothing was measured faster than the code that XLA makes of the site as it is written",
     "gelu_form": "the model computes a different GELU from the one asked for",
     "skipped": "the site was switched off",
 }

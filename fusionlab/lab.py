@@ -74,12 +74,12 @@ class Findings(PlainFindings):
         Raises:
           OutputError: the file cannot be written.
         """
+        from .output import write_file
         from .viz.html import report_html
-        from .viz.render import write_text
 
         text = report_html(self.graph, self, formulas={name: p.formula for name, p in _registry().items()})
         if path is not None:
-            write_text(path, text)
+            write_file(path, text)
         return text
 
 
@@ -342,12 +342,12 @@ class Comparison(Evidence):
 
     def to_html(self, path: Any = None) -> str:
         """A self-contained report; written to `path` when given."""
+        from .output import write_file
         from .viz.html import evidence_html
-        from .viz.render import write_text
 
         text = evidence_html(self)
         if path is not None:
-            write_text(path, text)
+            write_file(path, text)
         return text
 
 
@@ -355,6 +355,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
+    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
 
     Args:
       fn, fused: the original and the version to judge.

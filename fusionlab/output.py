@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -48,18 +49,25 @@ def output_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         _remove_empty(made)
 
 
-def check_file(target: str | os.PathLike[str], suffix: str) -> Path:
+def check_file(target: str | os.PathLike[str], suffix: str | None, folders: bool = False) -> Path:
     """The path of a file that could be written now; asked before the work whose result it will hold.
+
+    Args:
+      target: the file.
+      suffix: what its name has to end in; None takes any.
+      folders: make those that are missing.
 
     Raises:
       OutputError: its folder does not exist or cannot be written to, or it is a folder. ArgumentError: another suffix.
     """
     path = Path(target)
-    if path.suffix.lower() != suffix:
+    if suffix is not None and path.suffix.lower() != suffix:
         raise ArgumentError(f"path: got {str(path)!r}, needed a name that ends in {suffix}")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
     except OSError as e:
@@ -67,6 +75,41 @@ def check_file(target: str | os.PathLike[str], suffix: str) -> Path:
             f"cannot write the file {str(path)!r} ({e.strerror or e}); give a file in a folder you can write to"
         ) from e
     return path
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    content: str | bytes,
+    *,
+    folders: bool = False,
+    advice: str = "choose a folder that exists and is yours",
+) -> Path:
+    """Writes a whole file or nothing: to a temporary file in the same folder, then renamed. No part is left where that is interrupted.
+
+    Args:
+      path: the file; one that is there is replaced.
+      content: text is written as UTF-8.
+      folders: make those that are missing.
+      advice: ends the message of the error.
+
+    Raises:
+      OutputError: the file cannot be written.
+    """
+    target = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.tmp")
+    try:
+        if folders:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise OutputError(f"cannot write {str(target)!r}: {error.strerror or error}; {advice}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return target
 
 
 def _publish(work: Path, target: Path, existed: bool) -> None:

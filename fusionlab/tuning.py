@@ -16,7 +16,8 @@ from . import lab
 from .device import Device
 from .evidence.progress import Progress
 from .graph.trace import bind_static
-from .kernels.choices import CHOICES, Measured, plan_file, write
+from .kernels.choices import CHOICES, Measured, plan_file, read, write
+from .output import check_file
 
 if TYPE_CHECKING:
     from .evidence.tuning import Call, Tuned
@@ -36,7 +37,8 @@ def tune(
     """Measures the rivals of every fused op in `fn` on this process's CUDA device, and adds the result to a plan file.
 
     Nothing else measures: `fuse` looks calls up in the plan file, then in the table shipped for the architecture. Programs that are
-    compiled already keep what they were compiled with. In a program of several processes process 0 measures and all use what it found.
+    compiled already keep what they were compiled with. In a program of several processes all have to call it: process 0 measures, and all
+    use its plan file from then on, as after `share_plan`.
 
     Args:
       fn: the function, or one that `fuse` returned.
@@ -60,22 +62,37 @@ def tune(
         if isinstance(fn, lab.Fused)
         else lab.fuse(fn, passes=passes, static_argnums=static_argnums, static_argnames=static_argnames)
     )
+    # Traced alone first: an error of the function's own is told as one.
+    lab.trace(fused._fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
     calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
     device = Device.current()
     if device.platform != "cuda" or not calls:
         return Tuned(Measured(), None, len(calls), device)
     target = plan_file() if path is None else Path(path)
     found = Measured()
-    if jax.process_index() == 0:
-        found = tune_calls(calls, progress)
-        if found.cases:
-            write(target, device.arch, found)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices("fusionlab.tune")
-    CHOICES.forget()
+    try:
+        if jax.process_index() == 0:
+            read(target, "")  # what is wrong with the file is said before minutes of measuring
+            check_file(target, None, folders=True)
+            found = tune_calls(calls, progress)
+            if found.cases:
+                write(target, device.arch, found)
+    finally:  # whatever became of it: the other processes wait here
+        CHOICES.forget()
+        CHOICES.share()
     return Tuned(found, target if found.cases else None, len(calls), device)
+
+
+def share_plan() -> None:
+    """In a program of several processes: all use process 0's plan file, as it is now, from here on; with one process it does nothing.
+
+    All of them have to compile the same code, so that without this, or `tune`, no plan file decides there, only the shipped tables. Call it
+    in every process, before the first fused function is compiled and outside of `jax.jit`.
+
+    Raises:
+      ArgumentError: process 0's file is there and is no plan file; in all processes.
+    """
+    CHOICES.share()
 
 
 def _calls(

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Before anything imports jax: tests never depend on an accelerator being there, nor on what this shell has set. Those under tests/gpu run
 # where this variable asks for one: FUSIONLAB_TEST_PLATFORMS=cuda,cpu.
 os.environ["JAX_PLATFORMS"] = os.environ.get("FUSIONLAB_TEST_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
+if any(
+    shutil.which(name) for name in ("cc", "gcc", "clang")
+):  # the compiled launcher, which hands to the one in Python what that must do
+    os.environ.setdefault("FUSIONLAB_LAUNCHER", "native")
 
+import hypothesis
 import pytest
+
+# How long an example takes to generate or run says how busy the machine is, not what is wrong.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -30,6 +30,9 @@ def declined(w, b, x):
 def powers(x, n, *, scale):
     return scale * x ** sum(range(n))
 
+def attend(x):
+    return jax.nn.dot_product_attention(x, x, x)
+
 def breaks(x):
     return x.no_such_method()
 
@@ -150,6 +153,76 @@ def test_find_takes_passes_a_device_and_shapes(run, model):
     assert "sm_90" in data["device"]
 
 
+def test_a_node_or_a_site_is_explained(run, model):
+    (r,) = json.loads(run("find", f"{model}:declined", "--json")[1])["rejections"]
+    assert r["sentence"] in json.loads(run("explain", f"{model}:declined", r["id"], "--json")[1])["text"]
+    product = next(line for line in run("trace", f"{model}:mlp")[1].splitlines() if "dot_general" in line)
+    name = product.split(":")[0].strip()
+    assert "gemm_epilogue@#1" in run("explain", f"{model}:mlp", name)[1]
+    error_line(run("explain", f"{model}:mlp", "gemm_epilogue@#9"))
+    error_line(run("explain", f"{model}:mlp", "%999"))
+
+
+def test_the_difference_that_fusing_makes_is_a_unified_diff(run, model):
+    status, out, _ = run("diff", f"{model}:mlp", "--passes", "gemm_epilogue")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[:2] == ["--- before", "+++ after"]
+    assert any(line.startswith("-") and "dot_general" in line for line in lines)
+    assert any(line.startswith("+") and "gemm_epilogue" in line for line in lines)
+    assert json.loads(run("diff", f"{model}:mlp", "--json")[1])["diff"].startswith("--- before\n")
+    assert run("diff", f"{model}:bare")[1] == "nothing is fused\n"
+
+
+def test_a_graph_is_exported_by_suffix_before_or_after_fusing(run, model, tmp_path):
+    for suffix, start in ((".svg", "<svg"), (".dot", "digraph"), (".html", "<!"), (".json", "{"), (".txt", "")):
+        file = tmp_path / f"graph{suffix}"
+        assert run("export", f"{model}:mlp", "-o", file) == (0, f"written to {file}\n", "")
+        assert file.read_text().lstrip().startswith(start)
+        assert "dot_general" in file.read_text()
+    assert run("export", f"{model}:mlp", "--fused", "-o", tmp_path / "graph.txt")[0] == 0
+    assert "dot_general" not in (tmp_path / "graph.txt").read_text()
+    assert "got the suffix '.bmp'" in error_line(run("export", f"{model}:mlp", "-o", tmp_path / "graph.bmp"))
+    assert "cannot write the file '/nodir/x.svg'" in error_line(run("export", f"{model}:mlp", "-o", "/nodir/x.svg"))
+
+
+def test_a_benchmark_is_of_time_alone_and_keeps_every_sample(run, model, tmp_path):
+    asked = ("--args", "(jnp.ones((1, 256, 2, 64)),)", "--samples", 4, "--no-grad")
+    status, out, progress = run("bench", f"{model}:attend", *asked, "-o", tmp_path / "record.json")
+    assert status == 0
+    assert "forward: inconclusive: fewer than 40 samples" in out
+    assert "error" not in out
+    assert "timing forward" in progress
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["timing"]["after"]["samples_s"]) == 4
+    assert record["timing"]["after"]["clock"] == "wall time"
+    assert record["numerics"] is record["memory"] is record["timing_grad"] is None
+    assert "ends in .json" in error_line(run("bench", f"{model}:attend", *asked, "-o", tmp_path / "x.html"))
+    assert "needed a whole number above 0" in error_line(run("bench", f"{model}:attend", "--samples", "none"))
+
+
+def test_tuning_without_a_gpu_says_so_and_writes_nothing(run, model, tmp_path):
+    status, out, _ = run("tune", f"{model}:mlp", "-o", tmp_path / "plans.json")
+    assert status == 0
+    assert "nothing measured, nothing written" in out
+    assert not (tmp_path / "plans.json").exists()
+    data = json.loads(run("tune", f"{model}:mlp", "--no-grad", "--json")[1])
+    assert data["path"] is None
+    assert data["cases"] == {}
+
+
+def test_tuning_is_told_what_to_measure_and_where_to_write(run, model, tmp_path, monkeypatch):
+    given = {}
+
+    def tune(fn, *args, **options):
+        given.update(options)
+        return fl.tuning.tune(fn, *args, **options)
+
+    monkeypatch.setattr(fl, "tune", tune)
+    assert run("tune", f"{model}:mlp", "--no-grad", "--passes", "gemm_epilogue", "-o", "plans.json")[0] == 0
+    assert given == {"grad": False, "passes": ["gemm_epilogue"], "path": "plans.json", "progress": True}
+
+
 def test_find_dumps_the_graph_before_and_after_each_pass(run, model, tmp_path):
     folder = tmp_path / "dump"
     assert run("find", f"{model}:mlp", "--passes", "gemm_epilogue", "--dump", folder)[0] == 0
@@ -172,7 +245,7 @@ def test_trace_prints_the_program(run, model):
     assert any("dot_general" in box["lines"][0] for box in view["boxes"])
 
 
-@pytest.mark.parametrize("command", ["trace", "find", "compare"])
+@pytest.mark.parametrize("command", ["trace", "find", "diff", "compare", "bench", "tune"])
 def test_a_function_that_does_not_trace_is_one_error_line(run, model, command):
     assert "breaks does not trace: AttributeError" in error_line(run(command, f"{model}:breaks"))
     assert "by_value does not trace: TracerBoolConversionError" in error_line(run(command, f"{model}:by_value"))
@@ -266,6 +339,8 @@ def test_the_demo_leaves_a_self_contained_page_and_pictures(demo):
     assert "dot_product_attention" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
+    assert "<h2>On a GPU: NVIDIA H200</h2>" in page
+    assert f"commit {data['gpu_record']['environment']['commit'][:12]}." in page
     assert (folder / "found.svg").read_text().lstrip().startswith("<svg")
     assert sorted(data["files"]) == sorted(p.name for p in folder.iterdir())
     assert {"timing.svg", "errors.svg", "fused.svg", "report.json"} <= set(data["files"])

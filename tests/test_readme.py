@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import fusionlab as fl
+from fusionlab import cli
 from fusionlab.demo import mebibytes
 from fusionlab.evidence.timing import seconds
 
@@ -60,6 +61,12 @@ def test_every_pass_and_op_is_named_and_none_is_invented():
     assert names == set(table)
     ops = set(re.findall(r"`fl\.ops\.(\w+)`", README))
     assert ops == {n for n in fl.ops.__all__ if callable(getattr(fl.ops, n))}
+
+
+def test_every_command_is_listed_and_none_is_invented():
+    listed = re.findall(r"^fusionlab (\w+) ", README, re.M)
+    actions = cli._parser()._subparsers._group_actions  # type: ignore[union-attr]
+    assert sorted(listed) == sorted(actions[0].choices)
 
 
 def test_the_supported_versions_are_those_of_the_package():

@@ -15,7 +15,7 @@ from .numerics import Error, LeafNumerics, Numerics
 from .program import bind_call, donated_by
 from .progress import Progress
 from .record import Environment, environment, to_json
-from .timing import Runs, Timing, Verdict, as_tuple, check_effort, seconds
+from .timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,7 +167,8 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 
     def runs(d: Mapping[str, Any]) -> Runs:
         keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
-        return Runs(samples_s=tuple(d["samples_s"]), **{k: d[k] for k in keys})
+        clock = d.get("clock", WALL)  # records from before device time have none
+        return Runs(samples_s=tuple(d["samples_s"]), clock=clock, **{k: d[k] for k in keys})
 
     low, high = (float(x) for x in data["interval"])
     return Timing(

@@ -8,21 +8,26 @@ before: programs are timed in turns, and two are only ever compared within one s
 
 from __future__ import annotations
 
-import gc
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from fusionlab.device import Device
 from fusionlab.kernels import clock
 
+from .turns import take_turns
+
+NAME = "device time"
 CALLS = 8  # in a sample; XLA queues no more than some dozens of programs ahead
 MARGIN = 3.0  # the wait is so many times what queueing the calls took when it was measured
-LONGEST_WAIT_S = 0.02
+PROBE_WAIT_S = 0.02  # while queueing is measured
+LONGEST_WAIT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,43 +56,55 @@ def time_on_device(
       samples: of each.
       calls: calls in a sample.
     """
-    taken: dict[str, list[float]] = {name: [] for name in programs}
-    waits = {name: _wait_for(run, calls) for name, run in programs.items()}
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a collection while calls are queued would let the device run dry
-    try:
-        for i in range(samples):
-            for name in list(programs) if i % 2 == 0 else reversed(list(programs)):
-                taken[name].append(_sample(programs[name], calls, waits[name]))
-    finally:
-        if collecting:
-            gc.enable()
+    samplers = {name: sampler(functools.partial(_repeated, run), calls) for name, run in programs.items()}
+    taken, _ = take_turns(samplers, samples)
     return {name: DeviceTimes(name, tuple(times), calls) for name, times in taken.items()}
 
 
-def _wait_for(run: Callable[[], Any], calls: int) -> int:
+def can_time(devices: Collection[Any]) -> bool:
+    """Whether device time can be had of programs that run on these JAX devices: on the first CUDA device alone, with CuPy, whose events
+    are the clock."""
+    here = Device.current()
+    return here.platform == "cuda" and "cupy" not in here.missing and set(devices) <= {clock.device()}
+
+
+def sampler(ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int = CALLS) -> Callable[[], float]:
+    """What takes one sample of a program, warmed up: device seconds a call, over `calls` of them.
+
+    Args:
+      ready: n -> n runs made ready, each a function that dispatches the program and returns its arrays.
+    """
+    return functools.partial(_sample, ready, calls, _wait_for(ready, calls))
+
+
+def _repeated(run: Callable[[], Any], n: int) -> Sequence[Callable[[], Any]]:
+    return [run] * n
+
+
+def _wait_for(ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int) -> int:
     """Nanoseconds that the device is kept busy while the host queues a sample; runs the program, so that it is warm."""
-    jax.block_until_ready(run())
+    jax.block_until_ready(ready(1)[0]())
     longest = 0.0
     for _ in range(2):
-        clock.wait(int(LONGEST_WAIT_S * 1e9))()
+        runs, last = ready(calls), None
+        clock.wait(int(PROBE_WAIT_S * 1e9))()
         start = time.perf_counter()
-        last = [run() for _ in range(calls)][-1]
+        for run in runs:
+            last = run()
         longest = time.perf_counter() - start  # of the second: the first may still have loaded something
         jax.block_until_ready(last)
     # Rounded up to a power of two: each length is a program of its own.
     return 1 << math.ceil(math.log2(min(LONGEST_WAIT_S, MARGIN * longest) * 1e9))
 
 
-def _sample(run: Callable[[], Any], calls: int, wait_ns: int) -> float:
+def _sample(ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int, wait_ns: int) -> float:
     """Device seconds of one call, over `calls` of them queued behind one another."""
+    first, *runs = ready(calls + 1)
     clock.wait(wait_ns)()
-    first = run()  # what is timed follows a call of its own kind
-    clock.mark(0)()
-    last: Any = first
-    for _ in range(calls):
+    last = first()  # what is timed follows a call of its own kind
+    marks = [clock.mark(0)()]
+    for run in runs:
         last = run()
-    clock.mark(1)()
-    jax.block_until_ready(last)
+    marks.append(clock.mark(1)())
+    jax.block_until_ready((last, marks))
     return clock.elapsed_s(0, 1) / calls

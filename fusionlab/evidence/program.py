@@ -52,6 +52,16 @@ class Program:
             jax.block_until_ready(copies)
         return tuple(copies)
 
+    def ready(self, n: int) -> list[Callable[[], Any]]:
+        """`n` runs made ready, each a function that dispatches one and returns its outputs without waiting for them."""
+        return [functools.partial(self.compiled, *self.fresh_args(), **self.kwargs) for _ in range(n)]
+
+    @property
+    def devices(self) -> frozenset[Any]:
+        """The JAX devices that it runs on."""
+        shardings = jax.tree.leaves((self.compiled.input_shardings, self.compiled.output_shardings))
+        return frozenset(device for s in shardings for device in s.device_set)
+
     def run(self) -> Any:
         """One run, blocked on."""
         return jax.block_until_ready(self.compiled(*self.fresh_args(), **self.kwargs))

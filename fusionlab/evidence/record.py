@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fusionlab.errors import ArgumentError, OutputError
+from fusionlab.errors import ArgumentError
+from fusionlab.output import write_file
 
 # Settings that change what XLA compiles or what numbers come out.
 _SETTINGS = (
@@ -161,20 +161,17 @@ def save_json(path: str | os.PathLike[str], data: Any) -> Path:
     Raises:
       OutputError: the folder cannot be written to; no part of the file is left.
     """
-    path = Path(path)
-    text = to_json(data) + "\n"
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
-        raise OutputError(f"cannot write {path}: {error.strerror or error}; give a path you can write to") from error
-    return path
+    return write_file(path, to_json(data) + "\n", folders=True, advice="give a path you can write to")
+
+
+def newest_record(folder: str | os.PathLike[str]) -> Any:
+    """The record (a JSON file with an `environment`) in a folder that was measured last; None where there is none.
+
+    Raises:
+      ArgumentError: a file there is not JSON.
+    """
+    records = [load_json(path) for path in sorted(Path(folder).glob("*.json"))]
+    return max(records, key=lambda record: record["environment"]["time"], default=None)
 
 
 def load_json(path: str | os.PathLike[str]) -> Any:

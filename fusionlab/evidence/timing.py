@@ -1,13 +1,15 @@
 """Interleaved timing of two functions, and what may be said of it.
 
-Wall time of a call, blocked on all its outputs. The two run in turns (A B B A, then B A A B), so that drift of clocks
-and neighbours falls on both; compile time is apart; a sample repeats a short function until it lasts a millisecond.
+On a CUDA device, device time (device_clock.py): the host's dispatch is the same for both and hides behind other work in a real program.
+Elsewhere, and for what runs on several devices, wall time of a call, blocked on all its outputs; a sample repeats a short function until
+it lasts a millisecond. The two run in turns (A B B A, then B A A B), so that drift of clocks and neighbours falls on both; compile time is
+apart.
 """
 
 from __future__ import annotations
 
 import enum
-import gc
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +21,13 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 
+from . import device_clock
 from .program import Program, bind_call, compile_program, donated_by
 from .progress import Progress, Reporter
 from .record import hardware
+from .turns import take_turns
 
+WALL = "wall time"
 VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
@@ -49,6 +54,7 @@ class Runs:
       samples_s: seconds per call, one a sample, in the order taken.
       repeats: calls a sample averages over.
       trace_s, lower_s, compile_s: seconds, once each.
+      clock: "wall time" or "device time".
     """
 
     name: str
@@ -57,6 +63,7 @@ class Runs:
     trace_s: float
     lower_s: float
     compile_s: float
+    clock: str = WALL
 
     @property
     def median_s(self) -> float:
@@ -99,13 +106,18 @@ class Timing:
         return f"{self.text}, on {self.hardware}"
 
     @property
+    def clock(self) -> str:
+        """What was timed: "wall time" or "device time"."""
+        return self.before.clock
+
+    @property
     def text(self) -> str:
         """The line without the hardware, for where that is said once for all."""
         low, high = self.interval
         n = min(len(self.before.samples_s), len(self.after.samples_s))
         return (
             f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
-            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each)"
+            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock})"
         )
 
 
@@ -215,33 +227,36 @@ def time_programs(
     cancel: Callable[[], bool] | None = None,
 ) -> Timing:
     """`time_pair` for programs compiled already; each runs at least twice, whatever the budget."""
-    repeats = {p.name: _warm_up(p) for p in (before, after)}
-    taken: dict[str, list[float]] = {before.name: [], after.name: []}
-    stopped = ""
-    deadline = time.perf_counter() + budget_s
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a collection in the middle of a sample is neither function's doing
-    try:
-        with Reporter(progress, f"timing {what}", samples) as reporter:
-            for i in range(math.ceil(samples / 2)):
-                first, second = (before, after) if i % 2 == 0 else (after, before)
-                for program in (first, second, second, first):
-                    taken[program.name].append(_sample(program, repeats[program.name]))
-                reporter.step(2)
-                if cancel is not None and cancel():
-                    stopped = "cancelled"
-                elif time.perf_counter() > deadline and len(taken[before.name]) < samples:
-                    stopped = "time budget"
-                if stopped:
-                    break
-    finally:
-        if collecting:
-            gc.enable()
-    first, second = (
-        Runs(p.name, tuple(taken[p.name]), repeats[p.name], p.trace_s, p.lower_s, p.compile_s) for p in (before, after)
-    )
+    with Reporter(progress, f"timing {what}", samples) as reporter:
+        (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel)
     return timing_of(what, first, second, stopped)
+
+
+def runs_of(
+    programs: Sequence[Program],
+    samples: int,
+    budget_s: float = math.inf,
+    step: Callable[[int], None] | None = None,
+    cancel: Callable[[], bool] | None = None,
+) -> tuple[list[Runs], str]:
+    """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
+    clock = device_clock.NAME if device_clock.can_time(frozenset().union(*(p.devices for p in programs))) else WALL
+    made = {p.name: _sampler(p, clock) for p in programs}
+    taken, stopped = take_turns(
+        {name: sample for name, (sample, _) in made.items()}, samples, budget_s=budget_s, step=step, cancel=cancel
+    )
+    return [
+        Runs(p.name, tuple(taken[p.name]), made[p.name][1], p.trace_s, p.lower_s, p.compile_s, clock) for p in programs
+    ], stopped
+
+
+def _sampler(program: Program, clock: str) -> tuple[Callable[[], float], int]:
+    """What takes one sample of a program, warmed up, and how many calls that is."""
+    if clock == device_clock.NAME:
+        calls = 1 if program.donated else device_clock.CALLS  # each call queued holds a copy of what it consumes
+        return device_clock.sampler(program.ready, calls), calls
+    repeats = _warm_up(program)
+    return functools.partial(_sample, program, repeats), repeats
 
 
 def _warm_up(program: Program) -> int:
@@ -252,7 +267,7 @@ def _warm_up(program: Program) -> int:
 
 
 def _sample(program: Program, repeats: int) -> float:
-    """Seconds per call."""
+    """Wall seconds per call."""
     compiled, args, kwargs = program.compiled, program.args, program.kwargs
     if program.donated:
         return sum(_donated_call(program) for _ in range(repeats)) / repeats

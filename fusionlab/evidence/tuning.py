@@ -61,6 +61,11 @@ class Tuned:
     calls: int
     device: Device
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able; the cases as in the plan file."""
+        path = None if self.path is None else str(self.path)
+        return self.measured.to_dict() | {"device": str(self.device), "path": path, "calls": self.calls}
+
     def __repr__(self) -> str:
         if self.path is None:
             why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
@@ -126,13 +131,15 @@ def tune_calls(calls: Sequence[Call], progress: Progress = False, samples: int =
     """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
     device = Device.current()
     measured = []
-    with Reporter(progress, "tuning", len(calls)) as reporter:
-        for call in calls:
-            if (rivals := _rivals(call, device, samples)) is not None:
-                measured.append(rivals)
-            reporter.step(1)
-    algorithms = dict(CHOICES.trial)
-    CHOICES.trial.clear()
+    try:
+        with Reporter(progress, "tuning", len(calls)) as reporter:
+            for call in calls:
+                if (rivals := _rivals(call, device, samples)) is not None:
+                    measured.append(rivals)
+                reporter.step(1)
+        algorithms = dict(CHOICES.trial)
+    finally:
+        CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on
     here = environment()
     return Measured(dict(_decided(measured)), algorithms, here.hardware, here.versions)
 
@@ -203,7 +210,8 @@ def _launch(plan: Any, results: Sequence[Any], *operands: Any) -> list[Any]:
 
 def _cublaslt_plan(eqn: Any) -> Any:
     """The cuBLASLt plan that an equation launches, if it does."""
-    if eqn.primitive.name != "ffi_call" or eqn.params.get("target_name") != launch.TARGET:
+    targets = launch.TARGET, launch.RECORDING_TARGET
+    if eqn.primitive.name != "ffi_call" or eqn.params.get("target_name") not in targets:
         return None
     attributes = dict(eqn.params["attributes"])
     plan = plans.plan_of(str(attributes["plan"]))

@@ -93,6 +93,7 @@ class Plan:
       operands: region inputs -> the op's operands (None for an absent one).
       finish: the op's result -> the region's root.
       formula: what it computes at this site.
+      arithmetic: as of a Candidate.
     """
 
     op: Op
@@ -100,6 +101,7 @@ class Plan:
     operands: Callable[..., tuple[Any, ...]]
     finish: Callable[[Any], Any]
     formula: str
+    arithmetic: str = ""
 
     def call(self, *inputs: Any) -> Any:
         return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
@@ -113,6 +115,7 @@ class _Facts:
     program: Block
     residuals: tuple[Residual, ...]
     backends: tuple[Backend, ...]
+    left_alone: str | None
 
 
 def propose(
@@ -142,6 +145,12 @@ def propose(
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
+    if facts.left_alone is not None:
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
+        able = reversed([b.name for b in facts.backends if b.verdict != "unavailable"])
+        edit = f"name one to have it all the same: {', '.join(f'implementation={name!r}' for name in able)}"
+        nodes = region.nodes
+        return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call = plan.call
     replacement = Replacement(region.block.path, region.nodes, region.root, region.inputs, plan_call)
     return Candidate(
@@ -157,6 +166,7 @@ def propose(
         nodes_after=len(facts.program.nodes),
         source=anchor.source,
         formula=plan.formula,
+        arithmetic=plan.arithmetic,
         residuals=facts.residuals,
         backends=facts.backends,
         notes=tuple(notes),
@@ -214,7 +224,10 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
     residuals = saved if search.gradient else ()
     backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
-    return _Facts(verdict, program, residuals, backends)
+    alone = None
+    if search.implementation is None:
+        alone = plan.op.left_alone(*operands, device=search.device, **attrs)
+    return _Facts(verdict, program, residuals, backends, alone)
 
 
 def reject(

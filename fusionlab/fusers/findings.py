@@ -42,6 +42,7 @@ class Candidate:
       nodes_before, nodes_after: node count of the site and of what replaces it.
       source: the user's line of its anchor.
       formula: what it computes, in words of this site ("gelu_tanh(x @ w + b)").
+      arithmetic: what its products are computed in on the device asked about ("bfloat16, summed in float32"); "" where that is its dtype.
       residuals: what the fused forward saves for backward when differentiated.
       backends: every implementation with its verdict.
       notes: sentences worth reading (fallbacks taken, ...).
@@ -66,6 +67,7 @@ class Candidate:
     nodes_after: int
     source: Source | None
     formula: str
+    arithmetic: str = ""
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
     notes: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ class Candidate:
             "pass": self.pass_name,
             "op": self.op,
             "formula": self.formula,
+            "arithmetic": self.arithmetic,
             "attrs": {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.attrs.items()},
             "nodes": sorted(self.node_ids),
             "nodes_before": self.nodes_before,
@@ -435,6 +438,7 @@ def _explained(item: Candidate | Rejection | Structure) -> str:
     if isinstance(item, Structure):
         return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
     lines = [str(item), *(f"  {n}" for n in item.notes)]
+    lines += [f"  products in {item.arithmetic}"] if item.arithmetic else []
     lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
     lines += [
         f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}"

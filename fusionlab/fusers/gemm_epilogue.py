@@ -22,6 +22,7 @@ from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.gemm_epilogue.op import DTYPES
 from .base import Plan, Search, anchor_text, option, propose
 from .epilogues import Epilogue, concepts_of, summed_over_devices
@@ -231,4 +232,5 @@ def _plan(search: Search, linear: Linear, region: Region, activation: str, ancho
         "implementation": search.implementation,
     }
     op = OPS["gemm_epilogue"]
-    return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}))
+    arithmetic = product_arithmetic(str(region.root.dtype), attrs["precision"], search.device)
+    return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)

@@ -157,7 +157,8 @@ class Sums:
         fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
         wanted = Counter(terms)
         whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms(v))
-        n, value = min(whole, key=lambda found: (found[0], found[1].id in taken, found[1].id), default=(0, None))
+        seen = ((n, self._viewed(v) if n == len(terms) else v) for n, v in whole)
+        n, value = min(seen, key=lambda found: (found[0], found[1].id in taken, found[1].id), default=(0, None))
         if value is None:
             return None
         return Share(value, frozenset({value.id})) if n == len(terms) else self._share(self._outermost(value), wanted)
@@ -165,6 +166,19 @@ class Sums:
     def terms(self, value: Value) -> Counter[Term]:
         """What a value is the sum of."""
         return self.terms_of.get(value.id) or Counter(_terms(self.view, self.view.ref[value.id]))
+
+    def _viewed(self, value: Value) -> Value:
+        """The last that shows the same, past views that alone read it: the gradient of `x.T @ w` is turned there and back."""
+        block, last, ref = self.view.block, value, self.view.ref
+        at = value
+        while at.id not in block.returned:
+            users = block.users.get(at.id, ())
+            if len(users) != 1 or users[0].primitive not in VIEWS:
+                break
+            at = users[0].outputs[0]
+            if ref[at.id] == ref[value.id] and at.aval == value.aval:
+                last = at
+        return last
 
     def _outermost(self, value: Value) -> Value:
         """The last of the sums that a sum alone is added up into, one by one: where all terms of all gradients meet."""

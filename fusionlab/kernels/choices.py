@@ -2,13 +2,14 @@
 
 `fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
 architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); then the nearest call of the same kind that was
-measured decides, and XLA's own code where there is none. Where several
-processes run one program, they must compile the same code, so all take what process 0 reads.
+measured decides, and XLA's own code where there is none.
+
+Where several processes run one program they must compile the same code, so that plan files of their own cannot decide: until they all have
+called `Choices.share`, which gives them process 0's, only the tables do. A look-up is never a collective: one process may look alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -22,7 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import ArgumentError, OutputError
+from ..errors import ArgumentError
+from ..output import write_file
 
 FORMAT = 1
 TABLES = Path(__file__).parent / "tables"
@@ -150,18 +152,8 @@ def write(path: Path, arch: str, more: Measured) -> Path:
     known = read(path, "")
     known[arch] = known.get(arch, Measured()).with_more(more)
     data = {"format": FORMAT, "archs": {a: m.to_dict() for a, m in sorted(known.items())}}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OutputError(
-            f"cannot write {path}: {error.strerror or error}; give a path you can write to, or set FUSIONLAB_PLAN_FILE"
-        ) from error
-    return path
+    advice = "give a path you can write to, or set FUSIONLAB_PLAN_FILE"
+    return write_file(path, json.dumps(data, indent=1) + "\n", folders=True, advice=advice)
 
 
 @dataclass
@@ -181,6 +173,28 @@ class Choices:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _read: tuple[Any, dict[str, Measured]] = field(default=(None, {}), repr=False)
     _tables: dict[str, Measured] = field(default_factory=dict, repr=False)
+    _shared: dict[str, Measured] | None = field(default=None, repr=False)
+
+    def share(self) -> None:
+        """Where several processes run one program: all take process 0's plan file, as it is now, from here on.
+
+        A collective: every process has to call it, at the same point among its other collectives and outside of `jax.jit`.
+        With one process there is nothing to share.
+
+        Raises:
+          ArgumentError: process 0's file is there and is no plan file; in all processes.
+        """
+        if jax.process_count() > 1:
+            shared = _from_process_0(self.path or plan_file())
+            with self._lock:
+                self._shared = shared
+
+    @property
+    def unshared(self) -> str:
+        """What to do before a plan file decides, where this is one of several processes that share none yet; else ""."""
+        if jax.process_count() == 1 or self._shared is not None:
+            return ""
+        return "with several processes a plan file decides once all of them have called fusionlab.share_plan()"
 
     def lookup(self, arch: str, text: str) -> Choice | None:
         """What is known of a call on an architecture ("sm_90")."""
@@ -234,15 +248,12 @@ class Choices:
             self._read = (None, {})
 
     def _mine(self, arch: str) -> Measured:
+        if jax.process_count() > 1:
+            return (self._shared or {}).get(arch, Measured())
         path = self.path or plan_file()
         stamp = (path, _stamp(path))
-        if jax.process_count() > 1:
-            stamp = (
-                path,
-                "process 0",
-            )  # read once: reading again would be a collective at a moment of this process's own
         if self._read[0] != stamp:
-            self._read = (stamp, _from_process_0(path) if jax.process_count() > 1 else read(path, f"plan file {path}"))
+            self._read = (stamp, read(path, f"plan file {path}"))
         return self._read[1].get(arch, Measured())
 
     def _table(self, arch: str) -> Measured:
@@ -279,10 +290,13 @@ def _stamp(path: Path) -> Any:
 
 
 def _from_process_0(path: Path) -> dict[str, Measured]:
-    """The plan file that process 0 reads, in every process."""
+    """The plan file that process 0 reads, in every process; a collective."""
     from jax.experimental import multihost_utils
 
-    mine = path.read_bytes() if jax.process_index() == 0 and path.is_file() else b""
+    try:
+        mine = path.read_bytes() if jax.process_index() == 0 and path.is_file() else b""
+    except OSError as error:
+        mine = f"unreadable: {error}".encode()  # no plan file to any process: all raise, none is left waiting
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
     if not size:
         return {}
@@ -290,9 +304,9 @@ def _from_process_0(path: Path) -> dict[str, Measured]:
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)
     content = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
     try:
-        return parse(content.decode(), f"plan file {path} of process 0")
+        return parse(content.decode(), "the plan file of process 0")  # its path means nothing in the others
     except (ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ArgumentError(f"process 0's plan file {path} cannot be read ({e}); tune again, or remove the file") from e
+        raise ArgumentError(f"the plan file of process 0 cannot be read ({e}); tune again, or remove the file") from e
 
 
 CHOICES = Choices()

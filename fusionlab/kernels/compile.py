@@ -13,17 +13,18 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, CompileError, MissingDependencyError
+from ..errors import ArgumentError, CompileError, MissingDependencyError, OutputError
+from ..output import write_file
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 KERNELS = Path(__file__).parent
+NOT_INSTALLED = 'CuPy is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
 _MAGIC = b"fusionlab cubin 1\n"
 _DIGEST = hashlib.sha256().digest_size
 _LOCAL_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -140,17 +141,11 @@ class CompileCache:
         return None
 
     def _write(self, key: str, cubin: bytes) -> None:
-        temporary = ""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=f".{key[:16]}-", dir=self.folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
-            os.replace(temporary, self.folder / f"{key}.cubin")
-        except OSError:
+            content = _MAGIC + hashlib.sha256(cubin).digest() + cubin
+            write_file(self.folder / f"{key}.cubin", content, folders=True)
+        except OutputError:
             self._count("unwritten")
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
 
 
 DEFAULT_CACHE = CompileCache()
@@ -297,9 +292,7 @@ def _nvrtc() -> Any:
 
 def why_missing() -> str | None:
     """Why nothing can be compiled in this process, without loading anything; None where CuPy is installed."""
-    if importlib.util.find_spec("cupy") is None:
-        return 'CuPy is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
-    return None
+    return NOT_INSTALLED if importlib.util.find_spec("cupy") is None else None
 
 
 def _check_arch(source: Source, arch: str) -> None:

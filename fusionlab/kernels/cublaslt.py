@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import BackendError, MissingDependencyError
-from .plans import Prepared, plan_kind
+from .plans import plan_kind
+from .steps import MatmulStep, Param, Prepared
 
 ALIGNMENT = 128  # bytes, of every buffer XLA hands out on a GPU
 WORKSPACE = {90: 32 << 20}  # bytes; the documentation recommends 32 MiB on Hopper and later, 4 MiB before
 SMALL_WORKSPACE = 4 << 20
+_ALGORITHM_BYTES = 64
+NOT_INSTALLED = 'nvmath-python is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
 
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE = {"f32": 68, "f64": 70, "tf32": 77}  # cublasComputeType_t: 32F, 64F, 32F_FAST_TF32
@@ -91,7 +95,8 @@ class MatmulPlan:
         return replace(self, algorithm=algorithm, library=library)
 
     def prepare(self, device: int) -> Prepared:
-        return _Matmul(self, device).run
+        made = _Matmul(self, device)
+        return Prepared(made.run, (made.step(),), made)
 
 
 plan_kind(MatmulPlan.kind, MatmulPlan.read)
@@ -99,9 +104,7 @@ plan_kind(MatmulPlan.kind, MatmulPlan.read)
 
 def missing() -> str | None:
     """Why cuBLASLt cannot be called from this process; None where it can."""
-    if importlib.util.find_spec("nvmath") is None:
-        return 'nvmath-python is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
-    return None
+    return NOT_INSTALLED if importlib.util.find_spec("nvmath") is None else None
 
 
 @functools.cache
@@ -191,36 +194,43 @@ class _Matmul:
         number = np.float64 if plan.compute == "f64" else np.float32
         self._one, self._zero = np.ones(1, number), np.zeros(1, number)
         self._algorithm = self._picked() if pick else np.zeros(8, np.uint64)
+        numbers = (one.ctypes.data for one in (self._one, self._zero, self._algorithm))
+        self._pointers = (self._handle, self._desc, *self._layouts, *numbers)
+        self._places = _places(plan)
 
     def run(self, stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
-        plan, lt = self._plan, self._lt
-        a, b, *given = operands
-        d, *made = results
-        workspace = made.pop()
+        buffers = {"operand": operands, "result": results}
+        a, b, bias, aux, d, workspace = (buffers[kind][i] if kind != "null" else None for kind, i in self._places)
+        handle, desc, a_layout, b_layout, d_layout, one, zero, algorithm = self._pointers
         with self._lock:
-            if plan.epilogue in WITH_BIAS:
-                self._set("BIAS_POINTER", made.pop() if plan.epilogue in GRADIENT_OF_BIAS else given.pop(0))
-            if plan.aux_pitch:
-                self._set("EPILOGUE_AUX_POINTER", made.pop(0) if plan.epilogue in WRITES_AUX else given.pop(0))
-            a_layout, b_layout, d_layout = self._layouts
-            lt.matmul(
-                self._handle,
-                self._desc,
-                self._one.ctypes.data,
+            if bias is not None:
+                self._set("BIAS_POINTER", bias)
+            if aux is not None:
+                self._set("EPILOGUE_AUX_POINTER", aux)
+            self._lt.matmul(
+                handle,
+                desc,
+                one,
                 a,
                 a_layout,
                 b,
                 b_layout,
-                self._zero.ctypes.data,
+                zero,
                 d,
                 d_layout,
                 d,
                 d_layout,
-                self._algorithm.ctypes.data,
+                algorithm,
                 workspace,
-                plan.workspace,
+                self._plan.workspace,
                 stream,
             )
+
+    def step(self) -> MatmulStep:
+        """The call as data."""
+        attributes = self._lt.MatmulDescAttribute
+        numbers = int(attributes.BIAS_POINTER), int(attributes.EPILOGUE_AUX_POINTER)
+        return MatmulStep(self._pointers, self._plan.workspace, self._places, numbers, version())
 
     def heuristic(self, count: int) -> np.ndarray:
         lt, plan = self._lt, self._plan
@@ -251,11 +261,35 @@ class _Matmul:
     def _picked(self) -> np.ndarray:
         """The algorithm the plan names, or the heuristic's first where it names none or one of another library version."""
         if self._plan.algorithm and self._plan.library == version():
-            return np.frombuffer(bytes.fromhex(self._plan.algorithm), np.uint64).copy()
+            return _algorithm(self._plan.algorithm)
         return np.frombuffer(self.heuristic(1)[0]["algo"].tobytes(), np.uint64).copy()
 
     def _set(self, attribute: str, value: int) -> None:
         _set_attribute(self._lt, "desc", self._desc, attribute, value)
+
+
+def _algorithm(text: str) -> np.ndarray:
+    """A cublasLtMatmulAlgo_t from hex. cuBLASLt reads all of it, so that a damaged plan file must not give less."""
+    data = bytes.fromhex(text)
+    if len(data) != _ALGORITHM_BYTES:
+        raise BackendError(
+            f"algorithm: got {len(data)} bytes, needed the {_ALGORITHM_BYTES} of cublasLtMatmulAlgo_t: the plan file is damaged, tune again"
+        )
+    return np.frombuffer(data, np.uint64).copy()
+
+
+def _places(plan: MatmulPlan) -> tuple[Param, ...]:
+    """Where A, B, bias (or its gradient), auxiliary matrix, D and workspace are, in the order that `MatmulPlan` gives them."""
+    operands, results = itertools.count(2), itertools.count(1)
+    aux = bias = ("null", 0)
+    if plan.aux_pitch and plan.epilogue in WRITES_AUX:
+        aux = ("result", next(results))
+    if plan.epilogue in WITH_BIAS:
+        made = plan.epilogue in GRADIENT_OF_BIAS
+        bias = ("result", next(results)) if made else ("operand", next(operands))
+    if plan.aux_pitch and plan.epilogue in READS_AUX:
+        aux = ("operand", next(operands))
+    return ("operand", 0), ("operand", 1), bias, aux, ("result", 0), ("result", next(results))
 
 
 def _destroy(lt: Any, desc: int, layouts: Sequence[int]) -> None:

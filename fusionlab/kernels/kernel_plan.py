@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from .compile import KERNELS, Source, cubin, source_texts
-from .plans import Prepared, plan_kind
+from .plans import plan_kind
+from .steps import KernelStep, Prepared
 
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory a kernel may have unasked
+_EARLY_SINCE = 90  # programmatic dependent launch: compute capability 9.0 (CUDA C++ Programming Guide)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Launch:
       shared: dynamic shared memory of a block, bytes.
       params: in order, ("operand", number) and ("result", number) for an address, ("null", 0) for no address, ("i64", value),
         ("i32", value).
+      early: the kernel starts with `fl_wait()` of `early.cuh`, so that on sm_90 and later it may be started before what comes before it has
+        ended; without that wait it would read what is not written yet.
     """
 
     entry: str
@@ -32,6 +36,7 @@ class Launch:
     block: tuple[int, int, int]
     shared: int
     params: tuple[tuple[str, int], ...]
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class KernelPlan:
                 tuple(one["block"]),
                 one["shared"],
                 tuple((kind, value) for kind, value in one["params"]),
+                one["early"],
             )
             for one in content["launches"]
         )
@@ -74,22 +80,29 @@ class KernelPlan:
         cuda: Any = importlib.import_module("cupy.cuda")
         driver = cuda.driver
         if not self.launches:
-            return lambda stream, operands, results: None
+            return Prepared(lambda stream, operands, results: None, ())
         arch = f"sm_{cuda.Device(device).compute_capability}"
+        image = cubin(Source(self.source, tuple(one.entry for one in self.launches)), self.options, arch)
         module = cuda.function.Module()
-        module.load(cubin(Source(self.source, tuple(one.entry for one in self.launches)), self.options, arch))
-        ready = []
+        module.load(image)
+        steps = []
         for one in self.launches:
             entry = module.get_function(one.entry)
             if one.shared > _SHARED_WITHOUT_ASKING:
                 driver.funcSetAttribute(entry.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, one.shared)
-            ready.append(_launcher(driver.launchKernel, entry.ptr, one))
+            geometry = one.grid, one.block, one.shared
+            steps.append(
+                KernelStep(
+                    entry.ptr, one.entry, image, *geometry, one.params, one.early and int(arch[3:]) >= _EARLY_SINCE
+                )
+            )
+        ready = [_launcher(driver.launchKernel, step) for step in steps]
 
-        def run(stream: int, operands: Sequence[int], results: Sequence[int], keep: Any = module) -> None:
+        def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
             for start in ready:
                 start(stream, operands, results)
 
-        return run
+        return Prepared(run, tuple(steps), module)
 
 
 plan_kind(KernelPlan.kind, KernelPlan.read)
@@ -110,7 +123,7 @@ def digest(source: str) -> str:
 
 
 def _launcher(
-    launch_kernel: Callable[..., None], function: int, one: Launch
+    launch_kernel: Callable[..., None], one: KernelStep
 ) -> Callable[[int, Sequence[int], Sequence[int]], None]:
     """A parameter takes eight bytes here, of which a kernel reads as many as it has (x86-64 and Arm are little-endian)."""
     count = len(one.params)
@@ -137,7 +150,7 @@ def _launcher(
             given[i] = operands[number]
         for i, number in from_results:
             given[i] = results[number]
-        launch_kernel(function, *geometry, stream, block[2], 0)
+        launch_kernel(one.function, *geometry, stream, block[2], 0)
         free.append(block)
 
     return start

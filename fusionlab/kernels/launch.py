@@ -22,12 +22,15 @@ from typing import Any
 import jax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
+from . import native
 from .arrays import same_varying_axes
 from .plans import Plan, PlanBook, plan_name
+from .steps import Prepared
 
 Array = Any
 
 TARGET = "fusionlab_launch"
+RECORDING_TARGET = "fusionlab_record"  # the same, for programs whose launches XLA may put into a CUDA graph itself
 PLATFORMS = ("CUDA", "Host")
 BOOK = PlanBook()  # one per process, as the registration of the target is
 
@@ -144,7 +147,8 @@ def launch(
     """
     operands = same_varying_axes(operands)
     shapes = [_varying_as(operands, r) for r in results]
-    call = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=dict(aliases or {}))
+    target = RECORDING_TARGET if LAUNCHER is not None and LAUNCHER.records else TARGET
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases=dict(aliases or {}))
     return list(call(*operands, plan=plan_name(plan)))
 
 
@@ -171,6 +175,8 @@ def _handler(on_cuda: bool) -> Any:
             if stage == _EXECUTE:
                 name, device = _plan_of(frame), _current_cuda_device() if on_cuda else 0
                 prepared = BOOK.ready(name, device) or BOOK.prepare(name, device)
+                if _published(name, device, prepared):
+                    return _NATIVE[on_cuda](address)
                 stream, operands = _stream(frame) if on_cuda else 0, _addresses(frame[_OPERANDS], frame[_OPERAND_COUNT])
                 prepared(stream, operands, _addresses(frame[_RESULTS], frame[_RESULT_COUNT]))
             elif stage == _INSTANTIATE:
@@ -193,11 +199,22 @@ def _instantiate(frame: Sequence[int], on_cuda: bool) -> None:
     """Prepares the plan on the devices of this process: outside any capture, and early enough for a clear error."""
     name = _plan_of(frame)
     if not on_cuda:
-        BOOK.prepare(name, 0)
+        _prepare(name, 0)
         return
     for device in _local_cuda_devices():
         with _current(device):
-            BOOK.prepare(name, device)
+            _prepare(name, device)
+
+
+def _prepare(name: bytes, device: int) -> None:
+    """Makes the plan ready for Python, and for the compiled launcher where that can launch it."""
+    _published(name, device, BOOK.prepare(name, device))
+
+
+def _published(name: bytes, device: int, prepared: Prepared) -> bool:
+    """Whether the compiled launcher has the plan, from now on if not before. Then Python leaves it alone: what both would use (a
+    descriptor of cuBLASLt) is guarded by the launcher's lock."""
+    return LAUNCHER is not None and prepared.steps is not None and LAUNCHER.publish(name, device, prepared)
 
 
 def _plan_of(frame: Sequence[int]) -> bytes:
@@ -264,9 +281,27 @@ def _current(device: int) -> Any:
     return importlib.import_module("cupy.cuda").Device(device)
 
 
+def counters() -> dict[str, int]:
+    """The plan book's counters and, where the compiled launcher is in use, its own."""
+    return BOOK.counters() | (LAUNCHER.counters() if LAUNCHER else {})
+
+
 # Kept for as long as XLA may call them. Registered at import, once, and not by the first `launch`: an executable that was deserialised
-# needs the target without a trace, and two threads may trace at once. JAX queues a registration until there is a backend.
+# needs the targets without a trace, and two threads may trace at once. JAX queues a registration until there is a backend.
+LAUNCHER = native.load()
 _HANDLERS = {platform: _handler(platform == "CUDA") for platform in PLATFORMS}
-for _platform, _callback in _HANDLERS.items():
-    _capsule = jax.ffi.pycapsule(ctypes.cast(_callback, ctypes.c_void_p).value)
-    jax.ffi.register_ffi_target(TARGET, {"instantiate": _capsule, "execute": _capsule}, platform=_platform)
+_ADDRESSES = {platform: ctypes.cast(handler, ctypes.c_void_p).value or 0 for platform, handler in _HANDLERS.items()}
+_NATIVE: dict[bool, Any] = {}  # on CUDA or not -> the C function
+_records = LAUNCHER is not None and LAUNCHER.can_record
+if LAUNCHER is not None:
+    LAUNCHER.fall_back_on(_ADDRESSES["Host"], _ADDRESSES["CUDA"])
+    LAUNCHER.record_as(RECORDING_TARGET)
+for _platform, _address in _ADDRESSES.items():
+    _stages = {"instantiate": _address, "execute": _address}
+    if LAUNCHER is not None:
+        _stages["execute"] = LAUNCHER.handler(_platform == "CUDA")
+        _NATIVE[_platform == "CUDA"] = _HANDLER(_stages["execute"])
+    # The launcher registers the second target on CUDA itself, where it can.
+    for _target in (TARGET,) if _records and _platform == "CUDA" else (TARGET, RECORDING_TARGET):
+        _bundle = {stage: jax.ffi.pycapsule(address) for stage, address in _stages.items()}
+        jax.ffi.register_ffi_target(_target, _bundle, platform=_platform)

@@ -215,6 +215,11 @@ class Op(abc.ABC):
                 verdicts.append(BackendVerdict(one.name, "chosen", why))
         return tuple(verdicts)
 
+    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str | None:
+        """Why a site that could become this op had better stay as it is written where no implementation is named; None where it need not:
+        `xla`, where that is what is preferred, is what XLA makes of the site anyway."""
+        return None
+
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
         """A plain-jnp function of the operands of one of this op's primitives, with these parameters: -> list."""
         return self.primitives[primitive_name].function(params, "xla")

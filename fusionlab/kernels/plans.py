@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 from ..errors import BackendError
-
-# (stream, addresses of the operands, addresses of the results): launches, and returns before the work is done.
-Prepared = Callable[[int, Sequence[int], Sequence[int]], None]
+from .steps import Prepared
 
 _KINDS: dict[str, Callable[[Mapping[str, Any]], Plan]] = {}
 

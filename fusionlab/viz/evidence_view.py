@@ -27,13 +27,13 @@ def numerics_of(evidence: Evidence | Numerics) -> Numerics | None:
 
 
 def timing_text(timing: Timing) -> str:
-    """One line, for instance "forward: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (40 samples each)"."""
+    """One line, for instance "forward: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (40 samples each, wall time)"."""
     low, high = timing.interval
     samples = min(len(timing.before.samples_s), len(timing.after.samples_s))
     stopped = f", stopped: {timing.stopped}" if timing.stopped else ""
     return (
         f"{timing.what}: {seconds(timing.before.median_s)} → {seconds(timing.after.median_s)}, "
-        f"{timing.ratio:.2f}× [{low:.2f}, {high:.2f}], {timing.verdict} ({samples} samples each{stopped})"
+        f"{timing.ratio:.2f}× [{low:.2f}, {high:.2f}], {timing.verdict} ({samples} samples each, {timing.clock}{stopped})"
     )
 
 

@@ -19,6 +19,7 @@ from fusionlab.graph.ir import Graph
 
 from .dot import dom_id, dot_of_view
 from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline
+from .gpu_record import record_html
 from .inspector import node_dict
 from .render import to_svg
 from .sections import (
@@ -44,6 +45,7 @@ def report_html(
     after: Graph | None = None,
     environment: Mapping[str, Any] | None = None,
     formulas: Mapping[str, str] | None = None,
+    record: Mapping[str, Any] | None = None,
     title: str | None = None,
     engine: str | None = None,
     **view_options: Any,
@@ -54,6 +56,7 @@ def report_html(
       graph, findings, enabled, evidence, formulas: as for `view_model`.
       after: the graph with the enabled sites fused, drawn below the original.
       environment: what to print under "Environment": name -> value.
+      record: of `python -m benchmarks gemm_epilogue` on a GPU, shown below what was measured here (see `gpu_record`).
       title: the page's title; the graph's name without it.
       engine: layout engine, as for `to_svg`.
       **view_options: further options of `view_model`.
@@ -87,7 +90,9 @@ def report_html(
             structures_html(view),
             residuals_html(view),
         ]
-    body += [_evidence(view, evidence), _environment({**environment_dict(evidence), **(environment or {})}, findings)]
+    body += [_evidence(view, evidence)]
+    body += [record_html(record)] if record is not None else []
+    body += [_environment({**environment_dict(evidence), **(environment or {})}, findings)]
     body.append(
         "<footer>A record made by FusionLab. Switching sites on and off and measuring again need a live kernel: "
         "<code>fusionlab.explore(fn, *args)</code> in a notebook.</footer>"

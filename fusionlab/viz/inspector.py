@@ -46,6 +46,7 @@ def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) ->
         return common | {
             "state": "applied" if enabled is None or record.id in enabled else "candidate",
             "text": record.formula,
+            "arithmetic": record.arithmetic,
             "op": record.op,
             "attrs": {
                 str(k): v if isinstance(v, int | float | str | bool) else str(v) for k, v in record.attrs.items()

@@ -43,7 +43,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     if not timings:
         raise ArgumentError(f"evidence: nothing was timed ({_why_not(evidence)}), so there is no timing to plot")
     runs = [(timing, run) for timing in timings for run in (timing.before, timing.after)]
-    ax = ax if ax is not None else _new_axes(7.2, 1.3 + 0.62 * len(runs))
+    ax = ax if ax is not None else new_axes(7.2, 1.3 + 0.62 * len(runs))
     for row, (timing, run) in enumerate(runs):
         _draw_runs(ax, row, run, AFTER if run is timing.after else BEFORE, kwargs)
     ax.set_yticks(range(len(runs)), [_row_name(t, r, len(timings) > 1) for t, r in runs])
@@ -53,7 +53,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
         ax.set_xscale("log")
     else:
         ax.set_xlim(left=0)
-    ax.set_xlabel("time per call (ms); dots: samples, box: quartiles, bar: median")
+    ax.set_xlabel(f"{timings[0].clock} per call (ms); dots: samples, box: quartiles, bar: median")
     ax.set_title("\n".join([*map(timing_text, timings), timings[0].hardware]), fontsize=9, loc="left")
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)
@@ -101,7 +101,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
     if numerics is None or not numerics.leaves:
         raise ArgumentError("evidence: no errors were measured, so there are none to plot")
     leaves = _worst(numerics.leaves, measure)
-    ax = ax if ax is not None else _new_axes(7.2, 1.4 + 0.3 * len(leaves))
+    ax = ax if ax is not None else new_axes(7.2, 1.4 + 0.3 * len(leaves))
     rows = range(len(leaves))
     for name, colour, marker in (("before", BEFORE, "o"), ("after", AFTER, "D")):
         values = [_on_log(getattr(getattr(leaf, name), measure)) for leaf in leaves]
@@ -167,7 +167,8 @@ def figure_svg(figure: Any) -> str:
     return text.getvalue()
 
 
-def _new_axes(width: float, height: float) -> Any:
+def new_axes(width: float, height: float) -> Any:
+    """Axes of a figure of their own, sizes in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -6,22 +6,21 @@ dependency), else a small layout of our own. Which one it was is written on the 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Collection
 from html import escape as xml
 from pathlib import Path
 from typing import Any
 
-from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError, OutputError, unknown_name
+from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError, unknown_name
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 from fusionlab.graph.text import graph_text
+from fusionlab.output import write_file
 
 from . import builtin
 from .dot import dot_of_view
@@ -208,30 +207,3 @@ def _html(
     from .html import report_html  # html.py draws with this module
 
     return report_html(graph, findings, enabled=enabled, engine=engine, **options)
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """`write_file` for text."""
-    return write_file(path, text)
-
-
-def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Writes a whole file or nothing: to a temporary file in the same folder, then renamed.
-
-    Raises:
-      OutputError: the folder is missing or cannot be written.
-    """
-    target = Path(path)
-    data = content.encode() if isinstance(content, str) else content
-    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OutputError(
-            f"cannot write {str(target)!r}: {error.strerror or error}; choose a folder that exists and is yours"
-        ) from error
-    return target

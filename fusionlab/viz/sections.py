@@ -102,14 +102,26 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
         return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
-    keys = ("pass", "text", "state", "source", "nodes_before", "nodes_after", "notes", "backends", "paired")
+    keys = (
+        "pass",
+        "text",
+        "state",
+        "source",
+        "nodes_before",
+        "nodes_after",
+        "arithmetic",
+        "notes",
+        "backends",
+        "paired",
+    )
     cards = []
     for group in alike([s | {"paired": _backward_text(s)} for s in sites], keys):
         s = group[0]
         state = "applied" if s["state"] == "applied" else "not applied"
         inside = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
         inside += [_e(line) for line in [_backward_text(s)] if line]
-        inside += [f'<span class="quiet">{_e(n)}</span>' for n in s["notes"]]
+        told = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
+        inside += [f'<span class="quiet">{_e(n)}</span>' for n in told]
         rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
         inside += [table(["backend", "verdict", "reason"], rows)] if rows else []
         cards.append(_card(group, _colours(view), inside))

@@ -96,7 +96,8 @@ def test_alike_reasons_are_said_once_with_their_number_and_long_lists_are_cut():
 
 
 def test_a_report_says_which_backend_each_candidate_would_run_on_and_why():
-    here, there = fl.find(model, X).report(), fl.find(model, X, device="sm_90").report()
+    passes = ["gemm_epilogue", "layer_norm"]
+    here, there = (fl.find(model, X, passes=passes, device=d).report() for d in (None, "sm_90"))
     assert "declined:" in here
     start = here.splitlines().index(f"backends on {fl.Device.current()}:")
     sites = here.splitlines()[start + 1 :]
@@ -421,7 +422,12 @@ def test_sites_inside_a_users_custom_rule_are_declined_by_name():
 
 def test_a_simulated_device_only_changes_what_backends_say():
     here, there = fl.find(model, X), fl.find(model, X, device="sm_90")
-    assert here.counts() == there.counts()
+    attention = {"dot_product_attention", "dot_product_attention_grad"}
+    assert {n: c for n, c in here.counts().items() if n not in attention} == {
+        n: c for n, c in there.counts().items() if n not in attention
+    }
+    # Attention so small was not measured on a GPU: it stays as it is written there.
+    assert [r.code for r in there.rejections if r.pass_name in attention and r not in here.rejections] == ["slower"]
     assert "sm_90" in there.device
     assert "simulated" in there.device
     with pytest.raises(ArgumentError, match="needed None, 'cpu', 'sm_NN'"):

@@ -1,4 +1,4 @@
-"""Runs the launches of a `KernelPlan` of epilogue.cu on the CPU: the same source, compiled as C++ (`cuda_shim/`), the same geometry."""
+"""Runs the launches of a `KernelPlan` on the CPU: the same source, compiled as C++ (`cuda_shim/`), the same geometry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Emulator:
         self._libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
 
     def _library(self, spec: KernelPlan) -> ctypes.CDLL:
-        if spec.options not in self._libraries:
+        key = (spec.source, *spec.options)
+        if key not in self._libraries:
             source = (KERNELS / spec.source).parent
             built = self._folder / f"variant{len(self._libraries)}.so"
             command = [
@@ -35,21 +36,32 @@ class Emulator:
                 "-fno-strict-aliasing",
                 "-Wno-unknown-pragmas",
             ]
-            command += [f"-I{SHIM}", f"-I{source}", *spec.options, str(SHIM / "epilogue.cpp"), "-o", str(built)]
+            command += [
+                f"-I{SHIM}",
+                f"-I{source}",
+                *spec.options,
+                str(SHIM / f"{Path(spec.source).stem}.cpp"),
+                "-o",
+                str(built),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
-            self._libraries[spec.options] = ctypes.CDLL(str(built))
-        return self._libraries[spec.options]
+            self._libraries[key] = ctypes.CDLL(str(built))
+        return self._libraries[key]
 
     def run(self, spec: KernelPlan, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """Launches in order, into `results`."""
-        arrays = {"operand": operands, "result": results}
+        self.run_at(spec, *([a.ctypes.data for a in side] for side in (operands, results)))
+
+    def run_at(self, spec: KernelPlan, operands: Sequence[int], results: Sequence[int]) -> None:
+        """The same, on addresses."""
+        addresses = {"operand": operands, "result": results}
         for launch in spec.launches:
             scalars = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}
             values = [
                 scalars[kind](value)
                 if kind in scalars
-                else ctypes.c_void_p(None if kind == "null" else arrays[kind][value].ctypes.data)
+                else ctypes.c_void_p(None if kind == "null" else addresses[kind][value])
                 for kind, value in launch.params
             ]
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))

@@ -70,7 +70,7 @@ class NumpyPlan:
             given = [view(a, *s) for a, s in zip(operands, self.operands, strict=True)]
             function(given, [view(a, *s) for a, s in zip(results, self.results, strict=True)])
 
-        return run
+        return plans.Prepared(run)
 
 
 def several(operands: list[np.ndarray], results: list[np.ndarray]) -> None:

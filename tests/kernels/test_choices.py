@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fusionlab
+from fusionlab import output
 from fusionlab.errors import ArgumentError, OutputError
 from fusionlab.kernels import choices
 from fusionlab.kernels.choices import Choice, Choices, Measured, case_text, plan_file, read, write
@@ -292,24 +299,27 @@ def test_a_folder_that_cannot_be_made_is_an_output_error(file):
 
 
 @pytest.mark.parametrize("step", ["replace", "write"])
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(28, "No space left on device"), OutputError), (KeyboardInterrupt("of the user"), KeyboardInterrupt)],
+)
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file, monkeypatch, step, error, raised):
     write(file, "sm_90", Measured({CASE: FAST}))
     before = file.read_bytes()
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    def fail(*args, **kwargs):
+        raise error
+
+    class Half(io.FileIO):
+        def write(self, data):
+            super().write(data[:20])
+            fail()
 
     if step == "replace":
-        monkeypatch.setattr(os, "replace", full)
+        monkeypatch.setattr(os, "replace", fail)
     else:
-
-        def half(self, text, **kwargs):
-            with open(self, "w") as f:
-                f.write(text[:20])
-            full()
-
-        monkeypatch.setattr(type(file), "write_text", half)
-    with pytest.raises(OutputError, match="No space left on device"):
+        monkeypatch.setattr(output, "open", Half, raising=False)
+    with pytest.raises(raised, match=r"No space left on device|of the user"):
         write(file, "sm_90", Measured({CASE: SLOW}))
     assert file.read_bytes() == before
     assert [p.name for p in file.parent.iterdir()] == [file.name]
@@ -332,11 +342,23 @@ def as_process(monkeypatch):
     return become
 
 
-def test_process_0_goes_by_its_own_plan_file_read_once(file, as_process):
+def test_with_several_processes_no_plan_file_decides_before_it_is_shared(file, as_process):
+    shipped("sm_90", Measured({CASE: SLOW}))
+    write(file, "sm_90", Measured({CASE: FAST}))
+    known = Choices(file)
+    assert known.unshared == ""
+    as_process(0)
+    assert known.lookup("sm_90", CASE).source == "the table for sm_90"
+    assert "fusionlab.share_plan()" in known.unshared
+
+
+def test_process_0_goes_by_its_own_plan_file_as_it_was_shared(file, as_process):
     write(file, "sm_90", Measured({CASE: FAST}))
     as_process(0)
     known = Choices(file)
-    assert known.lookup("sm_90", CASE).source == f"plan file {file} of process 0"
+    known.share()
+    assert known.unshared == ""
+    assert known.lookup("sm_90", CASE).source == "the plan file of process 0"
     file.unlink()
     assert known.lookup("sm_90", CASE).implementation == "cublaslt"
 
@@ -345,11 +367,90 @@ def test_other_processes_go_by_what_process_0_sends(file, as_process):
     import numpy as np
 
     write(file, "sm_90", Measured({CASE: FAST}))
+    known = Choices(file)
     theirs = json.dumps({"format": 1, "archs": {"sm_90": Measured({CASE: SLOW}).to_dict()}}).encode()
     as_process(1, [np.int32(len(theirs)), np.frombuffer(theirs, np.uint8)])
-    assert Choices(file).lookup("sm_90", CASE).implementation == "xla"
+    known.share()
+    assert known.lookup("sm_90", CASE).implementation == "xla"
     as_process(1, [np.int32(0)])
-    assert Choices(file).lookup("sm_90", CASE) is None
+    known.share()
+    assert known.lookup("sm_90", CASE) is None
     as_process(1, [np.int32(2), np.array([255, 254], np.uint8)])
-    with pytest.raises(ArgumentError, match=r"process 0's plan file .* cannot be read"):
-        Choices(file).lookup("sm_90", CASE)
+    with pytest.raises(ArgumentError, match="the plan file of process 0 cannot be read"):
+        known.share()
+
+
+def test_a_file_that_process_0_cannot_read_is_an_error_in_all_and_leaves_none_waiting(file, as_process, monkeypatch):
+    write(file, "sm_90", Measured({CASE: FAST}))
+
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(file), "read_bytes", denied)
+    as_process(0)
+    with pytest.raises(ArgumentError, match="the plan file of process 0 cannot be read"):
+        Choices(file).share()
+
+
+def test_one_process_has_nothing_to_share(file):
+    known = Choices(file)
+    known.share()
+    write(file, "sm_90", Measured({CASE: FAST}))
+    assert known.lookup("sm_90", CASE).implementation == "cublaslt"
+
+
+PROCESS = """
+import json, os, sys
+import jax, jax.numpy as jnp
+index, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import fusionlab as fl
+
+def layer(x, w):
+    return jax.nn.relu(x @ w)
+
+def found():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((48, 40), (40, 24))]
+    (site,) = fl.find(layer, *shapes, device="sm_80").candidates
+    return {b.verdict: [b.name, b.reason] for b in site.backends}
+
+told = [found() if index == 0 else None]  # alone: the other process is not asked
+fl.share_plan()
+told.append(found())
+print("TOLD" + json.dumps([jax.process_count(), told]))
+"""
+
+
+def test_two_processes_share_the_plan_file_of_the_first_and_one_may_look_alone(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    case = {"activation": "relu", "bias": False, "columns": 24, "compute": "f32", "dtype": "bfloat16", "inner": 40}
+    case |= {"packed": False, "residuals": False, "rows": 48, "w": "KN", "x": "MK"}
+    for i, choice in enumerate((FAST, SLOW)):
+        write(tmp_path / f"{i}.json", "sm_80", Measured({case_text("gemm_epilogue", "call", **case): choice}))
+    env = os.environ | {"PYTHONPATH": str(Path(fusionlab.__file__).parents[1]), "XLA_FLAGS": ""}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(i), port],
+            env=env | {"FUSIONLAB_PLAN_FILE": str(tmp_path / f"{i}.json")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [p.communicate(timeout=120) for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    assert all("TOLD" in out for out, _ in said), said
+    (n, (alone, first)), (_, (_, second)) = (json.loads(out.partition("TOLD")[2].splitlines()[0]) for out, _ in said)
+    assert n == 2
+    assert alone["same code"][0] == "xla"
+    assert "once all of them have called fusionlab.share_plan()" in alone["same code"][1]
+    assert first["chosen"] == second["chosen"]
+    assert first["chosen"][0] == "cublaslt"
+    assert first["chosen"][1].endswith("(the plan file of process 0)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import itertools
 
 import jax
@@ -94,6 +96,25 @@ def test_an_old_gpu_is_refused_with_the_oldest_that_would_do():
         assert "sm_70 is older than sm_75" in found[name].reason
         with pytest.raises(BackendError, match="sm_70 is older than sm_75"):
             GEMM_EPILOGUE.choose(*operands(), device="sm_70", activation="relu", implementation=name)
+
+
+@pytest.mark.parametrize(("missing", "refused"), [("cupy", OWN), ("nvmath", ("cublaslt",))])
+def test_a_device_without_a_package_is_refused_what_needs_it(missing, refused):
+    device = dataclasses.replace(Device.of("sm_90"), missing=(missing,))
+    found = verdicts(*operands(), device=device, activation="relu")
+    assert {name for name in OWN if found[name].verdict == "unavailable"} == set(refused)
+    for name in refused:
+        assert "is not installed: pip install" in found[name].reason
+
+
+def test_a_decision_hangs_on_the_device_s_record_alone(monkeypatch):
+    real = dataclasses.replace(Device.of("sm_90"), simulated=False, cudnn="8.9.7")
+
+    def asked(name, *_):
+        raise AssertionError(f"asked whether {name} is installed")
+
+    monkeypatch.setattr(importlib.util, "find_spec", asked)
+    assert {v.name for v in verdicts(*operands(), device=real, activation="relu").values()} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", OWN)

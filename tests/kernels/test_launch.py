@@ -218,7 +218,8 @@ def test_a_run_that_failed_can_be_repeated_once_the_cause_is_gone(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError"):
         f(x).block_until_ready()
     mended = plans.plan_name(plan_for("fails_to_run", [struct((6,))], struct((6,)))).encode()
-    monkeypatch.setitem(BOOK._prepared, (mended, 0), lambda stream, i, o: launching.view(o[0], "float32", (6,)).fill(5))
+    fills = plans.Prepared(lambda stream, i, o: launching.view(o[0], "float32", (6,)).fill(5))
+    monkeypatch.setitem(BOOK._prepared, (mended, 0), fills)
     np.testing.assert_array_equal(f(x), np.full(6, 5))
 
 

@@ -190,7 +190,7 @@ class Notes:
 
     def prepare(self, device: int):
         self.prepared.append(device)
-        return lambda *given: self.launched.append(given)
+        return plans.Prepared(lambda *given: self.launched.append(given))
 
 
 plans.plan_kind(Notes.kind, lambda content: Notes())

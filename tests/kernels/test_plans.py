@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionlab.errors import BackendError
-from fusionlab.kernels import kernel_plan, plans
+from fusionlab.kernels import cublaslt, kernel_plan, plans
 from fusionlab.kernels.clock import EventPlan
 from fusionlab.kernels.cublaslt import MatmulPlan, row_major
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
+from fusionlab.kernels.steps import KernelStep
 
 SOURCES = ("clock/spin.cu", "gemm_epilogue/epilogue.cu")
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
@@ -113,7 +114,7 @@ class Kept:
         return dict(self.content)
 
     def prepare(self, device: int) -> plans.Prepared:
-        return lambda stream, operands, results: None
+        return plans.Prepared(lambda stream, operands, results: None)
 
 
 plans.plan_kind(Kept.kind, lambda content: Kept(tuple(content.items())))
@@ -233,7 +234,7 @@ class Slow:
         time.sleep(0.02)
         if self.fail:
             raise OSError("not now")
-        return lambda stream, operands, results: None
+        return plans.Prepared(lambda stream, operands, results: None)
 
 
 plans.plan_kind(Slow.kind, lambda content: Slow(content["number"]))
@@ -326,7 +327,7 @@ def launched(params, operands, results):
         ]
         seen.append((function, geometry, stream, values, extra))
 
-    start = kernel_plan._launcher(launch_kernel, 99, Launch("entry", (1, 2, 3), (4, 5, 6), 7, params))
+    start = kernel_plan._launcher(launch_kernel, KernelStep(99, "entry", b"", (1, 2, 3), (4, 5, 6), 7, params))
     for stream in (11, 12):
         start(stream, operands, results)
     return seen
@@ -408,3 +409,10 @@ def test_kernels_are_loaded_when_prepared_and_launched_in_order(notes):
 def test_nothing_is_compiled_where_there_is_nothing_to_launch(notes):
     replace(SPIN, launches=()).prepare(3)(5, [], [])
     assert notes == []
+
+
+def test_an_algorithm_of_another_length_is_refused_as_cublaslt_reads_all_64_bytes():
+    assert cublaslt._algorithm("01" * 64).tobytes() == b"\1" * 64
+    for size in (0, 8, 63, 72):
+        with pytest.raises(BackendError, match=f"got {size} bytes, needed the 64"):
+            cublaslt._algorithm("01" * size)

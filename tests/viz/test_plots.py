@@ -108,7 +108,9 @@ def test_nothing_measured_is_an_error_that_says_so():
 def test_the_header_never_shows_a_ratio_without_its_interval(case, evidence, timing):
     header = view_model(case.graph, case.findings, enabled=None, evidence=evidence)["header"]
     low, high = timing.interval
-    assert f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster (40 samples each)" in header
+    assert (
+        f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster (40 samples each, wall time)" in header
+    )
     assert "max error 0.25 (w) against float64 · 1 result WORSE than before and over tolerance" in header
 
 
@@ -172,6 +174,6 @@ def test_the_explorer_shows_evidence_only_for_the_sites_it_was_measured_with(cas
 def test_plotting_imports_no_pyplot():
     code = (
         "import sys, fusionlab.viz.plots as p; assert 'matplotlib' not in sys.modules; "
-        "p._new_axes(2, 2); assert 'matplotlib.pyplot' not in sys.modules"
+        "p.new_axes(2, 2); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

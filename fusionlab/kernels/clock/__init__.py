@@ -13,7 +13,8 @@ import numpy as np
 
 from ..kernel_plan import KernelPlan, Launch
 from ..launch import launch
-from ..plans import Prepared, plan_kind
+from ..plans import plan_kind
+from ..steps import Prepared
 
 _EVENTS: dict[
     tuple[int, int], Any
@@ -39,17 +40,23 @@ class EventPlan:
         event = _EVENTS.setdefault((self.slot, device), cuda.Event())
 
         def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
-            event.record(cuda.ExternalStream(stream, device))
+            cuda.runtime.eventRecord(event.ptr, stream)
 
-        return run
+        return Prepared(run)
 
 
 plan_kind(EventPlan.kind, EventPlan.read)
 
 
+def device() -> Any:
+    """The JAX device whose stream is marked."""
+    return jax.local_devices(backend="cuda")[0]
+
+
 @functools.cache
 def mark(slot: int) -> Any:
-    """A compiled program that records the event of a slot on the stream of the default CUDA device; call it between others."""
+    """A compiled program that records the event of a slot on the stream of the default CUDA device; call it between others, and wait for
+    what it returns: an error would surface there."""
     return _alone(EventPlan(slot))
 
 
@@ -63,15 +70,17 @@ def wait(nanoseconds: int) -> Any:
 def step(x: Any) -> Any:
     """x + 1 (float32, a multiple of 4 elements) by one launch that does nothing else; for timing what a launch costs."""
     params = (("operand", 0), ("result", 0), ("i64", x.size))
-    plan = KernelPlan("clock/step.cu", (), (Launch("step", (-(-x.size // 512), 1, 1), (128, 1, 1), 0, params),))
+    plan = KernelPlan(
+        "clock/step.cu", (), (Launch("step", (-(-x.size // 512), 1, 1), (128, 1, 1), 0, params, early=True),)
+    )
     return launch(plan, [x], [jax.ShapeDtypeStruct(x.shape, x.dtype)])[0]
 
 
 def elapsed_s(first: int, second: int) -> float:
     """Seconds on the device between the last marks of two slots; waits for the second."""
     cuda: Any = importlib.import_module("cupy.cuda")
-    device = jax.local_devices(backend="cuda")[0].local_hardware_id
-    start, end = _EVENTS[first, device], _EVENTS[second, device]
+    ordinal = device().local_hardware_id
+    start, end = _EVENTS[first, ordinal], _EVENTS[second, ordinal]
     end.synchronize()
     return cuda.get_elapsed_time(start, end) * 1e-3
 
@@ -80,6 +89,6 @@ def _alone(plan: Any) -> Any:
     def program(token: Any) -> Any:
         return launch(plan, [token], [jax.ShapeDtypeStruct(token.shape, token.dtype)])[0]
 
-    token = jax.device_put(np.zeros(1, np.float32), jax.local_devices(backend="cuda")[0])
+    token = jax.device_put(np.zeros(1, np.float32), device())
     compiled = jax.jit(program).lower(token).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
     return functools.partial(compiled, token)

@@ -90,7 +90,8 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
         anyway = "what XLA runs anyway; " if found.implementation == "xla" else ""
         return found.implementation, anyway + found.reason
     where = device.arch or "this architecture"
-    return "xla", f"what XLA runs anyway: no such call was measured for {where}; fusionlab.tune measures"
+    hint = CHOICES.unshared or "fusionlab.tune measures"
+    return "xla", f"what XLA runs anyway: no such call was measured for {where}; {hint}"
 
 
 def _unknown(*shapes: Any, **attrs: Any) -> str:

@@ -20,6 +20,7 @@ from jax import lax
 from ...device import Device
 from .. import cublaslt as lt
 from ..choices import CHOICES
+from ..compile import NOT_INSTALLED
 from ..launch import launch
 from ..plans import plan_name
 from . import cuda, reference
@@ -36,8 +37,8 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **
         return f"it needs a CUDA device, this is {device}"
     if device.arch and device.capability < MIN_CAPABILITY:
         return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that CUDA 13 supports"
-    if not device.simulated and (reason := lt.missing()):
-        return reason
+    if device.missing:
+        return lt.NOT_INSTALLED if "nvmath" in device.missing else NOT_INSTALLED
     return _refuses_attributes(role, **attrs) or _refuses_shapes(shapes, role, **attrs)
 
 
@@ -96,6 +97,14 @@ def compute_of(dtype: str, precision: Any) -> str:
         return "f64"
     exact = bool(_precisions(precision)) and all(p == lax.Precision.HIGHEST for p in _precisions(precision))
     return "tf32" if dtype == "float32" and not exact else "f32"
+
+
+def product_arithmetic(dtype: str, precision: Any, device: Device) -> str:
+    """The same in words, for a product of any of the implementations on a device: a CPU rounds nothing to TF32."""
+    compute = compute_of(dtype, precision)
+    if compute == "tf32" and device.platform == "cuda":
+        return "float32 rounded to TF32, summed in float32; precision HIGHEST would round nothing"
+    return "float64, summed in float64" if compute == "f64" else f"{dtype}, summed in float32"
 
 
 def forward(

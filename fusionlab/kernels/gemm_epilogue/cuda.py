@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...device import Device
-from ..compile import why_missing
+from ..compile import NOT_INSTALLED
 from ..launch import launch
 from . import reference
 from .activations import ACTIVATIONS
@@ -43,7 +43,7 @@ def refuses_device(device: Device) -> str | None:
         return f"it needs a CUDA device, this is {device}"
     if device.arch and device.capability < MIN_CAPABILITY:
         return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that the CUDA compiler builds for"
-    return None if device.simulated else why_missing()
+    return NOT_INSTALLED if "cupy" in device.missing else None
 
 
 def saves_of(activation: str, packed: bool) -> str:

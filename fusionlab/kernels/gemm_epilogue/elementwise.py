@@ -87,7 +87,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
         ("i64", columns),
         ("i64", mask_pitch(columns)),
     )
-    launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params)
+    launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params, early=True)
     options = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
     return KernelPlan(SOURCE.path, options, (launch,) if rows and columns else ())
 
@@ -139,10 +139,11 @@ def backward_plan(
         ("i64", mask_pitch(columns)),
         ("i64", per_block),
     )
-    launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params)]
+    launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params, early=True)]
     if dbias:
         summed = (("result", results + 1), ("result", results), ("i64", blocks), ("i64", columns))
-        launches.append(Launch("epilogue_sum", (_parts(columns, _SUM_BLOCK[0]), 1, 1), _SUM_BLOCK, 0, summed))
+        grid = (_parts(columns, _SUM_BLOCK[0]), 1, 1)
+        launches.append(Launch("epilogue_sum", grid, _SUM_BLOCK, 0, summed, early=True))
     empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
     options = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
     return KernelPlan(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None

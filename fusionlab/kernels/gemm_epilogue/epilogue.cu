@@ -17,6 +17,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../early.cuh"
+
 #if !defined(FL_T) || !defined(FL_ACT) || !defined(FL_VEC) || !defined(FL_BIAS) || !defined(FL_SAVES) || !defined(FL_DBIAS)
 #error "FL_T, FL_ACT, FL_VEC, FL_BIAS, FL_SAVES and FL_DBIAS must be defined"
 #endif
@@ -327,11 +329,12 @@ __device__ __forceinline__ void scale(C (&values)[FL_VEC], const Held& held, Ind
 __device__ __forceinline__ Index from_the_end() { return gridDim.y - 1 - blockIdx.y; }
 
 // out = act(h + bias), and what backward needs into `saved`. h may be out, and saved as well where that is h itself: a thread reads its
-// elements before it writes them, hence no __restrict__. A block takes kRows * blockDim.y rows, then those gridDim.y blocks further on; a
+// elements before it writes them, hence no __restrict__. (Nor elsewhere: a load of what is never written may be moved above fl_wait().) A block takes kRows * blockDim.y rows, then those gridDim.y blocks further on; a
 // thread FL_VEC columns of every blockDim.y-th of these. With FL_SAVES 1 the grid covers the padding too, and if FL_VEC is below 8 a warp
 // lies in one row: blockDim.x is a multiple of 32.
 extern "C" __global__ void __launch_bounds__(kThreads) epilogue_forward(
-    const T* h, const T* __restrict__ bias, T* out, void* saved, Index rows, Index columns, Index pitch) {
+    const T* h, const T* bias, T* out, void* saved, Index rows, Index columns, Index pitch) {
+  fl_wait();
   const Index column = (static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x) * FL_VEC;
   const bool inside = column < columns;
 #if FL_SAVES != 1
@@ -391,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) epilogue_forward(
 // `rows_per_block` rows; a thread FL_VEC columns of every blockDim.y-th of these. blockDim.y must be a power of 2.
 extern "C" __global__ void __launch_bounds__(kThreads) epilogue_backward(
     const T* ct, const void* saved, T* dh, C* partial, Index rows, Index columns, Index pitch, Index rows_per_block) {
+  fl_wait();
   const Index column = (static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x) * FL_VEC;
   const bool inside = column < columns;
   const Index block = from_the_end();
@@ -454,7 +458,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) epilogue_backward(
 // kSumRows-th entry, then a tree.
 constexpr int kSumColumns = 32, kSumRows = 32;
 extern "C" __global__ void __launch_bounds__(kSumColumns * kSumRows) epilogue_sum(
-    const C* __restrict__ partial, T* __restrict__ dbias, Index blocks, Index columns) {
+    const C* partial, T* dbias, Index blocks, Index columns) {
+  fl_wait();
   const Index column = static_cast<Index>(blockIdx.x) * kSumColumns + threadIdx.x;
   C sum = 0;
   if (column < columns) {

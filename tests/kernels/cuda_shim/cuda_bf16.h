@@ -15,6 +15,7 @@
 #define __launch_bounds__(...)
 #define __shared__ static // one block runs at a time
 #define __restrict__
+#define __align__(bytes) alignas(bytes)
 
 struct uint2 {
   unsigned x, y;
@@ -29,6 +30,7 @@ struct Dim {
   unsigned x, y, z;
 };
 inline Dim threadIdx, blockIdx, blockDim, gridDim;
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 
 struct __nv_bfloat16 {
   std::uint16_t bits;
@@ -61,27 +63,65 @@ inline ucontext_t scheduler;
 inline Fiber* running = nullptr;
 inline void (*body)(void* const*) = nullptr;
 inline void* const* body_arguments = nullptr;
+inline unsigned alive = 0; // threads of the block that have not returned
 
 inline void run_body() {
   body(body_arguments);
   running->done = true;
+  --alive;
   swapcontext(&running->context, &scheduler);
 }
 
 inline void hand_over() { swapcontext(&running->context, &scheduler); }
-inline void __syncthreads() { hand_over(); }
 
-inline unsigned passed[32 * 32]; // one word for each thread of a block
+inline unsigned thread_number() { return threadIdx.y * blockDim.x + threadIdx.x; }
+
+struct Barrier {
+  unsigned arrived = 0, generation = 0;
+  void wait(const unsigned& count) { // it may fall while threads wait: those that have returned are not waited for
+    const unsigned mine = generation;
+    ++arrived;
+    while (generation == mine) {
+      if (arrived >= count) {
+        arrived = 0;
+        ++generation;
+      } else {
+        hand_over();
+      }
+    }
+  }
+};
+inline Barrier of_block;
+inline void __syncthreads() { of_block.wait(alive); }
+
+// What the threads of a warp show each other. Two places in turns: nobody writes one again before all have read it.
+constexpr unsigned kShown = 8;
+struct Warp {
+  Barrier barrier;
+  unsigned shown[2][32][kShown];
+  unsigned turn[32] = {};
+};
+inline Warp warps[32];
+inline const unsigned kWarp = 32;
+
+template <std::size_t kCount> const unsigned (*show(const unsigned (&mine)[kCount]))[kShown] {
+  static_assert(kCount <= kShown);
+  const unsigned thread = thread_number(), lane = thread % 32;
+  Warp& warp = warps[thread / 32];
+  const unsigned turn = warp.turn[lane]++ % 2;
+  for (std::size_t i = 0; i < kCount; ++i) warp.shown[turn][lane][i] = mine[i];
+  warp.barrier.wait(kWarp);
+  return warp.shown[turn];
+}
 
 inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned delta) {
-  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32;
   if (mask != ~0u) std::abort();
-  passed[thread] = value;
-  hand_over();
-  const unsigned got = lane + delta < 32 ? passed[thread + delta] : value;
-  hand_over();
-  return got;
+  const unsigned lane = thread_number() % 32;
+  const auto all = show({value});
+  return lane + delta < 32 ? all[lane + delta][0] : value;
 }
+
+inline void block_starts(); // what a header beside this one prepares
 
 // Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel.
 inline void launch(void (*kernel)(void* const*), const unsigned* grid, const unsigned* block, void* const* arguments) {
@@ -91,27 +131,33 @@ inline void launch(void (*kernel)(void* const*), const unsigned* grid, const uns
   blockDim = {block[0], block[1], block[2]};
   static std::vector<Fiber> fibers(32 * 32);
   const unsigned threads = block[0] * block[1];
-  for (unsigned y = 0; y < grid[1]; ++y) {
-    for (unsigned x = 0; x < grid[0]; ++x) {
-      blockIdx = {x, y, 0};
+  for (unsigned number = 0; number < grid[0] * grid[1] * grid[2]; ++number) {
+    blockIdx = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
+    block_starts();
+    of_block = {};
+    for (Warp& warp : warps) warp = {};
+    alive = threads;
+    for (unsigned i = 0; i < threads; ++i) {
+      Fiber& fiber = fibers[i];
+      fiber.done = false;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data();
+      fiber.context.uc_stack.ss_size = fiber.stack.size();
+      makecontext(&fiber.context, run_body, 0);
+    }
+    for (bool any = true; any;) {
+      any = false;
       for (unsigned i = 0; i < threads; ++i) {
-        Fiber& fiber = fibers[i];
-        fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        makecontext(&fiber.context, run_body, 0);
-      }
-      for (bool any = true; any;) {
-        any = false;
-        for (unsigned i = 0; i < threads; ++i) {
-          if (fibers[i].done) continue;
-          threadIdx = {i % block[0], i / block[0], 0};
-          running = &fibers[i];
-          swapcontext(&scheduler, &fibers[i].context);
-          any = true;
-        }
+        if (fibers[i].done) continue;
+        threadIdx = {i % block[0], i / block[0], 0};
+        running = &fibers[i];
+        swapcontext(&scheduler, &fibers[i].context);
+        any = true;
       }
     }
   }
 }
+
+#ifndef FL_BLOCK_STARTS // warp_emulated.h has its own
+inline void block_starts() {}
+#endif

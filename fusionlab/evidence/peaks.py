@@ -1,0 +1,51 @@
+"""What a device can do at best, measured: bytes a second of a large copy, operations a second of a large product."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fusionlab.device import Device
+from fusionlab.errors import ArgumentError
+
+from .program import compile_program
+from .timing import runs_of
+
+SAMPLES = 10
+# Far beyond the caches, and within a 32nd of the memory: what is copied, its copies queued and the random bits' making take several of it.
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
+SIDE = {"cuda": 8192, "cpu": 2048}  # of the square matrices; a multiple of every tile
+
+
+def measure_peaks(device: Device | None = None) -> Device:
+    """This process's device with `copy_bytes_per_s` and `gemm_flop_per_s` measured, each the best of some samples; takes seconds.
+
+    The copy counts bytes read and written. The product is bfloat16 on CUDA, with sums in float32, and float32 elsewhere. Data are random:
+    a GPU lowers its clocks to keep within its power limit, and zeros draw less power. Device time on CUDA, wall time elsewhere (timing.py).
+
+    Raises:
+      ArgumentError: a device that is simulated or not this process's own.
+    """
+    here = Device.current()
+    if device is not None and device != here:
+        raise ArgumentError(
+            f"device: got {device}, needed None or this process's own, {here}: only what is here can be measured"
+        )
+    kind = "cuda" if here.platform == "cuda" else "cpu"
+    words = min(COPY_BYTES[kind], (here.memory or COPY_BYTES[kind] * 32) // 32) // 4
+    source = jax.random.bits(jax.random.key(0), (words,), "uint32")
+    copy_s = _best_s(jnp.copy, source)
+    del source
+    side, dtype = SIDE[kind], jnp.bfloat16 if kind == "cuda" else jnp.float32
+    a, b = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
+    product_s = _best_s(jnp.matmul, a, b)
+    return dataclasses.replace(here, copy_bytes_per_s=8 * words / copy_s, gemm_flop_per_s=2 * side**3 / product_s)
+
+
+def _best_s(fn: Callable, *args: Any) -> float:
+    """Seconds of the quickest sample."""
+    return runs_of([compile_program(fn, args, {})], SAMPLES)[0][0].min_s

@@ -1,0 +1,51 @@
+"""Samples of several programs taken in turns, whatever the clock."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+
+
+def take_turns(
+    samplers: Mapping[str, Callable[[], float]],
+    samples: int,
+    *,
+    budget_s: float = math.inf,
+    step: Callable[[int], None] | None = None,
+    cancel: Callable[[], bool] | None = None,
+) -> tuple[dict[str, list[float]], str]:
+    """Takes samples forwards and backwards (A B, B A, B A, A B), so that drift of clocks and neighbours falls on all.
+
+    Args:
+      samplers: name -> what takes one sample, in seconds.
+      samples: of each.
+      budget_s: seconds; when they are over, what was taken is returned. At least two samples of each are taken (if so many are asked for).
+      step: told after each two rounds how many samples of each they added.
+      cancel: asked after each two rounds; when it says True, what was taken is returned.
+
+    Returns:
+      The samples in the order taken, by name, and why fewer came than were asked for: "", "time budget" or "cancelled".
+    """
+    taken: dict[str, list[float]] = {name: [] for name in samplers}
+    deadline = time.perf_counter() + budget_s
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection is no program's doing; while calls are queued it would let the device run dry
+    try:
+        for i in range(samples):
+            for name in list(samplers) if i % 4 in (0, 3) else reversed(list(samplers)):
+                taken[name].append(samplers[name]())
+            if i % 2 == 0 and i + 1 < samples:
+                continue
+            if step is not None:
+                step(i % 2 + 1)
+            if cancel is not None and cancel():
+                return taken, "cancelled"
+            if time.perf_counter() > deadline and i + 1 < samples:
+                return taken, "time budget"
+    finally:
+        if collecting:
+            gc.enable()
+    return taken, ""

@@ -1,0 +1,13 @@
+// Programmatic dependent launch (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA,
+// "griddepcontrol"): a kernel that is started before the one ahead of it on the stream has ended, and waits here for its results.
+// Instructions of sm_90 and later; elsewhere kernels start when all before them has ended, and there is nothing to wait for.
+
+#pragma once
+
+// Before the first access to global memory, reads and writes alike: what came before may still read what this kernel overwrites. No pointer
+// of such a kernel may be `const __restrict__`: the compiler takes that memory for constant, and may load from it before the wait.
+static __device__ __forceinline__ void fl_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

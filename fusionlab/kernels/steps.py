@@ -1,0 +1,72 @@
+"""What a prepared plan launches, as data: one kernel, or one product by cuBLASLt. Python can launch it, and so can a compiled launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# ("operand", number), ("result", number): the address of a buffer; ("null", 0): none; ("i64", value), ("i32", value): a value.
+Param = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """A loaded kernel and how it is launched.
+
+    Attributes:
+      function: CUfunction.
+      entry: the kernel's name.
+      image: its cubin.
+      grid, block: blocks, and threads of a block, along x, y, z.
+      shared: dynamic shared memory of a block, bytes.
+      params: in the kernel's order.
+      early: the kernel waits itself for what came before it (`early.cuh`), so it may start before that has ended.
+    """
+
+    function: int
+    entry: str
+    image: bytes
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    params: tuple[Param, ...]
+    early: bool = False
+
+
+@dataclass(frozen=True)
+class MatmulStep:
+    """One call of cublasLtMatmul, alpha 1 and beta 0; everything but buffers is made.
+
+    Attributes:
+      pointers: library handle, descriptor, layouts of A, B and D, addresses of 1 and 0, address of the algorithm.
+      workspace: bytes.
+      places: where A, B, bias, auxiliary matrix, D and workspace are, as of a kernel's parameters.
+      attributes: numbers of the descriptor's attributes that hold the addresses of bias and auxiliary matrix.
+      library: the version of the cuBLASLt that made them (130100 for 13.1).
+    """
+
+    pointers: tuple[int, ...]
+    workspace: int
+    places: tuple[Param, ...]
+    attributes: tuple[int, int]
+    library: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A plan ready to be launched on one device. Called with a stream and the addresses of operands and results, it launches, and
+    returns before the work is done.
+
+    Attributes:
+      run: launches from Python.
+      steps: the same as data, in order; None where only `run` can do it.
+      keep: what the steps point into.
+    """
+
+    run: Callable[[int, Sequence[int], Sequence[int]], None]
+    steps: tuple[KernelStep | MatmulStep, ...] | None = None
+    keep: Any = None
+
+    def __call__(self, stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
+        self.run(stream, operands, results)

@@ -1,0 +1,197 @@
+"""`fl.tune` on a simulated GPU: what it measures, what it writes, and that choices read it back."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax import numpy as jnp
+
+import fusionlab as fl
+from fusionlab.device import Device
+from fusionlab.errors import ArgumentError, OutputError
+from fusionlab.evidence import tuning
+from fusionlab.evidence.device_clock import DeviceTimes
+from fusionlab.kernels import choices, cublaslt, launch
+from fusionlab.kernels.gemm_epilogue import choosing
+from fusionlab.kernels.gemm_epilogue import cublaslt as by_cublaslt
+
+S = jax.ShapeDtypeStruct
+LAYER = (S((64, 32), jnp.bfloat16), S((32, 128), jnp.bfloat16), S((128,), jnp.bfloat16))
+ALGORITHMS = ("aa" * 64, "bb" * 64)
+
+
+def layer(x, w, b):
+    return jax.nn.relu(x @ w + b)
+
+
+class Bench:
+    """`times_us`: what each implementation takes; `timed`: the names of the programs of each round, in order."""
+
+    def __init__(self):
+        self.times_us = {"xla": 30.0, "cublaslt": 10.0, "cuda": 20.0, ALGORITHMS[0]: 6.0, ALGORITHMS[1]: 5.0}
+        self.timed = []
+
+    def time_on_device(self, programs, samples=0, calls=8):
+        assert samples >= 4
+        self.timed.append(tuple(programs))
+        return {name: DeviceTimes(name, (self.times_us[name] * 1e-6,) * samples, calls) for name in programs}
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """An sm_90 that this process seems to have, with nothing measured before; programs are neither compiled nor run."""
+    file, made = tmp_path / "mine" / "plans.json", Bench()
+    monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(file))
+    known = choices.Choices()
+    for module in (choosing, by_cublaslt, tuning, fl.tuning):
+        monkeypatch.setattr(module, "CHOICES", known)
+    monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: Device.of("sm_90")))
+    monkeypatch.setattr(tuning, "time_on_device", made.time_on_device)
+    monkeypatch.setattr(tuning, "_program", lambda function, operands: function)
+    monkeypatch.setattr(cublaslt, "version", lambda: 130100)
+    monkeypatch.setattr(cublaslt, "algorithms", lambda plan, device: list(ALGORITHMS))
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [type("Gpu", (), {"local_hardware_id": 0})])
+    made.file = file
+    return made
+
+
+def choices_of(found):
+    return [{b.name: b for b in c.backends} for c in found.candidates]
+
+
+def test_what_was_measured_is_written_and_decides_from_then_on(bench):
+    (before,) = choices_of(fl.find(layer, *LAYER))
+    assert before["xla"].verdict == "same code"
+    assert "no such call was measured for sm_90; fusionlab.tune measures" in before["xla"].reason
+    tuned = fl.tune(layer, *LAYER)
+    assert tuned.path == bench.file
+    assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
+    (after,) = choices_of(fl.find(layer, *LAYER))
+    assert after["cublaslt"].verdict == "chosen"
+    assert after["cublaslt"].reason == f"measured: cublaslt 10 us, cuda 20 us, xla 30 us (plan file {bench.file})"
+    assert after["xla"].verdict == after["cuda"].verdict == "possible"
+
+
+def test_the_result_prints_a_line_for_each_case_with_all_times(bench):
+    text = repr(fl.tune(layer, *LAYER))
+    assert f"cases on a CUDA sm_90 device (simulated), written to {bench.file}" in text
+    lines = text.splitlines()[1:]
+    assert all("gemm_epilogue relu 64x" in line for line in lines)
+    assert "64x32x128 bfloat16 forward: cublaslt (cublaslt 10 us, cuda 20 us, xla 30 us)" in lines[0]
+    for role in ("forward, keeping residuals:", "forward, keeping residuals, mask in bits:", "backward, mask in bits:"):
+        assert any(role in line for line in lines), role
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_the_quickest_algorithm_is_kept_for_each_product(bench, monkeypatch, records):
+    monkeypatch.setattr(launch, "LAUNCHER", SimpleNamespace(records=records))
+    measured = fl.tune(layer, *LAYER, grad=False).measured
+    assert set(measured.algorithms.values()) == {(ALGORITHMS[1], 130100)}
+    for name in measured.algorithms:
+        assert choosing.CHOICES.algorithm("sm_90", name) == (ALGORITHMS[1], 130100)
+    assert choosing.CHOICES.trial == {}
+    assert bench.timed == [ALGORITHMS, ("xla", "cublaslt", "cuda")]
+
+
+def test_less_than_a_hundredth_is_no_reason_to_leave_xla_s_code(bench):
+    bench.times_us |= {"xla": 10.05, "cuda": 10.0, "cublaslt": 10.0}
+    fl.tune(layer, *LAYER, grad=False)
+    (found,) = choices_of(fl.find(layer, *LAYER))
+    assert found["xla"].verdict == "same code"
+    assert "measured: cublaslt 10 us, cuda 10 us, xla 10.05 us" in found["xla"].reason
+
+
+def test_forward_and_backward_agree_on_how_a_mask_is_kept(bench):
+    settings = {
+        choice.settings["packed"]
+        for text, choice in fl.tune(layer, *LAYER).measured.cases.items()
+        if json.loads(text).get("residuals", True)
+    }
+    assert len(settings) == 1
+
+
+def test_another_call_adds_to_the_file(bench):
+    first = fl.tune(layer, *LAYER, grad=False).measured.cases
+    wider = (S((64, 32), jnp.bfloat16), S((32, 256), jnp.bfloat16), S((256,), jnp.bfloat16))
+    second = fl.tune(layer, *wider, grad=False).measured.cases
+    cases = json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"]
+    assert cases.keys() == {*first, *second}
+    assert len(cases) == len(first) + len(second)
+
+
+def test_progress_is_told_for_each_call(bench):
+    told = []
+    tuned = fl.tune(layer, *LAYER, progress=lambda *step: told.append(step))
+    assert told == [("tuning", i + 1, tuned.calls) for i in range(tuned.calls)]
+    assert tuned.calls == 3  # forward, forward keeping residuals, backward
+
+
+@pytest.mark.parametrize("calls_done", [0, 1, 2])
+def test_cancelled_it_leaves_the_plan_file_as_it_was(bench, monkeypatch, calls_done):
+    fl.tune(layer, *LAYER, grad=False)
+    before = bench.file.read_bytes()
+
+    def interrupted(what, done, total):
+        if done > calls_done:
+            raise KeyboardInterrupt
+
+    bench.times_us["cuda"] = 1.0
+    with pytest.raises(KeyboardInterrupt):
+        fl.tune(layer, *LAYER, progress=interrupted)
+    assert bench.file.read_bytes() == before
+    assert [p.name for p in bench.file.parent.iterdir()] == [bench.file.name]
+    assert choosing.CHOICES.trial == {}  # algorithms under trial decide nothing any more
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_processes_are_never_left_waiting(bench, monkeypatch, fails):
+    """They wait in `share` for what process 0 found; it comes there whatever became of its measuring."""
+    shared = []
+    monkeypatch.setattr(choices.Choices, "share", lambda self: shared.append(bench.file.exists()))
+
+    def interrupted(*step):
+        raise KeyboardInterrupt
+
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            fl.tune(layer, *LAYER, progress=interrupted)
+    else:
+        fl.tune(layer, *LAYER)
+    assert shared == [not fails]
+
+
+def test_a_process_beside_the_first_measures_nothing(bench, monkeypatch):
+    monkeypatch.setattr(choices.Choices, "share", lambda self: None)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    fl.tune(layer, *LAYER)
+    assert bench.timed == []
+    assert not bench.file.exists()
+
+
+def test_a_plan_file_that_cannot_be_written_is_told_before_anything_is_measured(bench):
+    bench.file.parent.write_text("a file where the folder should be")
+    with pytest.raises(OutputError, match="cannot write the file"):
+        fl.tune(layer, *LAYER)
+    assert bench.timed == []
+
+
+def test_a_file_that_is_no_plan_file_is_told_before_anything_is_measured_and_left(bench):
+    bench.file.parent.mkdir()
+    bench.file.write_text("{}")
+    with pytest.raises(ArgumentError, match="no plan file that FusionLab can read"):
+        fl.tune(layer, *LAYER)
+    assert bench.timed == []
+    assert bench.file.read_text() == "{}"
+
+
+def test_without_a_gpu_nothing_is_measured_or_written(bench, monkeypatch):
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: Device.of("cpu")))
+    tuned = fl.tune(layer, *LAYER)
+    assert tuned.path is None
+    assert "nothing measured, nothing written" in repr(tuned)
+    assert bench.timed == []
+    assert not bench.file.parent.exists()
