@@ -1,14 +1,14 @@
 """The `dot_product_attention` op that stands in for a site: its attributes, and its operands out of the site's inputs.
 
-However the site lays its arrays out, the op takes query [*B, T, heads, H], key [*B, S, heads, H] and value [*B, S, heads, Hv], and what
-stands beside the scores as [*B, heads, T, S].
+The op takes query [*B, T, heads, H], key [*B, S, heads, H] and value [*B, S, heads, Hv], or each with heads before length: whichever of
+its layouts the site's own arrays are nearer to. What stands beside the scores is [*B, heads, T, S] in both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ from ..graph.canonical import View
 from ..graph.match import Match, close
 from ..graph.region import Region
 from ..kernels import OPS
+from ..kernels.dot_product_attention.layouts import LAYOUTS
 from .attention_forms import Reading
 from .base import Plan, Search
-from .layout import BROADCAST, Axes, arrange, arrange_thin, axes_beside, axes_of, in_order, restore
+from .layout import BROADCAST, Axes, Groups, arrange, arrange_thin, axes_beside, axes_of, in_order, permutes, restore
 from .masks import Masking
 
 
@@ -40,8 +41,8 @@ def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, f
 def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any]) -> Plan:
     """The op's operands from the region's inputs, and the region's root from its result."""
     found = read.match
-    layout = _Layout.of(search.view, found, region, masks)
     root_axes = axes_of(found, search.view, found.pattern.root, region.root)
+    layout = _Layout.of(search.view, found, region, masks).nearest(root_axes)
     signs = {n: _bias_factor(search.view, found, region, n) for n in masks.biases}
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
@@ -60,6 +61,7 @@ def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs
         return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
 
     op = OPS["dot_product_attention"]
+    attrs = attrs | {"layout": layout.name}
     masked = bool(masks.masks) or _of_some_keys(read, region)
     shown = {"bias": bool(masks.biases), "mask": masked, "factors": "factors" in region.leaves}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
@@ -105,6 +107,7 @@ class _Layout:
     batch: tuple[tuple[int, ...], ...]
     heads: tuple[int, ...]
     order: Mapping[str, tuple[int, ...]]
+    name: str = LAYOUTS[0]
 
     @classmethod
     def of(cls, view: View, found: Match, region: Region, masks: Masking) -> _Layout:
@@ -127,17 +130,33 @@ class _Layout:
         where = {v.id: i for i, v in enumerate(region.inputs)}
         return cls(axes, {n: where[v.id] for n, v in region.leaves.items()}, found.sizes, batch, heads, order)
 
-    def operand(self, name: str, inputs: Any) -> Any:
-        """q, k or v as [*B, length, heads, features]."""
+    def nearest(self, root: Axes) -> _Layout:
+        """In the op's layout that permutes the fewest of q, k, v and the result, which has the axes `root`; on a tie in the first.
+
+        The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
+        """
+        return min((replace(self, name=name) for name in LAYOUTS), key=lambda layout: layout._permutations(root))
+
+    def _permutations(self, root: Axes) -> int:
+        operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
+        return operands + permutes(root, self.result)
+
+    def _laid_out(self, length: tuple[int, ...], features: tuple[int, ...]) -> Groups:
+        middle = (length, self.heads) if self.name == "BTNH" else (self.heads, length)
+        return [*self.batch, *middle, features]
+
+    def _of_operand(self, name: str) -> Groups:
         length, features = {"q": "tc", "k": "sc", "v": "sd"}[name]
-        groups = [*self.batch, self.order[length], self.heads, self.order[features]]
-        return arrange(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+        return self._laid_out(self.order[length], self.order[features])
+
+    def operand(self, name: str, inputs: Any) -> Any:
+        """q, k or v as [*B, length, heads, features], or with heads before length."""
+        return arrange(inputs[self.where[name]], self.axes[name], self._of_operand(name), self.sizes)
 
     def by_row(self, name: str, inputs: Any) -> Any:
-        """A factor on the scores as [*B, T, heads, 1], with 1 where it is broadcast."""
-        return arrange_thin(
-            inputs[self.where[name]], self.axes[name], [*self.batch, self.order["t"], self.heads, ()], self.sizes
-        )
+        """A factor on the scores as q is laid out, with features of 1, and with 1 where it is broadcast."""
+        groups = self._laid_out(self.order["t"], ())
+        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
 
     def on_scores(self, name: str, inputs: Any) -> Any:
         """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
@@ -145,5 +164,5 @@ class _Layout:
         return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
 
     @property
-    def result(self) -> list[tuple[int, ...]]:
-        return [*self.batch, self.order["t"], self.heads, self.order["d"]]
+    def result(self) -> Groups:
+        return self._laid_out(self.order["t"], self.order["d"])

@@ -17,7 +17,7 @@ from ..graph.match import Match
 from ..graph.region import VIEWS, NotARegion, Region
 
 Axes = tuple[int | None, ...]
-
+Groups = Sequence[Sequence[int]]  # of the axes of an op's operand: the classes that each merges, in order
 
 BROADCAST = -1  # in place of a class: the value repeats itself along this axis
 
@@ -94,7 +94,13 @@ def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(present + [c for c in classes if c is not None and c not in present])
 
 
-def arrange(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Any:
+def permutes(have: Axes, groups: Groups) -> bool:
+    """Whether `arrange` and `restore` transpose an array with axes `have`; classes it lacks are broadcast where they stand."""
+    kept = [c for c in have if c is not None]
+    return kept != [c for group in groups for c in group if c in kept]
+
+
+def arrange(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
     """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
     order = [c for group in groups for c in group]
     kept = [c for c in have if c is not None]
@@ -110,14 +116,14 @@ def arrange(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[
     return jnp.reshape(x, merged)
 
 
-def arrange_thin(x: Any, have: Axes, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Any:
+def arrange_thin(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
     """As `arrange`, with an axis of 1 for each group of which `x` has no class: it broadcasts where it is used."""
     x = x[tuple(0 if c is None or c == BROADCAST else slice(None) for c in have)]
     kept = tuple(c for c in have if c is not None and c != BROADCAST)
     return arrange(x, kept, [group if any(c in kept for c in group) else () for group in groups], sizes)
 
 
-def restore(x: Any, groups: Sequence[Sequence[int]], want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
+def restore(x: Any, groups: Groups, want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
     """The inverse: from one axis per group to the axes `want` with `shape`."""
     order = [c for group in groups for c in group]
     wanted = [c for c in want if c is not None]

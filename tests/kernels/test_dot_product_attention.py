@@ -227,18 +227,23 @@ def test_keeping_probabilities_costs_no_second_product_of_query_and_key():
 
 
 def test_the_choice_follows_size_and_device_and_says_why():
-    def verdicts(length, device, implementation=None):
-        shape = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32)
+    def verdicts(length, device, implementation=None, dtype=jnp.float32):
+        shape = jax.ShapeDtypeStruct((1, length, 4, 64), dtype)
         found = OP.backends(shape, shape, shape, device=device, implementation=implementation)
         assert all(v.reason for v in found)
         return {v.name: v.verdict for v in found}
 
-    assert verdicts(64, "cpu") == {"xla": "same code", "xla_blockwise": "possible"}
-    assert verdicts(4096, "cpu") == {"xla": "possible", "xla_blockwise": "chosen"}
-    assert verdicts(4096, "cpu", "xla") == {"xla": "same code", "xla_blockwise": "possible"}
-    assert verdicts(64, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
-    assert verdicts(4096, "sm_90") == {"xla": "same code", "xla_blockwise": "possible"}
-    assert verdicts(64, "cpu", "xla_blockwise") == {"xla": "possible", "xla_blockwise": "chosen"}
+    cpu = {"cudnn": "unavailable", "cuda": "unavailable"}
+    assert verdicts(64, "cpu") == {"xla": "same code", "xla_blockwise": "possible", **cpu}
+    assert verdicts(4096, "cpu") == {"xla": "possible", "xla_blockwise": "chosen", **cpu}
+    assert verdicts(4096, "cpu", "xla") == {"xla": "same code", "xla_blockwise": "possible", **cpu}
+    assert verdicts(64, "cpu", "xla_blockwise") == {"xla": "possible", "xla_blockwise": "chosen", **cpu}
+    float32 = {"xla_blockwise": "possible", "cudnn": "unavailable"}
+    assert verdicts(64, "sm_90") == {"xla": "same code", "cuda": "possible", **float32}
+    assert verdicts(4096, "sm_90") == {"xla": "same code", "cuda": "possible", **float32}
+    half = verdicts(4096, "sm_90", dtype=jnp.bfloat16)
+    assert [name for name, verdict in half.items() if verdict == "chosen"] in (["cudnn"], ["cuda"])
+    assert verdicts(4096, "sm_75") == {"xla": "same code", "xla_blockwise": "possible", **cpu}
 
 
 def test_lowering_for_cuda_works_without_one_and_is_the_composite():
@@ -312,3 +317,29 @@ def test_products_of_16_bit_floats_are_widened_where_it_is_lowered_for_a_cpu(pla
     text = jax.jit(attend).trace(a, a, a).lower(lowering_platforms=(platform,)).as_text()
     operands = [line.rpartition(" : ")[2].partition("->")[0] for line in text.splitlines() if "dot_general" in line]
     assert ["bf16" in types for types in operands] == [are_narrow] * 2
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_heads_before_length_is_the_same_with_axes_exchanged(implementation, x64, small_blocks):
+    args = data(t=9, s=11)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal((2, 9, 2, 3)))
+    run = functools.partial(dot_product_attention, implementation=implementation)
+    want = out_and_gradients(run)(*args, ct)
+    swapped = [jnp.swapaxes(a, -2, -3) for a in (*args, ct)]
+    got = out_and_gradients(functools.partial(run, layout="BNTH"))(*swapped)
+    assert_same(tuple(jnp.swapaxes(a, -2, -3) for a in got), want, 1e-12)
+    moved = [
+        jax.jvp(functools.partial(run, layout=layout), tuple(a[:3]), tuple(a[:3]))[1]
+        for layout, a in (("BTNH", args), ("BNTH", swapped))
+    ]
+    assert_same([jnp.swapaxes(moved[1], -2, -3)], [moved[0]], 1e-12)
+    batched = jax.vmap(functools.partial(run, layout="BNTH"))(*swapped[:3])
+    assert_same([jnp.swapaxes(batched, -2, -3)], [want[0]], 1e-12)
+
+
+def test_another_layout_is_refused():
+    a = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(UnknownNameError, match="layout"):
+        dot_product_attention(a, a, a, layout="TBNH")
+    with pytest.raises(ArgumentError, match=r"key \(1, 2, 4, 8\) has 2 heads at axis -3, query \(1, 4, 2, 8\) has 4"):
+        dot_product_attention(a, a.swapaxes(1, 2), a, layout="BNTH")

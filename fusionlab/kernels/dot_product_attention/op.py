@@ -12,65 +12,81 @@ import numpy as np
 from ...device import Device
 from ...errors import ArgumentError
 from ...graph.labelled import Form
-from ..arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, is_explicitly_sharded, with_rank
+from ..arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
 from ..implementation import Implementation
+from ..labels import Axes
 from ..op import Op
-from . import blockwise, reference
+from . import blockwise, choosing, cuda, cudnn, dropout, reference
+from .layouts import Sizes, check_layout, cotangent_of, forward_of, tangent_of
 
 Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+_TANGENT = tangent_of(dropout.of_saved(reference.tangent))
 _BROADCAST = ("bias", "mask", "factors")  # operands of the scores' rank, whose axes of size 1 broadcast
-# Per head. Below, the composite fits in the cache, and keeping the probabilities is cheaper than computing them again.
-_BLOCKWISE_SCORES = 512 * 512
-
-
-def _refuses_blockwise(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
-    """Why the blockwise form cannot run, or None."""
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes cannot be looped over in blocks"
-    return None
 
 
 class DotProductAttention(Op):
     """softmax(scale * query @ key^T + bias) * factors @ value; see `dot_product_attention` below for all of it."""
 
     name = "dot_product_attention"
-    slots = ("query", "key", "value", "bias", "mask", "factors")
+    slots = ("query", "key", "value", "bias", "mask", "factors", "dropout_key")
     defaults: ClassVar[Mapping[str, Any]] = {
         "scale": None,
         "is_causal": False,
         "softcap": None,
         "mask_value": -math.inf,
         "factors_scale": 1.0,
+        "keep": 1.0,
         "precision": None,
+        "layout": "BTNH",
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla",
             "scores, softmax and weighted sum as jnp code: the T x S matrix exists",
-            reference.forward,
-            reference.tangent,
-            reference.cotangent,
+            forward_of(dropout.forward_of(reference.forward)),
+            _TANGENT,
+            cotangent_of(dropout.of_saved(reference.cotangent)),
         ),
         "xla_blockwise": Implementation(
             "xla_blockwise",
             "blocks of query rows: the T x S matrix never exists; backward recomputes it from O(T) statistics",
-            blockwise.forward,
-            reference.tangent,
-            blockwise.cotangent,
-            _refuses_blockwise,
+            forward_of(dropout.forward_of(blockwise.forward)),
+            _TANGENT,
+            cotangent_of(dropout.of_saved(blockwise.cotangent)),
+            choosing.refuses_blockwise,
+        ),
+        "cudnn": Implementation(
+            "cudnn",
+            "cuDNN's fused attention through JAX's own call of it; backward from one statistic a row",
+            cudnn.forward,
+            _TANGENT,
+            cudnn.cotangent,
+            cudnn.refuses,
+            opaque=True,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "kernels of our own: the T x S matrix never exists, masks and biases are read where they stand",
+            cuda.forward,
+            _TANGENT,
+            cuda.cotangent,
+            cuda.refuses,
+            opaque=True,
         ),
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        _check_shapes(*(given.get(slot) for slot in self.slots[:3]))
-        check_dtypes(self.name, {slot: a for slot, a in given.items() if slot not in _BROADCAST}, DTYPES)
-        scores = _scores_shape(given["query"], given["key"])
+        check_layout(full["layout"])
+        _check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
+        check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]}, DTYPES)
+        scores = _scores_shape(given["query"], given["key"], full["layout"])
         for slot in _BROADCAST:
             if slot in given:
                 _check_broadcast(slot, given[slot], scores, given["query"].dtype)
+        _check_dropout(given, full["keep"])
         if not isinstance(full["is_causal"], bool):
             raise ArgumentError(f"dot_product_attention: is_causal is {full['is_causal']!r}, needed True or False")
         _check_numbers(full, given["query"].shape[-1])
@@ -84,7 +100,7 @@ class DotProductAttention(Op):
         return present, full
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
-        return attrs | {"saves": _saves(shapes, attrs, device)}
+        return attrs | {"saves": choosing.saves(shapes, attrs, device)}
 
     def residual_names(self, *, saves: str, softcap: float | None, **attrs: Any) -> tuple[str, ...]:
         return reference.residual_names(saves, softcap)
@@ -101,7 +117,7 @@ class DotProductAttention(Op):
         if scores:
             names.add("mask")
         if scores or "value" in wanted:
-            names.add("factors")
+            names |= {"factors", "dropout_key"}
         if saves == "probabilities":
             names.add("probabilities")
             other = {"query": "key", "key": "query"}
@@ -117,6 +133,8 @@ class DotProductAttention(Op):
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """One more leading batch axis, of size 1 where an operand that broadcasts is not batched."""
+        if "dropout_key" in names:  # the number of an entry would hang on the batch
+            return None
         size = batch_size(values, dims)
         unbatched = {n for n, d in zip(names, dims, strict=True) if d is None and n.removeprefix("d_") in _BROADCAST}
         whole = [i for i, n in enumerate(names) if n not in unbatched]
@@ -133,30 +151,41 @@ class DotProductAttention(Op):
         broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
         return result, params | {"broadcast": broadcast}
 
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        """Batch and heads may be split among devices; a part of the rest would need to know where it begins."""
+        batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
+        # The bits of a dropout mask hang on where an entry stands among all of them.
+        whole = (*batch, "h") if "dropout_key" in attrs["present"] else ()
+        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *whole)))
+
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
         """Batch "b", heads "h", queries "t", keys "s", their features "c", those of the values "d"."""
-        batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
-        axes = dict.fromkeys(_BROADCAST, (*batch, *"hts"))
-        axes |= {slot: (*batch, *x) for slot, x in (("query", "thc"), ("key", "shc"), ("value", "shd"))}
-        of_operand = (("mask", "mask_value"), ("factors", "factors_scale"))
+        axes = _labels(tuple(f"b{i}" for i in range(len(shapes["query"]) - 3)), attrs["layout"])
+        of_operand = (
+            ("mask", "mask_value"),
+            ("factors", "factors_scale"),
+            ("dropout_key", "factors_scale"),
+            ("dropout_key", "keep"),
+        )
         known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
         numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
         traits = (("is_causal", attrs["is_causal"]),)
-        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), (*batch, *"thd"), traits, numbers)
+        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
-    def preferred(
-        self, role: str, shapes: Mapping[str, Any], device: Device, *, saves: str, **attrs: Any
-    ) -> tuple[str, str]:
-        size = " x ".join(str(shapes[n].shape[-3]) for n in ("query", "key") if n in shapes)
-        if device.platform != "cpu":
-            return "xla", "what XLA runs anyway: the blockwise form was measured on CPUs only"
-        if saves == "probabilities":
-            why = _refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
-            return "xla", f"what XLA runs anyway: {why}"
-        return "xla_blockwise", f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        return choosing.preferred(role, shapes, device, attrs)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        kept = attrs["saves"] == "probabilities" and (role != "call" or attrs["residuals"])
+        return None if role == "tangent" or kept else choosing.case(role, shapes, attrs)
 
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
+
+    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str | None:
+        device = Device.of(device)
+        shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
+        return choosing.left_alone(shapes, device, full)
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((3,), (1,)), ((0, 1), (0, 2))  # the weighted sum of values, over batch and heads
@@ -183,56 +212,52 @@ class DotProductAttention(Op):
         return f"{text} @ v"
 
 
-def _saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -> str:
-    """What the forward keeps for the backward: probabilities cost memory, computing them again costs time.
-
-    Beside the size of the cache, it depends on what there is to run: off the CPU that is the composite alone, which gains nothing by
-    computing them again.
-    """
-    few = shapes["query"].shape[-3] * shapes["key"].shape[-3] < _BLOCKWISE_SCORES
-    composite = few or device.platform != "cpu" or _refuses_blockwise(shapes, device, **attrs)
-    if attrs["implementation"] == "xla" or (attrs["implementation"] is None and composite):
-        return "probabilities"
-    far = "bias" in shapes or ("mask" in shapes and attrs["mask_value"] != -math.inf)  # a whole row may be far from 0
-    return "max_and_log_sum" if far else "logsumexp"
+def _labels(batch: tuple[str, ...], layout: str) -> dict[str, tuple[str, ...]]:
+    scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
+    statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum"), (*batch, *"ht"))
+    btnh = (("query", "thc"), ("key", "shc"), ("value", "shd"), ("out", "thd"))
+    swapped = layout == "BNTH"
+    laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
+    return scores | statistics | laid_out | {"dropout_key": ("w",)}
 
 
-def _check_shapes(query: Any, key: Any, value: Any) -> None:
+def _check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
     for slot, a in (("query", query), ("key", key), ("value", value)):
         if a is None:
             raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
         if len(a.shape) < 3:
             raise ArgumentError(
                 f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
-                f"more: *batch, length, heads, features"
+                f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
             )
     q, k, v = (tuple(a.shape) for a in (query, key, value))
+    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
     for slot, shape in (("key", k), ("value", v)):
         if shape[:-3] != q[:-3]:
             raise ArgumentError(
                 f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
                 f"the same: broadcast them"
             )
-        if shape[-2] != q[-2]:
+        if shape[heads] != q[heads]:
             raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has {shape[-2]} heads at axis -2, query {q} has {q[-2]}; needed "
+                f"dot_product_attention: {slot} {shape} has {shape[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
                 f"the same: repeat the {slot}'s heads"
             )
     if k[-1] != q[-1]:
         raise ArgumentError(
             f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
         )
-    if v[-3] != k[-3]:
+    if v[length] != k[length]:
         raise ArgumentError(
-            f"dot_product_attention: value {v} has length {v[-3]}, key {k} has {k[-3]}; needed the same S"
+            f"dot_product_attention: value {v} has length {v[length]}, key {k} has {k[length]}; needed the same S"
         )
-    if k[-3] < 1 or q[-1] < 1:
+    if k[length] < 1 or q[-1] < 1:
         raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
 
 
-def _scores_shape(query: Any, key: Any) -> tuple[int, ...]:
-    *batch, t, heads, _ = query.shape
-    return (*batch, heads, t, key.shape[-3])
+def _scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
+    q = Sizes.of(query.shape, layout)
+    return (*q.batch, q.heads, q.length, Sizes.of(key.shape, layout).length)
 
 
 def _check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
@@ -259,10 +284,28 @@ def _check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: An
         )
 
 
+def _check_dropout(given: Mapping[str, Any], keep: Any) -> None:
+    if "dropout_key" not in given:
+        return
+    key = given["dropout_key"]
+    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
+        raise ArgumentError(
+            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
+            f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
+        )
+    if "factors" in given:
+        raise ArgumentError(
+            "dot_product_attention: got factors and a dropout_key, which makes factors; needed one of them"
+        )
+    if not 0.0 < _number("keep", keep, "a number above 0 and up to 1") <= 1.0:
+        raise ArgumentError(f"dot_product_attention: keep is {keep}, needed a number above 0 and up to 1")
+
+
 def _check_numbers(full: dict[str, Any], features: int) -> None:
     """Puts the numbers among the attributes in canonical form: floats, or None for no softcap."""
     scale = full["scale"]
     full["scale"] = 1.0 / math.sqrt(features) if scale is None else _number("scale", scale, "a finite number")
+    full["keep"] = _number("keep", full["keep"], "a number above 0 and up to 1")
     full["factors_scale"] = _number("factors_scale", full["factors_scale"], "a finite number")
     if full["softcap"] is not None:
         full["softcap"] = _number("softcap", full["softcap"], "a finite number greater than 0, or None")
@@ -292,12 +335,15 @@ def dot_product_attention(
     bias: Array | None = None,
     mask: Array | None = None,
     factors: Array | None = None,
+    dropout_key: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     softcap: float | None = None,
     mask_value: float = -math.inf,
     factors_scale: float = 1.0,
+    keep: float = 1.0,
     precision: Any = None,
+    layout: str = "BTNH",
     implementation: str | None = None,
 ) -> Array:
     """softmax(scale * query @ key^T + bias) * factors @ value as one op, differentiable to any order.
@@ -309,13 +355,18 @@ def dot_product_attention(
       bias: float, added to the scores (after the softcap); as mask and factors it broadcasts to *B x N x T x S.
       mask: bool; a score becomes `mask_value` where it is False, and has no gradient there.
       factors: float or bool; multiplies the probabilities (a dropout mask, weights on heads).
+      dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
+        `jax.random.bernoulli(key, keep, (*B, N, T, S))`, to the bit (with jax_threefry_partitionable, JAX's default).
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
       mask_value: -inf (a row masked as a whole is NaN) or a finite number (then its weights are uniform, if it is far from 0).
-      factors_scale: multiplies the factors, if there are any.
+      factors_scale: multiplies the factors, if there are any (1 / keep, for a dropout).
+      keep: the probability with which an entry is kept, for a dropout_key.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix.
+      layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
+      implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is cuDNN's
+        fused attention, "cuda" kernels of our own.
 
     Returns:
       *B x T x N x Hv in the dtype of query, key and value (float32, bfloat16, float16 or float64; they must agree). Scores
@@ -343,11 +394,14 @@ def dot_product_attention(
         bias,
         mask,
         factors,
+        dropout_key,
         scale=scale,
         is_causal=is_causal,
         softcap=softcap,
         mask_value=mask_value,
         factors_scale=factors_scale,
+        keep=keep,
         precision=precision,
+        layout=layout,
         implementation=implementation,
     )

@@ -1,0 +1,225 @@
+"""`dot_product_attention` by cuDNN's fused attention, forward and backward, through JAX's own calls of it.
+
+What it takes is decided without a GPU. The limits are those that JAX and cuDNN state:
+https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html and
+`jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention`.
+
+A row in which the bias leaves nothing but far negative scores has the statistic -1e9 + log(S), which float32 rounds to -1e9: cuDNN's
+backward would take each of its probabilities for 1. So a bias is taken only where nothing is kept for a backward.
+
+cuDNN knows of a mask only how many keys it leaves in a batch entry. Of a mask of keys, which is data, a small kernel says whether it is
+that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...device import Device
+from ..arrays import is_explicitly_sharded
+from . import cuda, cudnn_call, probe
+from .layouts import Sizes
+
+Array = Any
+
+MIN_CAPABILITY = 80
+MIN_MAJOR = 9  # JAX's plugins ask for 9; the flash kernels of 8.9.6 had other limits
+DTYPES = ("bfloat16", "float16")
+MOST_FEATURES, MOST_FEATURES_90 = 128, 256
+LEAST_SEEN = -1e4  # a mask value up to which a masked key's weight is 0 beside any other's: scores are far above it
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why cuDNN cannot run a call, or None."""
+    return (
+        refuses_device(device)
+        or _refuses_operands(shapes, device, **attrs)
+        or _refuses_form(shapes, **attrs)
+        or _refuses_mask(shapes, device, **attrs)
+    )
+
+
+def refuses_device(device: Device) -> str | None:
+    if device.platform != "cuda":
+        return f"cuDNN needs a CUDA device, this is {device}"
+    if device.arch and device.capability < MIN_CAPABILITY:
+        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that cuDNN's fused attention runs on"
+    if reason := cudnn_call.why_missing():
+        return reason
+    if device.cudnn is not None and int(device.cudnn.split(".")[0]) < MIN_MAJOR:
+        return f"cuDNN {device.cudnn} is older than {MIN_MAJOR}.0"
+    if device.cudnn is None and device.arch and not device.simulated and cudnn_call.version() is None:
+        return "JAX sees no cuDNN in this process"
+    return None
+
+
+def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str, **attrs: Any) -> str | None:
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: JAX's call of cuDNN has no rule for them"
+    most = MOST_FEATURES_90 if device.capability >= 90 else MOST_FEATURES
+    sizes = {}
+    for slot in ("query", "key", "value", "ct"):
+        if slot in shapes:
+            dtype = np.dtype(shapes[slot].dtype).name
+            if dtype not in DTYPES:
+                return f"{slot} has dtype {dtype}, cuDNN's fused attention takes {' and '.join(DTYPES)}"
+            sizes[slot] = Sizes.of(shapes[slot].shape, layout)
+            if math.prod(shapes[slot].shape) == 0:
+                return f"{slot} has shape {tuple(shapes[slot].shape)}: there is nothing to compute"
+    features = {one.features for one in sizes.values()}
+    if len(features) > 1:
+        return f"values have other features than keys ({', '.join(map(str, sorted(features)))})"
+    for n in features:
+        if n % 8 or n > most:
+            where = f" on {device.arch}" if device.arch else ""
+            return f"{n} features a head: cuDNN's fused attention takes multiples of 8 up to {most}{where}"
+    return None
+
+
+def _refuses_form(
+    shapes: Mapping[str, Any],
+    *,
+    layout: str,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    present: tuple[str, ...] = (),
+    saves: str = "logsumexp",
+    role: str = "call",
+    residuals: bool = False,
+    live: tuple[bool, ...] = (),
+    **attrs: Any,
+) -> str | None:
+    if "factors" in present or "dropout_key" in present:
+        return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
+    if softcap is not None:
+        return "a softcap on the scores"
+    if scale <= 0:
+        return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
+    if role == "tangent":
+        return "forward mode"
+    if "bias" in present:
+        if "mask" in present:
+            return "a bias and a mask"
+        if residuals or role != "call":
+            return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
+        return _refuses_bias(shapes, layout)
+    if saves == "probabilities" and (residuals or role != "call"):
+        return "the probabilities are what is kept for the backward, which cuDNN never writes"
+    wanted = tuple(slot for slot, moves in zip(present, live, strict=False) if moves)
+    if role == "cotangent" and wanted == ("value",):
+        return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
+    return None
+
+
+def _refuses_mask(
+    shapes: Mapping[str, Any], device: Device, *, mask_value: float = -math.inf, **attrs: Any
+) -> str | None:
+    if "mask" not in attrs.get("present", ()):
+        return None
+    shape = tuple(shapes["mask"].shape)
+    if shape[-2] != 1 or shape[-3] != 1:
+        return f"a boolean mask of shape {shape}: cuDNN takes lengths alone, needed one row of keys for all heads and queries"
+    if mask_value > LEAST_SEEN:
+        return f"a mask value of {mask_value}, which leaves masked keys a weight"
+    refusal = cuda.refuses(shapes, device, mask_value=mask_value, **attrs)
+    return (
+        f"a mask of keys may have a hole, for which it needs the implementation 'cuda': {refusal}" if refusal else None
+    )
+
+
+def _refuses_bias(shapes: Mapping[str, Any], layout: str) -> str | None:
+    bias, query = shapes["bias"], shapes["query"]
+    if np.dtype(bias.dtype) != np.dtype(query.dtype):
+        return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"
+    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    if tuple(bias.shape[-2:]) != (t, s):
+        return f"a bias of shape {tuple(bias.shape)}: cuDNN takes one with all {t} x {s} scores of a head"
+    if len(bias.shape) > 4 and math.prod(bias.shape[:-3]) not in (1, math.prod(query.shape[:-3])):
+        return f"a bias of shape {tuple(bias.shape)}, which broadcasts over some batch axes only"
+    return None
+
+
+def forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    residuals: bool,
+    saves: str,
+    **attrs: Any,
+) -> list[Array]:
+    """[out], and its statistics if asked for."""
+
+    def by_cudnn(lengths: tuple[Array, Array] | None) -> list[Array]:
+        q, k, v = map(_one_batch, (query, key, value))
+        whole = None if bias is None else bias.reshape(-1, *bias.shape[-3:])
+        out, logsumexp = cudnn_call.forward(q, k, v, whole, lengths, **_given(attrs))
+        out = out.reshape(query.shape)
+        if not residuals:
+            return [out]
+        logsumexp = logsumexp.reshape(*query.shape[:-3], *logsumexp.shape[1:])
+        return [out, logsumexp] if saves == "logsumexp" else [out, logsumexp, jnp.zeros_like(logsumexp)]
+
+    def by_cuda() -> list[Array]:
+        return cuda.forward(query, key, value, None, mask, residuals=residuals, saves=saves, **attrs)
+
+    return _by_lengths(mask, query, by_cudnn, by_cuda, **attrs)
+
+
+def cotangent(
+    saved: Mapping[str, Array],
+    ct: Array,
+    wanted: tuple[str, ...],
+    shardings: Mapping[str, Any],
+    **attrs: Any,
+) -> list[Array]:
+    """The gradients wanted, of all three that cuDNN computes."""
+    statistics = saved["logsumexp"] if "logsumexp" in saved else saved["row_max"] + saved["log_sum"]
+
+    def by_cudnn(lengths: tuple[Array, Array] | None) -> list[Array]:
+        q, k, v, out, d_out = map(_one_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
+        kept = statistics.reshape(-1, *statistics.shape[-2:])
+        grads = cudnn_call.backward(q, k, v, None, lengths, kept, out, d_out, **_given(attrs))
+        known: dict[str, Array] = dict(zip(("query", "key", "value"), grads, strict=True))
+        return [known[n].reshape(saved[n].shape) for n in wanted]
+
+    def by_cuda() -> list[Array]:
+        return cuda.cotangent(saved, ct, wanted, shardings, **attrs)
+
+    return _by_lengths(saved.get("mask"), saved["query"], by_cudnn, by_cuda, **attrs)
+
+
+def _given(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: attrs[name] for name in ("scale", "is_causal", "layout")}
+
+
+def _by_lengths(
+    mask: Array | None,
+    query: Array,
+    by_cudnn: Callable[[tuple[Array, Array] | None], list[Array]],
+    by_cuda: Callable[[], list[Array]],
+    *,
+    layout: str,
+    **_: Any,
+) -> list[Array]:
+    """By cuDNN where there is no mask, or where it is lengths of which none is 0: what a row sees then is never nothing."""
+    if mask is None:
+        return by_cudnn(None)
+    q = Sizes.of(query.shape, layout)
+    lengths, is_prefix = probe.lengths_on_cuda(mask[..., 0, 0, :])
+    of_keys = jnp.broadcast_to(lengths, q.batch).reshape(-1)
+    of_queries = jnp.full_like(of_keys, q.length)
+    return lax.cond(jnp.all(is_prefix & (lengths > 0)), lambda: by_cudnn((of_queries, of_keys)), by_cuda)
+
+
+def _one_batch(a: Array) -> Array:
+    """*B ... -> B ...; without a batch, B is 1."""
+    return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])

@@ -1,0 +1,256 @@
+"""One test base for every implementation of dot_product_attention: each is held to float64 numpy. Not a test module.
+
+Inherit, and set `implementation`. A case it refuses is left out with its own reason; how many it holds is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fusionlab.device import Device
+from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
+from fusionlab.ops import dot_product_attention
+
+# Relative to the largest entry: a result is rounded once, the probabilities (their gradients) once before it.
+TOLERANCE = {"float32": 4e-6, "float16": 2e-3, "bfloat16": 1.2e-2}
+FIELDS = ("query", "key", "value", "bias", "mask", "factors", "dropout_key")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
+
+    batch: tuple[int, ...] = (2,)
+    t: int = 70
+    s: int = 90
+    n: int = 2
+    d: int = 64
+    dv: int | None = None
+    given: tuple[str, ...] = ()
+    attrs: dict[str, Any] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    spread: float = 1.0
+
+
+def _lengths(rng, case):
+    lengths = rng.integers(min(20, case.s), case.s + 1, size=(*case.batch, 1, 1, 1))
+    return {"mask": np.arange(case.s) < lengths}
+
+
+def _random(rng, case):
+    mask = rng.random((*case.batch, 1, case.t, case.s)) < 0.5
+    mask[..., np.arange(case.t), np.arange(case.t) % case.s] = True  # a key for each row
+    return {"mask": mask}
+
+
+def _hole(rng, case):
+    mask = np.ones((*case.batch, 1, 1, case.s), bool)
+    mask[..., case.s // 3 : case.s // 2] = False
+    return {"mask": mask}
+
+
+def _row_of_nothing(rng, case):
+    mask = _random(rng, case)["mask"]
+    mask[..., 3, :] = False
+    return {"mask": mask}
+
+
+def _window(rng, case):
+    distance = np.arange(case.s) - np.arange(case.t)[:, None]
+    return {"mask": (np.abs(distance) <= 9) | (np.arange(case.s) == 0)}
+
+
+def _by_key(rng, case):
+    return {"dropout_key": rng.integers(0, 2**32, 2, np.uint32)}
+
+
+OPERANDS = {
+    "dropout by key": _by_key,
+    "lengths": _lengths,
+    "random": _random,
+    "hole": _hole,
+    "a row of nothing": _row_of_nothing,
+    "window": _window,
+    "bias": lambda rng, c: {"bias": rng.standard_normal((1, c.n, c.t, c.s))},
+    "bias of keys": lambda rng, c: {"bias": np.where(rng.random((*c.batch, 1, 1, c.s)) < 0.3, -1e9, 0.0)},
+    "shared by some": lambda rng, c: {"mask": rng.random((c.batch[0], 1, 1, c.t, c.s)) < 0.7},
+    "dropout": lambda rng, c: {"factors": rng.random((*c.batch, c.n, c.t, c.s)) < 0.9},
+    "weights of heads": lambda rng, c: {"factors": rng.random((c.n, 1, 1))},
+}
+FINITE = {"mask_value": -1e9}
+CASES = {
+    "nothing": Case(),
+    "causal": Case(attrs={"is_causal": True}),
+    "causal, few keys": Case(t=90, s=33, attrs={"is_causal": True}),
+    "lengths": Case(given=("lengths",)),
+    "lengths, finite": Case(given=("lengths",), attrs=FINITE),
+    "half at random": Case(given=("random",), attrs=FINITE),
+    "a hole, causal": Case(given=("hole",), attrs={"is_causal": True}),
+    "a row of nothing, finite": Case(given=("a row of nothing",), attrs=FINITE),
+    "lowest mask value": Case(given=("a row of nothing",), attrs={"mask_value": float(np.finfo(np.float32).min)}),
+    "window": Case(given=("window",)),
+    "bias": Case(given=("bias",), attrs={"is_causal": True}),
+    "bias of keys": Case(given=("bias of keys",), dtypes=("bfloat16", "float32")),
+    "bias and mask": Case(given=("bias", "lengths")),
+    "dropout": Case(given=("dropout",), attrs={"factors_scale": 1 / 0.9}),
+    "dropout and mask": Case(given=("dropout", "random"), attrs={"factors_scale": 1 / 0.9, "is_causal": True}),
+    "dropout by key": Case(given=("dropout by key",), attrs={"keep": 0.8, "factors_scale": 1 / 0.8}),
+    "dropout by key, causal": Case(n=3, given=("dropout by key",), attrs={"keep": 0.5, "is_causal": True}),
+    "weights of heads": Case(given=("weights of heads",)),
+    "softcap": Case(attrs={"softcap": 5.0, "is_causal": True}),
+    "negative scale": Case(attrs={"scale": -0.2}),
+    "scale 1": Case(attrs={"scale": 1.0}, spread=0.3),
+    "two batch axes": Case(batch=(2, 2), t=20, s=33, given=("shared by some",), attrs=FINITE),
+    "no batch": Case(batch=(), t=33, s=20, n=3),
+    "8 features": Case(d=8),
+    "80 features": Case(d=80, attrs={"is_causal": True}),
+    "128 features": Case(d=128, attrs={"is_causal": True}),
+    "128 features, mask": Case(d=128, given=("random",), attrs=FINITE),
+    "other values": Case(d=64, dv=24),
+    "one row": Case(t=1, s=300),
+    "one key": Case(t=130, s=1),
+}
+
+
+def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Operands by slot, a cotangent, and the same numbers as float64 in BTNH."""
+    rng = np.random.default_rng(seed)
+    dv = case.dv or case.d
+    shapes = {"query": (case.t, case.d), "key": (case.s, case.d), "value": (case.s, dv), "ct": (case.t, dv)}
+    plain, made = {}, {}
+    for slot, (length, features) in shapes.items():
+        a = jnp.asarray(rng.standard_normal((*case.batch, length, case.n, features)) * case.spread, dtype)
+        plain[slot] = np.asarray(a, np.float64)
+        made[slot] = jnp.swapaxes(a, -2, -3) if layout == "BNTH" else a
+    for name in case.given:
+        for slot, a in OPERANDS[name](rng, case).items():
+            made[slot] = jnp.asarray(a, dtype) if a.dtype == np.float64 else jnp.asarray(a)
+            plain[slot] = np.asarray(made[slot], np.float64 if a.dtype == np.float64 else None)
+    if "dropout_key" in made:
+        key = jax.random.wrap_key_data(made["dropout_key"])
+        plain["factors"] = jax.random.bernoulli(key, case.attrs["keep"], (*case.batch, case.n, case.t, case.s))
+        plain["factors"] = np.asarray(plain["factors"])
+    return made, made.pop("ct"), plain
+
+
+def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
+    """[out, dquery, dkey, dvalue] in float64, BTNH."""
+    q, k, v, ct = (plain[n] for n in ("query", "key", "value", "ct"))
+    scale = attrs.get("scale", 1 / math.sqrt(q.shape[-1]))
+    s, slope, seen = np.einsum("...tnh,...snh->...nts", q, k) * scale, 1.0, True
+    if "softcap" in attrs:
+        tanh = np.tanh(s / attrs["softcap"])
+        s, slope = attrs["softcap"] * tanh, 1 - tanh**2
+    s = s + plain.get("bias", 0.0)
+    if "mask" in plain:
+        s, seen = np.where(plain["mask"], s, attrs.get("mask_value", -np.inf)), plain["mask"]
+    if attrs.get("is_causal"):
+        tril = np.tril(np.ones(s.shape[-2:], bool))
+        s, seen = np.where(tril, s, -np.inf), seen & tril
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    f = plain.get("factors", 1.0) * attrs.get("factors_scale", 1.0)
+    w, dw = p * f, np.einsum("...tnh,...snh->...nts", ct, v) * f
+    ds = np.where(seen, p * (dw - (p * dw).sum(-1, keepdims=True)), 0) * slope * scale
+    return [
+        np.einsum("...nts,...snh->...tnh", w, v),
+        np.einsum("...nts,...snh->...tnh", ds, k),
+        np.einsum("...nts,...tnh->...snh", ds, q),
+        np.einsum("...nts,...tnh->...snh", w, ct),
+    ]
+
+
+class AttentionSuite:
+    """Forward and gradients of one implementation."""
+
+    implementation: str
+    least = 10  # cases that it holds in each dtype
+    slack = 1.0
+    precision: Any = "highest"
+
+    def cases(self, dtype):
+        return tuple(CASES)
+
+    def attrs(self, case, layout):
+        return {**case.attrs, "layout": layout, "precision": self.precision, "implementation": self.implementation}
+
+    def refusal(self, made, case, layout):
+        given = [made.get(slot) for slot in FIELDS]
+        present, full = OP._prepared(given, self.attrs(case, layout), Device.current())
+        one = OP.implementations[self.implementation]
+        return one.refuses(present, Device.current(), role="call", residuals=True, **full)
+
+    @pytest.mark.parametrize("dtype", list(TOLERANCE))
+    def test_values_and_gradients(self, dtype):
+        held = 0
+        for i, name in enumerate(self.cases(dtype)):
+            held += self.check(CASES[name], dtype, name, ("BTNH", "BNTH")[i % 2])
+        assert held >= self.least
+
+    def check(self, case, dtype, name, layout="BTNH", tolerance=None):
+        if dtype not in case.dtypes:
+            return 0
+        made, ct, plain = operands(case, dtype, layout)
+        if self.refusal(made, case, layout):
+            return 0
+        rest = {slot: a for slot, a in made.items() if slot not in FIELDS[:3]}
+
+        @jax.jit
+        def run(q, k, v, ct, rest):
+            f = functools.partial(dot_product_attention, **rest, **self.attrs(case, layout))
+            out, pull = jax.vjp(f, q, k, v)
+            return f(q, k, v), out, *pull(ct)
+
+        alone, *found = run(*(made[n] for n in FIELDS[:3]), ct, rest)
+        limit = (tolerance or TOLERANCE[dtype]) * self.slack
+        np.testing.assert_allclose(np.asarray(alone, np.float64), np.asarray(found[0], np.float64), limit, limit)
+        wants = exact(plain, case.attrs)
+        least = 0.2 * max(np.abs(want).max() for want in wants[1:])  # one that cancels is as exact as the others
+        for what, got, want in zip(("out", "dquery", "dkey", "dvalue"), found, wants, strict=True):
+            assert got.dtype == dtype
+            got = np.asarray(got, np.float64)
+            got = np.swapaxes(got, -2, -3) if layout == "BNTH" else got
+            error = np.abs(got - want).max() / max(np.abs(want).max(), 0 if what == "out" else least)
+            assert error <= limit, (name, layout, dtype, what, error)
+        return 1
+
+    def test_a_row_that_sees_nothing_is_what_the_reference_says(self):
+        """NaN for a mask value of -inf, and 0 in no other row's place; no NaN in the other rows."""
+        case = Case(given=("a row of nothing",))
+        made, _, _ = operands(case, "float32", "BTNH")
+        if reason := self.refusal(made, case, "BTNH"):
+            pytest.skip(reason)
+        out = np.asarray(jax.jit(functools.partial(dot_product_attention, **self.attrs(case, "BTNH")))(**made))
+        assert np.isnan(out[:, 3]).all()
+        assert not np.isnan(np.delete(out, 3, 1)).any()
+
+    @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+    def test_only_the_gradients_asked_for(self, wanted):
+        case = Case(t=33, s=20, given=("random",), attrs={"is_causal": True}, dtypes=("bfloat16",))
+        made, ct, plain = operands(case, "bfloat16", "BTNH")
+        if reason := self.refusal(made, case, "BTNH"):
+            pytest.skip(reason)
+        mask = made["mask"]
+
+        @jax.jit
+        def run(q, k, v, ct):
+            def f(*moved):
+                full = [q, k, v]
+                for i, a in zip(wanted, moved, strict=True):
+                    full[i] = a
+                return dot_product_attention(*full, mask=mask, **self.attrs(case, "BTNH"))
+
+            return jax.vjp(f, *((q, k, v)[i] for i in wanted))[1](ct)
+
+        want = exact(plain, case.attrs)[1:]
+        for i, got in zip(wanted, run(*(made[n] for n in FIELDS[:3]), ct), strict=True):
+            got = np.asarray(got, np.float64)
+            assert np.abs(got - want[i]).max() <= TOLERANCE["bfloat16"] * self.slack * np.abs(want[i]).max()

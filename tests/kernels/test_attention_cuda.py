@@ -1,0 +1,256 @@
+"""attention.cu's launches: geometry, what is refused, heads that are shared, nothing written beside the results. Numbers: the suite."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fusionlab as fl
+from fusionlab.device import Device
+from fusionlab.errors import ArgumentError
+from fusionlab.kernels.dot_product_attention import tiles
+from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
+from fusionlab.kernels.dot_product_attention.tiles import Attention
+from fusionlab.ops import dot_product_attention
+from tests.kernels.emulated import Emulator
+
+GUARD = 64  # entries before and after each result
+
+
+def described(dtype="bfloat16", t=70, s=90, d=64, dv=None, n=2, group=1, **more):
+    dv = dv or d
+    q, k, v, o = ((m * h * x, x, h * x) for m, h, x in ((t, n, d), (s, n // group, d), (s, n // group, dv), (t, n, dv)))
+    return Attention(dtype, 1, n, t, s, d, dv, q, k, v, o, 0.3, group=group, **more)
+
+
+def plans(call, saves="logsumexp"):
+    keys = [
+        tiles.keys_plan(call, saves, key="key" in some, value="value" in some)
+        for some in tiles.together(call, ("key", "value"))
+    ]
+    return [tiles.forward_plan(call, saves), tiles.query_plan(call, saves), *keys]
+
+
+SCORES = ("bool", (0, 0, 90, 1))
+
+
+@pytest.mark.parametrize("dtype", list(tiles.CODES))
+def test_every_block_fits_in_every_architecture_and_every_row_is_taken(dtype):
+    for d, dv, mask in itertools.product((8, 40, 64, 72, 112, 128), (8, 64, 128), (None, SCORES)):
+        for t, s in ((1, 1), (128, 64), (129, 1000)):
+            forward, query, *keys = plans(described(dtype, t, s, d, dv, mask=mask))
+            for plan, rows in ((forward, t), (query, t), *((one, s) for one in keys)):
+                (launch,) = plan.launches
+                options = dict(o.removeprefix("-DFL_").split("=") for o in plan.options)
+                of_block = 16 * int(options["TILES"]) * int(options["WARPS"])
+                assert launch.shared <= 99 << 10, (d, dv, launch.entry)
+                assert launch.block == (32 * int(options["WARPS"]), 1, 1)
+                assert launch.grid[0] * of_block >= rows > (launch.grid[0] - 1) * of_block
+                assert int(options["COLUMNS"]) % 16 == 0
+
+
+def test_a_number_beyond_float32_stays_a_number():
+    params = tiles.forward_plan(described(mask=SCORES, mask_value=-1e300), None).launches[0].params
+    values = [np.int32(value).view(np.float32) for kind, value in params if kind == "i32"]
+    assert np.finfo(np.float32).min in values
+    assert not np.isnan(values[4:]).any()
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs g++")
+    return Emulator(compiler, tmp_path_factory.mktemp("emulated"))
+
+
+def guarded(shape, dtype):
+    whole = np.full(math.prod(shape) + 2 * GUARD, 77, dtype)
+    return whole, whole[GUARD:-GUARD].reshape(shape)
+
+
+def test_heads_that_share_keys_and_nothing_written_beside_the_results(emulator):
+    rng = np.random.default_rng(0)
+    call = described(t=70, s=90, d=24, n=4, group=2, is_causal=True)
+    q, ct = (rng.standard_normal((1, 70, 4, 24)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    k, v = (rng.standard_normal((1, 90, 2, 24)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    made = [guarded(a.shape, a.dtype) for a in (q, q, k, v)]
+    statistic = guarded((1, 4, 70), np.float32)
+    forward, query, keys = plans(call)
+    emulator.run(forward, [q, k, v], [made[0][1], statistic[1]])
+    delta = np.einsum("btnh,btnh->bnt", *(a.astype(np.float32) for a in (made[0][1], ct))).copy()
+    saved = [q, k, v, statistic[1], delta, ct]
+    emulator.run(query, saved, [made[1][1]])
+    emulator.run(keys, saved, [made[2][1], made[3][1]])
+    for whole, _ in (*made, statistic):
+        assert (whole[:GUARD] == 77).all()
+        assert (whole[-GUARD:] == 77).all()
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        return dot_product_attention(q, k, v, scale=0.3, is_causal=True, implementation="xla")
+
+    out, pull = jax.vjp(plain, *(jnp.asarray(a, jnp.float32) for a in (q, k, v)))
+    for got, want in zip([one for _, one in made], (out, *pull(jnp.asarray(ct, jnp.float32))), strict=True):
+        error = np.abs(got.astype(np.float32) - want).max()
+        assert error <= 1.2e-2 * np.abs(want).max()
+
+
+def test_the_kernels_drop_what_jax_random_drops(emulator):
+    key = jax.random.key(1234)
+    data = np.asarray(jax.random.key_data(key))
+    kept = np.asarray(jax.random.bernoulli(key, 0.7, (1, 2, 40, 48)))
+    # With equal scores and values 0 ... 1 at one key each, out shows which keys were kept.
+    q = k = np.zeros((1, 40, 2, 48), np.float16)
+    k, v = np.zeros((1, 48, 2, 48), np.float16), np.zeros((1, 48, 2, 48), np.float16)
+    v[0, np.arange(48), :, np.arange(48)] = 1
+    call = replace(described("float16", 40, 48, 48), dropout=True, keep=0.7, factors_scale=48.0)
+    out = np.empty((1, 40, 2, 48), np.float16)
+    emulator.run(tiles.forward_plan(call, None), [q, k, v, data], [out])
+    np.testing.assert_array_equal(np.swapaxes(out, 1, 2) > 0.5, kept)
+
+
+def test_one_product_of_tf32_is_as_exact_as_that(emulator):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 2, 64)).astype(np.float32) for n in (70, 90, 90))
+    errors = {}
+    for terms in (1, 3):
+        out = np.empty_like(q)
+        emulator.run(tiles.forward_plan(described("float32", terms=terms), None), [q, k, v], [out])
+        want = dot_product_attention(*map(jnp.asarray, (q, k, v)), scale=0.3, implementation="xla")
+        errors[terms] = np.abs(out - want).max() / np.abs(want).max()
+    assert errors[3] < 4e-6 < 1e-4 < errors[1] < 4e-3, errors
+
+
+def shapes(t=128, s=128, n=2, h=64, hv=None, dtype="bfloat16", batch=(2,)):
+    dims = ((*batch, t, n, h), (*batch, s, n, h), (*batch, s, n, hv or h))
+    return tuple(jax.ShapeDtypeStruct(d, dtype) for d in dims)
+
+
+def verdict(*operands, device="sm_90", **attrs):
+    return next(v for v in OP.backends(*operands, device=device, **attrs) if v.name == "cuda")
+
+
+REFUSED = {
+    "20 features": (shapes(h=20), {}, "20 features a head: there are kernels for multiples of 8 up to 128"),
+    "256 features": (shapes(h=256), {}, "256 features a head"),
+    "values of 12": (shapes(hv=12), {}, "12 features a head"),
+    "an old device": (shapes(), {"device": "sm_75"}, "sm_75 is older than sm_80"),
+    "a CPU": (shapes(), {"device": "cpu"}, "needs a CUDA device"),
+    "no queries": (shapes(t=0), {}, "nothing to compute"),
+    "an algorithm": (shapes(dtype="float32"), {"precision": "BF16_BF16_F32"}, "no kernel for the precision"),
+    "many heads": (shapes(t=1, s=1, n=70000), {}, "more than 65535 heads"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_says_why(case):
+    operands, attrs, part = REFUSED[case]
+    found = verdict(*operands, **attrs)
+    assert found.verdict == "unavailable"
+    assert part in found.reason
+
+
+def test_what_cudnn_refuses_it_takes():
+    mask = jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_)
+    for operands in ((*shapes(), None, mask), (*shapes(), None, None, mask), shapes(dtype="float32"), shapes(hv=8)):
+        for device in ("sm_80", "sm_86", "sm_90", "sm_120"):
+            assert verdict(*operands, device=device).verdict != "unavailable"
+
+
+def test_the_rule_says_why_it_takes_what_it_takes():
+    def chosen(*operands, **attrs):
+        found = [v for v in OP.backends(*operands, device="sm_90", **attrs) if v.verdict in ("chosen", "same code")]
+        (one,) = found
+        return one
+
+    large = {"t": 1024, "s": 1024}
+    few = chosen(*shapes(t=64, s=128))
+    assert few.name == "xla"
+    assert "64 x 128 scores a head) were not measured" in few.reason
+    assert chosen(*shapes(t=128, s=128)).name == "cudnn"
+    assert chosen(*shapes(**large), is_causal=True).name == "cudnn"
+    assert chosen(*shapes(**large), scale=-1.0).name == "cuda"
+    masked = chosen(*shapes(**large), None, jax.ShapeDtypeStruct((2, 1, 1024, 1024), jnp.bool_))
+    assert masked.name == "xla"
+    assert "not cudnn: a boolean mask" in masked.reason
+    assert "not cuda: with a mask it was measured slower" in masked.reason
+    odd = chosen(*shapes(**large, h=20))
+    assert odd.name == "xla"
+    assert "not cudnn: 20 features" in odd.reason
+    assert "not cuda: 20 features" in odd.reason
+
+
+def composite(q, k, v, mask):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) / 8
+    p = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1)
+    return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v)
+
+
+def test_on_a_gpu_a_site_that_nothing_was_measured_faster_for_stays_as_it_is_written():
+    mask = jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_)
+    args = (*shapes(t=128, s=128), mask)
+    found = fl.find(composite, *args, device="sm_90", passes="dot_product_attention")
+    assert not found.candidates
+    (site,) = found.rejections
+    assert site.code == "slower"
+    assert "not cudnn: a boolean mask" in site.sentence
+    assert "not cuda: with a mask it was measured slower" in site.sentence
+    assert "implementation='cuda'" in site.edit
+    keys = fl.find(composite, *args[:3], jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_), device="sm_90")
+    assert [c.backend.name for c in keys.candidates] == ["cudnn"]
+    assert len(fl.find(composite, *args, device="cpu", passes="dot_product_attention").candidates) == 1
+
+
+def test_a_named_implementation_takes_such_a_site(monkeypatch):
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: Device.of("sm_90")))
+    args = (*shapes(t=128, s=128), jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_))
+    assert fl.fuse(composite).findings(*args).counts()["dot_product_attention"] == 0
+    for name in ("cuda", "xla"):
+        assert fl.fuse(composite, implementation=name).findings(*args).counts()["dot_product_attention"] == 1
+
+
+BAD = {
+    "a key of another type": ({"dropout_key": jnp.zeros(2, jnp.int32)}, "dtype int32"),
+    "a key of another shape": ({"dropout_key": jnp.zeros(4, jnp.uint32)}, r"shape \(4,\)"),
+    "factors as well": ({"dropout_key": jnp.zeros(2, jnp.uint32), "factors": jnp.ones((4, 4), bool)}, "one of them"),
+    "nothing kept": ({"dropout_key": jnp.zeros(2, jnp.uint32), "keep": 0.0}, "keep is 0.0"),
+    "more than all": ({"dropout_key": jnp.zeros(2, jnp.uint32), "keep": 1.5}, "keep is 1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_dropout_is_refused(case):
+    given, part = BAD[case]
+    a = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ArgumentError, match=part):
+        dot_product_attention(a, a, a, **given)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
+def test_a_dropout_key_is_the_mask_that_jax_random_makes_of_it(implementation):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 3, 8)), jnp.float32) for _ in range(3))
+    key = jax.random.key(5)
+    factors = jax.random.bernoulli(key, 0.8, (2, 3, 9, 9))
+    common = {"factors_scale": 1 / 0.8, "is_causal": True, "implementation": implementation}
+
+    def loss(**given):
+        return lambda *a: jnp.sum(jnp.sin(dot_product_attention(*a, **given, **common)))
+
+    by_key = {"dropout_key": jax.random.key_data(key), "keep": 0.8}
+    want = jax.value_and_grad(loss(factors=factors), (0, 1, 2))(q, k, v)
+    with jax.threefry_partitionable(True):
+        got = jax.value_and_grad(loss(**by_key), (0, 1, 2))(q, k, v)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    stacked = jax.vmap(lambda q: loss(**by_key)(q, k, v))(jnp.stack([q, q]))
+    np.testing.assert_allclose(stacked, [want[0]] * 2, rtol=1e-4)

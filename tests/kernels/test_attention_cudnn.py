@@ -1,0 +1,146 @@
+"""dot_product_attention by cuDNN: what is refused and why, and the calls a program is lowered to. Its numbers need a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fusionlab.device import Device
+from fusionlab.errors import BackendError
+from fusionlab.kernels.dot_product_attention import cudnn, cudnn_call
+from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
+from fusionlab.ops import dot_product_attention
+
+
+def shapes(t=128, s=128, n=2, h=64, hv=None, dtype="bfloat16", batch=(2,)):
+    dims = ((*batch, t, n, h), (*batch, s, n, h), (*batch, s, n, hv or h))
+    return tuple(jax.ShapeDtypeStruct(d, dtype) for d in dims)
+
+
+def verdict(*operands, device="sm_90", **attrs):
+    return next(v for v in OP.backends(*operands, device=device, **attrs) if v.name == "cudnn")
+
+
+def test_what_this_file_was_written_for_is_what_jax_has():
+    assert cudnn_call.why_missing() is None
+
+
+def test_what_it_takes():
+    for device in ("sm_80", "sm_86", "sm_90", "sm_100"):
+        for dtype in ("bfloat16", "float16"):
+            for layout in ("BTNH", "BNTH"):
+                found = verdict(*shapes(dtype=dtype), device=device, layout=layout, is_causal=True)
+                assert found.verdict != "unavailable", found
+    assert verdict(*shapes(h=256)).verdict != "unavailable"
+    assert verdict(*shapes(t=100, s=77)).verdict != "unavailable"
+
+
+MASK = jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.bool_)
+REFUSED = {
+    "float32": (shapes(dtype="float32"), {}, "query has dtype float32"),
+    "features no multiple of 8": (shapes(h=20), {}, "20 features a head"),
+    "too many features": (shapes(h=256), {"device": "sm_80"}, "up to 128 on sm_80"),
+    "another value": (shapes(h=64, hv=32), {}, "values have other features than keys (32, 64)"),
+    "an old device": (shapes(), {"device": "sm_75"}, "older than sm_80"),
+    "a CPU": (shapes(), {"device": "cpu"}, "needs a CUDA device"),
+    "a mask": ((*shapes(), None, MASK), {}, "a boolean mask"),
+    "factors": ((*shapes(), None, None, MASK), {}, "factors"),
+    "softcap": (shapes(), {"softcap": 30.0}, "softcap"),
+    "a wide bias": (
+        (*shapes(), jax.ShapeDtypeStruct((128, 128), jnp.float32)),
+        {},
+        "dtype float32: it would be rounded",
+    ),
+    "a bias of keys": ((*shapes(), jax.ShapeDtypeStruct((1, 128), jnp.bfloat16)), {}, "all 128 x 128 scores"),
+    "no queries": (shapes(t=0), {}, "nothing to compute"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_says_why(case):
+    operands, attrs, part = REFUSED[case]
+    found = verdict(*operands, **attrs)
+    assert found.verdict == "unavailable"
+    assert part in found.reason
+
+
+def test_an_old_cudnn_is_refused_where_the_device_says_its_version():
+    old = dataclasses.replace(Device.of("sm_90"), cudnn="8.9.7")
+    assert cudnn.refuses_device(old) == "cuDNN 8.9.7 is older than 9.0"
+    assert cudnn.refuses_device(dataclasses.replace(old, cudnn="9.10.2")) is None
+
+
+def test_a_bias_runs_only_where_nothing_is_kept(on_hopper):
+    bias = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.bfloat16)
+    program = jax.jit(lambda q, k, v, b: dot_product_attention(q, k, v, bias=b, implementation="cudnn"))
+    text = program.trace(*shapes(), bias).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaScaleBiasSoftmax(" in text
+    grad = jax.jit(jax.grad(lambda *a: program(*a).astype("float32").sum()))
+    with pytest.raises(BackendError, match="one statistic a row"):
+        grad.trace(*shapes(), bias).lower(lowering_platforms=("cuda",))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    hopper = Device("cuda", "sm_90", "a Hopper", simulated=True)
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: hopper))
+
+
+def test_a_mask_of_keys_takes_either_of_two_routes_at_run_time(on_hopper):
+    mask = jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)
+
+    def loss(q, k, v, mask):
+        out = dot_product_attention(q, k, v, mask=mask, mask_value=-1e9, is_causal=True, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2)))
+    text = step.trace(*shapes(), mask).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.case") == 2
+    for name in ("@__cudnn$fmhaSoftmax(", "@__cudnn$fmhaSoftmaxBackward("):
+        assert text.count(name) == 1
+    assert text.count("PADDING_CAUSAL") == 2
+    for entry in ("attention_forward", "attention_query", "attention_keys"):
+        assert text.count(f"{entry}\\22") == 1
+    assert text.count("mask_probe") >= 1
+
+
+def test_a_mask_of_keys_needs_both_routes_and_a_value_that_masks():
+    def masked(shape, **attrs):
+        return verdict(*shapes(), None, jax.ShapeDtypeStruct(shape, jnp.bool_), **attrs)
+
+    assert masked((2, 1, 1, 128)).verdict != "unavailable"
+    assert masked((1, 128)).verdict != "unavailable"
+    assert "one row of keys" in masked((2, 2, 1, 128)).reason
+    assert "leaves masked keys a weight" in masked((1, 128), mask_value=-100.0).reason
+    mask = jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)
+    assert "256 features" in verdict(*shapes(h=256), None, mask).reason
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("batch", [(2,), (), (2, 3)])
+def test_forward_and_backward_are_one_call_each_and_no_copy_in_between(on_hopper, layout, batch):
+    def loss(q, k, v):
+        out = dot_product_attention(q, k, v, is_causal=True, layout=layout, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes(batch=batch)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    assert "CAUSAL" in text
+    assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [a.shape for a in shapes(batch=batch)]
+
+
+def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):
+    def loss(wanted):
+        def of(q, k, v):
+            return dot_product_attention(q, k, v, implementation="cudnn").astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(of, wanted)).trace(*shapes()).lower(lowering_platforms=("cuda",))
+
+    assert len(jax.tree.leaves(loss((0, 2)).out_info)) == 2
+    with pytest.raises(BackendError, match="the gradient of the value alone"):
+        loss(2)

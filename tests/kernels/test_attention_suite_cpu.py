@@ -1,0 +1,89 @@
+"""The suite that the CUDA implementations inherit, held by those that run on a CPU; and the CUDA kernels, emulated there."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import jax
+import pytest
+
+from fusionlab.kernels import launch
+from fusionlab.kernels.dot_product_attention import cuda
+from fusionlab.kernels.kernel_plan import KernelPlan
+from fusionlab.kernels.plans import PlanBook, Prepared
+from tests.kernels.attention_suite import CASES, AttentionSuite
+from tests.kernels.emulated import Emulator
+
+FEW = (
+    "nothing",
+    "causal, few keys",
+    "lowest mask value",
+    "dropout and mask",
+    "dropout by key",
+    "128 features",
+    "other values",
+)
+
+
+class TestXla(AttentionSuite):
+    implementation = "xla"
+    least = len(FEW)
+    slack = 1.5  # it rounds the probabilities it keeps
+
+    def cases(self, dtype):
+        return FEW
+
+
+class TestBlockwise(AttentionSuite):
+    implementation = "xla_blockwise"
+    least = len(FEW)
+    slack = 1.5
+
+    def cases(self, dtype):
+        return tuple(CASES) if dtype == "float32" else FEW
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs g++")
+    return Emulator(compiler, tmp_path_factory.mktemp("emulated"))
+
+
+class TestCudaEmulated(AttentionSuite):
+    """attention.cu itself, as C++, launched by XLA's CPU backend."""
+
+    implementation = "cuda"
+    least = 6
+
+    def cases(self, dtype):
+        """Each takes compiling three kernels: all of them in one dtype, some in the others."""
+        few = (
+            "nothing",
+            "causal, few keys",
+            "lowest mask value",
+            "bias",
+            "dropout and mask",
+            "128 features",
+            "other values",
+        )
+        return tuple(CASES) if dtype == "bfloat16" else few
+
+    @pytest.fixture(autouse=True)
+    def _on_the_cpu(self, emulator, monkeypatch):
+        one_at_a_time = threading.Lock()
+
+        def prepare(plan, device):
+            def run(stream, operands, results):
+                with one_at_a_time:
+                    emulator.run_at(plan, operands, results)
+
+            return Prepared(run)
+
+        monkeypatch.setattr(KernelPlan, "prepare", prepare)
+        monkeypatch.setattr(launch, "BOOK", PlanBook())
+        monkeypatch.setattr(cuda, "refuses_device", lambda device: None)
+        yield
+        jax.clear_caches()
