@@ -360,7 +360,8 @@ def dot_product_attention(
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
-      mask_value: -inf (a row masked as a whole is NaN) or a finite number (then its weights are uniform, if it is far from 0).
+      mask_value: -inf, or a finite number. A query row that sees no key (all its scores are -inf) is 0, and so are its gradients,
+        where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
       factors_scale: multiplies the factors, if there are any (1 / keep, for a dropout).
       keep: the probability with which an entry is kept, for a dropout_key.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
