@@ -99,3 +99,20 @@ def test_a_question_after_a_reduction_or_of_something_else_is_none():
 
     (site,) = fl.find(model, Q, K, V, SEEN, passes=ATTENTION).candidates
     assert NOTE in site.notes
+
+
+def test_a_comparison_counts_the_rows_and_calls_them_no_regression():
+    found = fl.compare(attend, fl.fuse(attend), Q, K, V, SEEN, timing=False, memory=False).numerics
+    out = found.leaves[0]
+    assert (out.filled, out.filled_rows) == (3 * 4, 3)  # of each of 3 heads
+    assert not found.regressions
+    (note,) = (n for n in found.notes if n.startswith("output"))
+    assert f"12 of {out.size} elements (3 whole rows) are NaN in the original" in note
+    assert {leaf.name for leaf in found.leaves if leaf.kind == "gradient" and leaf.filled} >= {"k"}, (
+        "of what the row reads"
+    )
+    seen = SEEN.at[0, 0, 2, 0].set(True)
+    assert not any(
+        leaf.filled
+        for leaf in fl.compare(attend, fl.fuse(attend), Q, K, V, seen, timing=False, memory=False).numerics.leaves
+    )
