@@ -25,7 +25,7 @@ from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
 from .attention_plan import attributes_of, plan_of
-from .base import Search, all_nodes, anchor_text, propose
+from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, made_with_infinity, nan_test
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
@@ -54,7 +54,8 @@ class DotProductAttentionPass:
     options: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", {})
+        deterministic = (False, "the same bits every time, gradients included: cuDNN's backward is left out")
+        object.__setattr__(self, "options", {"deterministic": deterministic})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -235,9 +236,10 @@ class _Site(Site):
 
         def proposed() -> Candidate | Rejection:
             region = _without(whole, dropped)
-            attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
-                "precision": self.precision(region)
-            }
+            attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
+            attrs["precision"] = self.precision(region)
+            if option(self.search, self.pass_, "deterministic"):
+                attrs["deterministic"] = True
             plan = plan_of(self.search, read, region, masks, attrs)
             return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks, blind)))
 
