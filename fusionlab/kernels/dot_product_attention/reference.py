@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...device import Device
+from ..arrays import summed_to
 
 Array = Any
 
@@ -252,12 +253,5 @@ def cotangent(
     narrow = {slot: own for slot, _, own in broadcast}
     for slot, shape, _ in broadcast:
         if slot in wanted:
-            grads[slot] = _summed_to(grads[slot], shape, shardings.get(slot))
+            grads[slot] = summed_to(grads[slot], shape, shardings.get(slot))
     return [grads[slot].astype(narrow.get(slot, ct.dtype)) for slot in wanted]
-
-
-def _summed_to(a: Array, shape: tuple[int, ...], sharding: Any = None) -> Array:
-    """The sum over the axes along which an array of `shape`, of the same rank, broadcasts to `a`."""
-    axes = tuple(i for i, (n, m) in enumerate(zip(a.shape, shape, strict=True)) if n != m)
-    summed = jnp.sum(a, axis=axes, keepdims=True) if axes else a
-    return summed if sharding is None else jax.sharding.reshard(summed, sharding)
