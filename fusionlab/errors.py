@@ -70,6 +70,7 @@ REJECTIONS: dict[str, str] = {
     "structure": "the site has the pass's anchor but a later part differs from every example",
     "axes": "the axes are reduced, contracted or batched differently from every example",
     "gradient": "values agree but gradients differ from the fused op's",
+    "rounding": "the site is the same function written so that it rounds differently, and was not allowed to change that",
     "value": "the fused op does not reproduce the site's values",
     "custom_rule": "a custom_jvp or custom_vjp of the user's own stands inside the site",
     "stop_gradient": "a stop_gradient stands inside the site, and removing it would change gradients",

@@ -7,6 +7,7 @@ carry themselves: the gradient that Adam blends into its moments has the loss's 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -23,8 +24,25 @@ _TRANSPARENT = VIEWS | CASTS
 _SUMS = frozenset({"add", "sub", "add_any"})
 
 
-def blends(view: View) -> Iterator[tuple[Form, tuple[Node, ...]]]:
-    """Every blend of a block outside of folded sites: its spelling, and its nodes, the last of which makes it."""
+@dataclass(frozen=True)
+class Blend:
+    """One blend of a block.
+
+    Attributes:
+      form: its spelling.
+      nodes: its nodes; the last makes it.
+      view: of those nodes alone: a leaf is the value that they read, under views and casts, and carries no factor.
+      match: of the spelling, in that view.
+    """
+
+    form: Form
+    nodes: tuple[Node, ...]
+    view: View
+    match: Match
+
+
+def blends(view: View) -> Iterator[Blend]:
+    """Every blend of a block outside of folded sites."""
     for node in view.block.nodes:
         wanted = node.primitive in _SUMS and node.id not in view.covered and is_float(node.outputs[0].dtype)
         if wanted and not is_backward(node.eqn):
@@ -33,7 +51,7 @@ def blends(view: View) -> Iterator[tuple[Form, tuple[Node, ...]]]:
                 yield found
 
 
-def _blend(view: View, root: Node) -> tuple[Form, tuple[Node, ...]] | None:
+def _blend(view: View, root: Node) -> Blend | None:
     near = _expanded(view, [root], {"mul": {"sub"}})
     if all(n.primitive != "mul" for n in near):
         return None
@@ -47,7 +65,7 @@ def _blend(view: View, root: Node) -> tuple[Form, tuple[Node, ...]] | None:
                 continue
             found = match(pattern, part, ref.nid)
             if isinstance(found, Match) and _adds_up(view, root, found):
-                return form, _used(part, found, nodes)
+                return Blend(form, _used(part, found, nodes), part, found)
     return None
 
 

@@ -7,8 +7,9 @@ from .base import Pass
 from .dot_product_attention import DotProductAttentionPass
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_norm import LayerNormPass
+from .lerp import LerpPass
 
-_BUILT_IN: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
+_BUILT_IN: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass(), LerpPass())
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
 _ADDED: dict[str, Pass] = {}
 _PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")

@@ -137,8 +137,8 @@ class _Searcher:
         yield from self.in_a_row(layers)
         for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
             yield from self.softmax(found)
-        for form, nodes in blends(self.view):
-            yield self.of_nodes("lerp", form.text, {n.id: n for n in nodes})
+        for blend in blends(self.view):
+            yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
 
     def matches(self, forms: Sequence[Form], wanted: Callable[[CNode], bool]) -> Iterator[tuple[Form, Match]]:
         """At every node that is `wanted` the first of the forms of each kind."""

@@ -65,6 +65,8 @@ class Pairer:
         if kind(found.cotangent.aval) != kind(region.root.aval):
             raise Unpaired("its cotangent varies along other mesh axes than its result")
         gone = self._gone(region, found, placed)
+        if len(read := _read_outside(found.view.block, placed, gone)) < len(placed):
+            placed, gone = read, self._gone(region, found, read)
         self._order(found, region, placed)
         split = self._split(region, fn, what, found, placed)
         part = self._part(region, found, path, placed, split)
@@ -166,6 +168,17 @@ def _shares(region: Region, found: Backward) -> list[tuple[int, str, Share]]:
     names = {v.id: name for name, v in region.leaves.items()}
     shares = ((i, names[v.id]) for i, v in enumerate(region.inputs))
     return [(i, name, found.gradients[name]) for i, name in shares if name in found.gradients]
+
+
+def _read_outside(block: Block, placed: list[tuple[int, str, Share]], gone: set[int]) -> list[tuple[int, str, Share]]:
+    """The gradients that somebody asked for; all of them where nobody asked for any. A value that only the way to another gradient
+    passes (w * ct is dy, and a term of dx) goes with that.
+    """
+
+    def asked(value: Value) -> bool:
+        return value.id in block.returned or any(u.id not in gone for u in block.users.get(value.id, ()))
+
+    return [entry for entry in placed if asked(entry[2].value)] or placed
 
 
 def _separate(share: Share, leaf: Value) -> bool:
