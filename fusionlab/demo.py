@@ -37,7 +37,7 @@ GPU_RECORDS = (
 def gpu_record() -> dict[str, Any] | None:
     """The newest record of `python -m benchmarks gemm_epilogue` that comes with FusionLab; None where none came along."""
     folder = next((f for f in GPU_RECORDS if f.is_dir()), None)
-    return newest_record(folder) if folder is not None else None
+    return newest_record(folder, "gemm_epilogue") if folder is not None else None
 
 
 def transformer_block(params: Any, x: jax.Array) -> jax.Array:

@@ -164,14 +164,14 @@ def save_json(path: str | os.PathLike[str], data: Any) -> Path:
     return write_file(path, to_json(data) + "\n", folders=True, advice="give a path you can write to")
 
 
-def newest_record(folder: str | os.PathLike[str]) -> Any:
-    """The record (a JSON file with an `environment`) in a folder that was measured last; None where there is none.
+def newest_record(folder: str | os.PathLike[str], benchmark: str) -> Any:
+    """The record of a benchmark (a JSON file that names it, with an `environment`) in a folder that was measured last; None without one.
 
     Raises:
       ArgumentError: a file there is not JSON.
     """
-    records = [load_json(path) for path in sorted(Path(folder).glob("*.json"))]
-    return max(records, key=lambda record: record["environment"]["time"], default=None)
+    records = (load_json(path) for path in sorted(Path(folder).glob("*.json")))
+    return max((r for r in records if r.get("benchmark") == benchmark), key=lambda r: r["environment"]["time"], default=None)
 
 
 def load_json(path: str | os.PathLike[str]) -> Any:

@@ -94,11 +94,13 @@ def test_a_report_shows_a_record_only_where_there_is_one(record):
     assert record_html(record) in report_html(graph, record=record)
 
 
-def test_the_newest_record_is_the_one_measured_last(record, tmp_path):
-    assert newest_record(tmp_path) is None
-    for name, day in (("a", 21), ("b", 23), ("c", 22)):
-        save_json(tmp_path / f"{name}.json", {"day": day, "environment": {"time": f"2026-11-{day}T00:00:00"}})
-    assert newest_record(tmp_path)["day"] == 23
+def test_the_newest_record_is_the_benchmark_s_own_that_was_measured_last(record, tmp_path):
+    assert newest_record(tmp_path, "gemm_epilogue") is None
+    for name, day in (("a", 21), ("b", 23), ("c", 22), ("of attention", 24)):
+        benchmark = "attention" if day == 24 else "gemm_epilogue"
+        found = {"benchmark": benchmark, "day": day, "environment": {"time": f"2026-11-{day}T00:00:00"}}
+        save_json(tmp_path / f"{name}.json", found)
+    assert newest_record(tmp_path, "gemm_epilogue")["day"] == 23
 
 
 def test_the_demo_s_record_is_the_repository_s_and_a_wheel_s(monkeypatch, tmp_path):
