@@ -10,6 +10,7 @@ NAMES = (
     "attention_cpu",
     "gemm_epilogue",
     "kernel_resources",
+    "lerp",
     "pair_memory",
     "pairs",
     "random_programs",
