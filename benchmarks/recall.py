@@ -93,6 +93,7 @@ def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
     known = [c for c in CONCEPTS if c not in truth.contested]
     counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
     told = Counter(s.kind for s in found.structures if not s.node_ids <= again)
+    told["lerp"] += accepted["lerp"]  # those that are fused are no structures
     there = {
         "softmax": truth.sites["softmax"],
         "lerp": truth.sites["lerp"] + truth.sites["lerp_moments"],

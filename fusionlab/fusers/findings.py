@@ -225,7 +225,7 @@ class Findings:
 
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
-        """What the sites found are parts of (transformer layers, QKV siblings, ...), and softmax and lerp, which no pass fuses."""
+        """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
         return structures_of(self)
 
     @functools.cached_property

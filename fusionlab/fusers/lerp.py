@@ -61,7 +61,7 @@ class _Site(Site):
                 f"{anchor_text(self.anchor)} is {self.blend.form.text}, which rounds differently from x + w * (y - x)"
             )
             edit = "write x + w * (y - x), or allow it: passes=Strategy(lerp=dict(reassociate=True), ...)"
-            return self.rejection("rounding", sentence, edit=edit, site=self.blend.nodes)
+            return self.rejection("rounding", sentence, edit=edit, site=self.blend.nodes, concepts=("lerp",))
         try:
             return self.candidate(text not in _AS_THE_OP_ROUNDS)
         except NotARegion as reason:
