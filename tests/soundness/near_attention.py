@@ -201,8 +201,6 @@ ESCAPES_AND_DTYPES = (
          repaired=lambda q, k, v: (attend()(q, k, v), jnp.sum(q))),
     near("weights summed", "escapes", weights_summed, says="is also read by"),
     near("weights used twice", "escapes", weights_weigh_twice, says="is also read by"),
-    near("float16", "dtype", attend(), tuple(a.astype(np.float16) for a in QKV), says="float16",
-         edit="cast q, k and v to bfloat16 or float32", repaired=lambda q, k, v: attend()(*(a.astype(np.float32) for a in (q, k, v)))),
     near("values of another dtype", "dtype", attend(), (*QKV[:2], QKV[2].astype(jnp.bfloat16)), says="bfloat16, float32",
          edit="cast q, k and v", repaired=lambda q, k, v: attend()(q, k, v.astype(np.float32))),
     near("weights rounded to bf16", "dtype", attend(lambda s: softmax(s).astype(jnp.bfloat16).astype(np.float32))),
