@@ -1,6 +1,6 @@
 """Blockwise attention on a CPU against the jitted original: time, and memory in a fresh process each.
 
-    python -m benchmarks attention_cpu [--quick] [--length S] [-o FILE]
+    python -m benchmarks attention_cpu [--quick] [--length S] [--samples N] [-o FILE]
 
 B 1, H 4, D 64, float32, in two spellings: (B, T, H, D) with einsum, and (B, H, T, D) with matmul; without a mask, with one of
 lengths (data: 3/4 of the keys) and causal. Forward, and forward with all three gradients. "original" is jax.jit of the program,
@@ -173,13 +173,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks attention_cpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="S 1024, fewer samples; no verdict")
     parser.add_argument("--length", type=int, help="S; 4096, or 1024 with --quick")
+    parser.add_argument("--samples", type=int, help="of each program; 40, or 10 with --quick")
     parser.add_argument("-o", "--output", type=Path, help="where the JSON record goes")
     options = parser.parse_args(argv)
     if not Path("/proc/self/clear_refs").exists():
         print("attention_cpu: needs Linux: the resident set is read from /proc", file=sys.stderr)
         return 1
     length = options.length or (1024 if options.quick else 4096)
-    return _run_and_save(length, 10 if options.quick else 40, 1 if options.quick else 3, options.output, argv)
+    samples = options.samples or (10 if options.quick else 40)
+    return _run_and_save(length, samples, 1 if options.quick else 3, options.output, argv)
 
 
 def _run_and_save(length: int, samples: int, processes: int, output: Path | None, argv: list[str]) -> int:
