@@ -255,8 +255,8 @@ def test_row_31_shared_heads_and_an_additive_bias_with_its_gradient(route):
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
-# (batch, length, heads, features) of the original, and what a CPU is given of it in seconds: its lengths, with one or two heads and sequences,
-# and fewer features at length 2048. `-m nightly` takes its sequences and features, with a third of its heads.
+# (batch, length, heads, features) of the original, and what a CPU is given of it: its lengths, with one or two heads and
+# sequences, and fewer features at length 2048. `-m nightly` takes its sequences and features, with a third of its heads.
 TRAINED = {
     (8, 128, 12, 64): (2, 128, 2, 64),
     (4, 512, 12, 64): (2, 512, 1, 64),
