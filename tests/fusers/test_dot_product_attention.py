@@ -225,6 +225,24 @@ def test_a_causal_mask_is_told_by_its_values_in_every_spelling(name):
     assert site.formula == "softmax(0.5 * q @ k.T, causal) @ v"
 
 
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("name", ["causal", "a band"])
+def test_a_captured_mask_is_found_in_a_train_step_too(name, as_array):
+    """The derivative that the backward pass is looked up by captures the same array."""
+    mask = as_array({"causal": TRIL[:6, :6], "a band": TRIL[:6, :6] & ~np.tri(6, k=-3, dtype=bool)}[name])
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.square(einsum_form(q, k, v, mask=mask, fill=-1e9)))
+
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    fn = fl.fuse(step, passes=ATTENTION)
+    found = fn.findings(*N)
+    assert found.counts() == {ATTENTION: 1, f"{ATTENTION}_grad": 1}
+    assert [c.attrs["is_causal"] for c in found.candidates] == [name == "causal"]
+    for got, want in zip(jax.tree.leaves(fn(*N)), jax.tree.leaves(step(*N)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_causal_mask_of_unequal_lengths_starts_at_the_top_left():
     def attend(q, k, v):
         return einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 7), bool)), fill=-1e9)
