@@ -26,7 +26,8 @@ from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
 from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
 from .attention_plan import attributes_of, plan_of
-from .base import Search, all_nodes, anchor_text, propose
+from .base import Search, all_nodes, anchor_text, option, propose
+from .blind import NOTE, made_with_infinity, nan_test
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .site import Site, with_concepts
@@ -54,7 +55,8 @@ class DotProductAttentionPass:
     options: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", {})
+        deterministic = (False, "the same bits every time, gradients included: cuDNN's backward is left out")
+        object.__setattr__(self, "options", {"deterministic": deterministic})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -225,20 +227,32 @@ class _Site(Site):
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+        blind = self.can_be_blind(region, masks)
+        asked = nan_test(self.view, root) if blind else None
+        if asked is not None:
+            sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
+            edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
+            return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
         whole, leaks = region, escapes(region)
 
         def proposed() -> Candidate | Rejection:
             region = _without(whole, dropped)
-            attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
-                "precision": self.precision(region)
-            }
+            attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
+            attrs["precision"] = self.precision(region)
+            if option(self.search, self.pass_, "deterministic"):
+                attrs["deterministic"] = True
             plan = plan_of(self.search, read, region, masks, attrs)
-            return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks)))
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks, blind)))
 
         if leaks:
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
             return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
         return proposed()
+
+    def can_be_blind(self, region: Region, masks: Masking) -> bool:
+        """Whether data may leave a query row no key, with NaN for its result in the program."""
+        hidden = bool(masks.masks) and masks.mask_value == -math.inf
+        return hidden or made_with_infinity(self.view, region.leaves, masks.biases)
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
         """Factors on the probabilities that are all one."""
@@ -320,7 +334,7 @@ class _Site(Site):
         return next(iter(asked.values()), None)
 
 
-def _notes(read: Reading, masks: Masking) -> Iterator[str]:
+def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
     """What the fused op does otherwise than the site on numbers a model is not meant to see."""
     if masks.causal_outside:
         yield "its mask is causal, but made outside the loop, so that the fused op takes it as data"
@@ -331,6 +345,8 @@ def _notes(read: Reading, masks: Masking) -> Iterator[str]:
             "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op, "
             "and a row of scores below -103 is 0 / 0 there"
         )
+    if blind:
+        yield NOTE
 
 
 def _without(region: Region, dropped: frozenset[str]) -> Region:
