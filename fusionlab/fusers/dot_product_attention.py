@@ -24,7 +24,17 @@ from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
-from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
+from .attention_forms import (
+    NEGATED,
+    TAILS,
+    WITHOUT_MAX,
+    Reading,
+    Tail,
+    crossed_axes,
+    readings,
+    tail_example,
+    whole_example,
+)
 from .attention_plan import attributes_of, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, made_with_infinity, nan_test
@@ -129,10 +139,22 @@ class _Site(Site):
             found = self.read()
             if isinstance(found, Miss):
                 problem = self.near_miss(found)
-                return replace(problem, edit=_EDITS.get(problem.code))
+                return replace(self.told_by_axes(problem, found), edit=_EDITS.get(problem.code))
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def told_by_axes(self, problem: Rejection, found: Miss) -> Rejection:
+        """The rejection in the program's own axes where the softmax is over one and the product contracts another."""
+        crossed = crossed_axes(self.view, found.target) if problem.code == "axes" else None
+        if crossed is None:
+            return problem
+        weights, over, contracted = crossed
+        sentence = (
+            f"{anchor_text(self.anchor)}: the weights {weights!r} are a softmax over axis {over}, "
+            f"and their product with the values contracts axis {contracted}"
+        )
+        return replace(problem, sentence=sentence)
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
