@@ -72,7 +72,6 @@ def test_attention_runs_and_shows_its_story(attention):
         "error against float64, worst gradient",
         "[escapes] dot_product_attention@#1",
         "in a call of their own",
-        "factors",
         "xla_blockwise: chosen",
         "cudnn: chosen",
         "sm_75 is older than sm_80",
