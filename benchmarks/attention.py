@@ -3,7 +3,8 @@
     python -m benchmarks attention [--json] [-o FILE] [--quick]
 
 On a CUDA device times are device times, programs take turns, and every sample is kept (see gemm_epilogue.py). FusionLab runs as shipped;
-its routes are printed. Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
+its routes are printed. Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works, and otherwise
+attention_cpu.py is run.
 
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import attention_cpu
 from .gemm_epilogue import RESULTS, _torch_samples, compiled, differences, line, normal
 from .gemm_epilogue import measured as on_device
 
@@ -334,8 +336,8 @@ def main(argv: list[str]) -> int:
 
     on_cuda = Device.current().platform == "cuda"
     if not on_cuda and not options.quick:
-        print("this benchmark needs a CUDA device (JAX sees none here), or --quick for tiny sizes", file=sys.stderr)
-        return 2
+        print("JAX sees no CUDA device here: attention_cpu runs (--quick: tiny sizes of this one)", file=sys.stderr)
+        return attention_cpu.main(["-o", str(options.output)] if options.output else [])
     samples = 40 if not options.quick else 6 if on_cuda else 3
     has_torch = importlib.util.find_spec("torch") is not None
     record: dict[str, Any] = {

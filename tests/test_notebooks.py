@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and the tour is committed as it ran."""
+"""The notebooks run from top to bottom, and are committed as they ran."""
 
 import json
 import os
@@ -12,17 +12,29 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-def test_there_is_a_tour():
-    assert (NOTEBOOKS / "00_tour.ipynb").is_file()
+NAMES = ("00_tour", "02_attention")
+
+
+def test_the_notebooks_are_those_that_are_run_here():
+    assert sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb")) == sorted(NAMES)
+
+
+def executed(name):
+    """The notebook, executed now."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": NOTEBOOKS}})
+    client.execute(env=os.environ | {"PYTHONPATH": str(NOTEBOOKS.parent)})  # the kernel runs this source tree
+    return notebook
 
 
 @pytest.fixture(scope="module")
 def tour():
-    """The tour, executed now."""
-    notebook = nbformat.read(NOTEBOOKS / "00_tour.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": NOTEBOOKS}})
-    client.execute(env=os.environ | {"PYTHONPATH": str(NOTEBOOKS.parent)})  # the kernel runs this source tree
-    return notebook
+    return executed("00_tour")
+
+
+@pytest.fixture(scope="module")
+def attention():
+    return executed("02_attention")
 
 
 def code_cells(notebook):
@@ -30,8 +42,8 @@ def code_cells(notebook):
 
 
 def text_of(cell):
-    parts = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.outputs]
-    return "\n".join(parts)
+    # One line may come in several messages: nothing is put between them.
+    return "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.outputs)
 
 
 def test_the_tour_runs_and_shows_its_story(tour):
@@ -48,24 +60,60 @@ def test_the_tour_runs_and_shows_its_story(tour):
     assert len(widgets) == 1
 
 
+def test_attention_runs_and_shows_its_story(attention):
+    cells = code_cells(attention)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "softmax(0.125 * q @ k.T, mask) @ v",
+        "softmax(0.125 * q @ k.T, causal) @ v",
+        "{'dot_product_attention': 1, 'dot_product_attention_grad': 1}",
+        "padded_model: forward",
+        "causal_model: forward",
+        "error against float64, worst gradient",
+        "[escapes] dot_product_attention@#1",
+        "in a call of their own",
+        "xla_blockwise: chosen",
+        "cudnn: chosen",
+        "sm_75 is older than sm_80",
+    ):
+        assert said in everything, said
+    pictures = [o for c in cells for o in c.outputs if {"text/html", "image/svg+xml"} & set(o.get("data", {}))]
+    assert len(pictures) == 4  # the graph, times, errors, memory
+
+
+def test_attention_s_numbers_hold(attention):
+    (dropout,) = [text_of(c) for c in code_cells(attention) if "bernoulli" in c.source]
+    same, other = map(float, re.findall(r"key: *([\d.e+-]+)", dropout))
+    assert same < 1e-5 < 0.05 < other
+    (memory,) = [text_of(c) for c in code_cells(attention) if "memory_analysis" in c.source]
+    before, after = map(int, re.search(r"'jax.jit': (\d+), 'fl.fuse': (\d+)", memory).groups())
+    assert after < before / 6
+
+
 def test_no_cell_defines_a_helper_or_reaches_outside():
     for path in NOTEBOOKS.glob("*.ipynb"):
         for cell in code_cells(nbformat.read(path, as_version=4)):
-            assert not re.search(r"^\s*(def|class) (?!model\b)", cell.source, re.M), path.name
+            assert not re.search(r"^\s*(def|class) (?!(\w+_)?model\b)", cell.source, re.M), path.name
             assert "http" not in cell.source
 
 
-def test_the_committed_tour_has_the_outputs_of_this_code(tour):
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebooks_have_the_outputs_of_this_code(name, request):
     """What does not depend on the machine is as committed."""
-    committed = nbformat.read(NOTEBOOKS / "00_tour.ipynb", as_version=4)
-    for old, new in zip(code_cells(committed), code_cells(tour), strict=True):
-        assert old.outputs, old.source
+    now = request.getfixturevalue(name.partition("_")[2])
+    committed = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    compared = 0
+    for old, new in zip(code_cells(committed), code_cells(now), strict=True):
+        assert old.outputs or "def " in old.source, old.source
         if "print(found)" in new.source:
-            assert text_of(old) == text_of(new), "run: jupyter execute --inplace notebooks/00_tour.ipynb"
+            compared += 1
+            assert text_of(old) == text_of(new), f"run: jupyter execute --inplace notebooks/{name}.ipynb"
+    assert compared
 
 
-def test_the_committed_tour_is_small_and_names_no_folder_of_its_author():
-    text = (NOTEBOOKS / "00_tour.ipynb").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebooks_are_small_and_name_no_folder_of_their_author(name):
+    text = (NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
     assert len(text) < 1_000_000
     assert not re.search(r"(/home/|/root/|/tmp/|/Users/|[A-Z]:\\\\)", text)
     assert json.loads(text)["metadata"]["kernelspec"]["name"] == "python3"

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.canonical import ONE, View
+from ..graph.ir import Value
 from ..graph.match import Match
 from ..graph.pattern import Example
 
@@ -266,3 +267,24 @@ def _near_product(view: View, nid: int) -> bool:
             for o in view.nodes[n].operands
         }
     return False
+
+
+def crossed_axes(view: View, product: int) -> tuple[Value, int, int] | None:
+    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
+
+    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
+    """
+    dot = view.nodes[product]
+    for operand in dot.operands if dot.op == "dot" else ():
+        weights = view.nodes[operand.nid]
+        totals = (o for o in weights.operands if view.nodes[o.nid].op == "reduce_sum")
+        total = next(totals, None) if weights.op == "prod" else None
+        shown = view.values_of.get(operand.nid)
+        if total is None or not shown:
+            continue
+        numbers = view.ref[shown[0].id].dims
+        normalised = [i for i, c in enumerate(numbers) if c >= 0 and c not in total.axes]
+        contracted = [i for i, c in enumerate(numbers) if c >= 0 and operand.axes[c] not in dot.params]
+        if len(normalised) == len(contracted) == 1 and normalised != contracted:
+            return shown[0], normalised[0], contracted[0]
+    return None

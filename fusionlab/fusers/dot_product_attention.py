@@ -23,7 +23,18 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
-from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
+from ..kernels.dot_product_attention.op import DTYPES
+from .attention_forms import (
+    NEGATED,
+    TAILS,
+    WITHOUT_MAX,
+    Reading,
+    Tail,
+    crossed_axes,
+    readings,
+    tail_example,
+    whole_example,
+)
 from .attention_plan import attributes_of, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, made_with_infinity, nan_test
@@ -50,7 +61,7 @@ class DotProductAttentionPass:
     name: str = "dot_product_attention"
     op: str = "dot_product_attention"
     formula: str = "softmax(scale * q @ k.T + bias, masks, causal) @ v, scale anywhere, capped or not, with dropout or without, any layout"
-    needs: str = "f32 or bf16, softmax along the keys, the attention weights read by the product with v alone"
+    needs: str = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
     options: Any = None
 
     def __post_init__(self) -> None:
@@ -128,10 +139,22 @@ class _Site(Site):
             found = self.read()
             if isinstance(found, Miss):
                 problem = self.near_miss(found)
-                return replace(problem, edit=_EDITS.get(problem.code))
+                return replace(self.told_by_axes(problem, found), edit=_EDITS.get(problem.code))
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def told_by_axes(self, problem: Rejection, found: Miss) -> Rejection:
+        """The rejection in the program's own axes where the softmax is over one and the product contracts another."""
+        crossed = crossed_axes(self.view, found.target) if problem.code == "axes" else None
+        if crossed is None:
+            return problem
+        weights, over, contracted = crossed
+        sentence = (
+            f"{anchor_text(self.anchor)}: the weights {weights!r} are a softmax over axis {over}, "
+            f"and their product with the values contracts axis {contracted}"
+        )
+        return replace(problem, sentence=sentence)
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -261,9 +284,10 @@ class _Site(Site):
 
     def conditions(self, read: Reading, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
-        if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
-            sentence = f"{anchor_text(self.anchor)} computes in {', '.join(sorted(dtypes))}; the fused op takes f32 or bf16 throughout"
-            return self.rejection("dtype", sentence, edit="cast q, k and v to bfloat16 or float32", site=region.nodes)
+        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+            own, taken = ", ".join(sorted(dtypes)), ", ".join(DTYPES)
+            sentence = f"{anchor_text(self.anchor)} computes in {own}; the fused op takes one of {taken} throughout"
+            return self.rejection("dtype", sentence, edit="cast q, k and v to one of these dtypes", site=region.nodes)
         fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
         if fills:
             sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"

@@ -104,7 +104,7 @@ class View:
                 self.known_inputs[value.id] = coef
             self._bind(value, self.leaf(("in", i), value.shape) if coef is None else self.literal(coef, value.shape))
         for value, const in block.consts:
-            self._bind(value, self._constant(value, const))
+            self._bind(value, self.constant(value, const))
         self._run(block.nodes)
 
     def _start(self, block: Block) -> None:
@@ -177,12 +177,13 @@ class View:
         scalar = as_scalar(atom)
         return self.literal(scalar, atom.shape) if scalar is not None else self.unique_leaf("literal", atom.shape)
 
-    def _constant(self, value: Value, const: Any) -> Ref:
+    def constant(self, value: Value, const: Any) -> Ref:
+        """A captured array; the same one in another program, as a derivative is, is the same node."""
         if not value.shape and isinstance(const, np.ndarray | np.generic):
             scalar = as_scalar(Literal(const, value.aval))
             if scalar is not None:
                 return self.literal(scalar, ())
-        return self.leaf(("const", value.id), value.shape)
+        return self.leaf(("const", id(const)), value.shape)
 
     def node(self, op: str, params: Any, operands: Sequence[Operand], shape: Sequence[int]) -> int:
         """Hash-consing: the id of the node with this meaning."""

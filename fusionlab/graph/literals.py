@@ -51,7 +51,8 @@ def fold(primitive: str, params: Any, operands: Sequence[tuple[Any, Any]], dtype
         return None
     result = np.asarray(result).astype(dtype)
     floats = jnp.issubdtype(result.dtype, jnp.floating)
-    if floats and not np.isfinite(result) and all(np.isfinite(v.astype(np.float64)) for v in values):
+    became = floats and not np.isfinite(result) and all(np.isfinite(v.astype(np.float64)) for v in values)
+    if became and primitive != "convert_element_type":  # -1e9 as a float16 is minus infinity, and fills scores as that
         return None  # an overflow or a division by zero is left where it happens
     return result
 

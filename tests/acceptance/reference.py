@@ -1,4 +1,4 @@
-"""Plain float64 numpy: what act(X @ Y + b) and its gradients are. Not a test module."""
+"""Plain float64 numpy: what act(X @ Y + b), attention and their gradients are. Not a test module."""
 
 from __future__ import annotations
 
@@ -50,3 +50,45 @@ def uniform(*shapes: tuple[int, ...], seed: int = 0) -> list[Array]:
     """The seed's test data: uniform in [-0.5, 0.5)."""
     rng = np.random.default_rng(seed)
     return [rng.uniform(-0.5, 0.5, s) for s in shapes]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    ct: Array,
+    *,
+    scale: float | None = None,
+    bias: Array | None = None,
+    seen: Array | None = None,
+    weights: Array | None = None,
+) -> dict[str, Array]:
+    """softmax(scale * q k^T + bias) * weights @ v on [B, length, heads, features], with its gradients for the cotangent `ct`.
+
+    `bias`, `seen` (True where a row sees a key; each sees one at least) and `weights` broadcast to [B, heads, T, S]. Keys and
+    values may have fewer heads, each shared by neighbouring query heads.
+
+    Returns: "out", "dq", "dk", "dv", and "dbias" as [B, heads, T, S].
+    """
+    shared = q.shape[2] // k.shape[2]
+    q, k, v, ct = (np.asarray(a, np.float64).swapaxes(1, 2) for a in (q, k, v, ct))
+    k, v = (np.repeat(a, shared, axis=1) for a in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    s = scale * (q @ k.swapaxes(-1, -2))
+    s = s if bias is None else s + np.asarray(bias, np.float64)
+    s = s if seen is None else np.where(seen, s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    w = 1.0 if weights is None else np.asarray(weights, np.float64)
+    dp = (ct @ v.swapaxes(-1, -2)) * w
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+
+    def of_shared(a: Array) -> Array:
+        return a.reshape(a.shape[0], -1, shared, *a.shape[2:]).sum(2)
+
+    found = {"out": (p * w) @ v, "dq": scale * (ds @ k)}
+    found |= {
+        "dk": of_shared(scale * (ds.swapaxes(-1, -2) @ q)),
+        "dv": of_shared((p * w).swapaxes(-1, -2) @ ct),
+    }
+    return {name: a.swapaxes(1, 2) for name, a in found.items()} | {"dbias": ds}

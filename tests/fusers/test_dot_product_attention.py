@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import fusionlab as fl
+from fusionlab.fusers.blind import NOTE as BLIND
 
 from .checks import agree, forward_counts, normal, primitives
 
@@ -225,6 +226,24 @@ def test_a_causal_mask_is_told_by_its_values_in_every_spelling(name):
     assert site.formula == "softmax(0.5 * q @ k.T, causal) @ v"
 
 
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("name", ["causal", "a band"])
+def test_a_captured_mask_is_found_in_a_train_step_too(name, as_array):
+    """The derivative that the backward pass is looked up by captures the same array."""
+    mask = as_array({"causal": TRIL[:6, :6], "a band": TRIL[:6, :6] & ~np.tri(6, k=-3, dtype=bool)}[name])
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.square(einsum_form(q, k, v, mask=mask, fill=-1e9)))
+
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    fn = fl.fuse(step, passes=ATTENTION)
+    found = fn.findings(*N)
+    assert found.counts() == {ATTENTION: 1, f"{ATTENTION}_grad": 1}
+    assert [c.attrs["is_causal"] for c in found.candidates] == [name == "causal"]
+    for got, want in zip(jax.tree.leaves(fn(*N)), jax.tree.leaves(step(*N)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_causal_mask_of_unequal_lengths_starts_at_the_top_left():
     def attend(q, k, v):
         return einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 7), bool)), fill=-1e9)
@@ -345,12 +364,41 @@ def test_returned_attention_weights_decline_the_site_by_name():
     assert rejection.edit
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16])
-def test_half_precision_is_declined_by_its_dtype(dtype):
-    rejection = declined(einsum_form, *(a.astype(dtype) for a in (Q, K, V)))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_every_floating_dtype_is_a_site_and_its_train_step_too(dtype):
+    def attend(q, k, v):
+        return einsum_form(q, k, v, mask=jnp.tril(jnp.ones((6, 6), bool)), fill=-1e9)
+
+    with jax.enable_x64(dtype == "float64"):
+        args = tuple(a.astype(dtype) for a in N)
+        fused(attend, *args)
+        step = jax.value_and_grad(lambda *a: attend(*a).astype(jnp.float32).sum(), (0, 1, 2))
+        assert fl.find(step, *args, passes=ATTENTION).counts()[f"{ATTENTION}_grad"] == 1
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
+def test_a_fill_that_overflows_the_dtype_is_minus_infinity_as_it_is_in_the_program(implementation):
+    """-1e9 in float16: a row that sees nothing is NaN there and 0 in the fused op, never the mean of the values."""
+    args = tuple(a.astype(jnp.float16) for a in N)
+    seen = jnp.ones((2, 1, 6, 6), bool).at[1, 0, 2].set(False)
+
+    def attend(q, k, v, seen):
+        return einsum_form(q, k, v, mask=seen, fill=-1e9)
+
+    (site,) = fl.find(attend, *args, seen, passes=ATTENTION).candidates
+    assert site.attrs.get("mask_value", -jnp.inf) == -jnp.inf
+    assert BLIND in site.notes
+    want, got = np.array(attend(*args, seen)), fl.fuse(attend, implementation=implementation)(*args, seen)
+    assert np.isnan(want[1, 2]).all()
+    want[1, 2] = 0
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-3)
+
+
+def test_operands_of_two_dtypes_are_declined():
+    rejection = declined(einsum_form, Q, K, V.astype(jnp.bfloat16))
     assert rejection.code == "dtype"
-    assert "float16" in rejection.sentence
-    assert rejection.edit == "cast q, k and v to bfloat16 or float32"
+    assert "bfloat16, float32" in rejection.sentence
+    assert rejection.edit == "cast q, k and v to one of these dtypes"
 
 
 def test_the_rejection_says_how_far_the_match_got():

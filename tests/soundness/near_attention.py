@@ -114,10 +114,12 @@ def near(name: str, code: str | None, fn: Any, args: tuple[Any, ...] = QKV, **re
 
 
 AXES = (
-    near("softmax over the queries", "axes", attend(lambda s: softmax(s, axis=2))),
+    near("softmax over the queries", "axes", attend(lambda s: softmax(s, axis=2)),
+         says="are a softmax over axis 2, and their product with the values contracts axis 3"),
     near("softmax over the heads", "axes", attend(lambda s: softmax(s, axis=1))),
     near("softmax over queries and keys", "axes", attend(lambda s: softmax(s, axis=(2, 3)))),
-    near("weights contracted over the queries", "axes", attend(weigh="bhts,bthd->bshd")),
+    near("weights contracted over the queries", "axes", attend(weigh="bhts,bthd->bshd"),
+         says="are a softmax over axis 3, and their product with the values contracts axis 2"),
     near("weights contracted over the heads too", "axes", attend(weigh="bhts,bshd->btd")),
     near("no width", "axes", attend(), tuple(a[..., :0] for a in QKV)),
     near("no batch", "axes", attend(), tuple(a[:0] for a in QKV)),
@@ -201,8 +203,6 @@ ESCAPES_AND_DTYPES = (
          repaired=lambda q, k, v: (attend()(q, k, v), jnp.sum(q))),
     near("weights summed", "escapes", weights_summed, says="is also read by"),
     near("weights used twice", "escapes", weights_weigh_twice, says="is also read by"),
-    near("float16", "dtype", attend(), tuple(a.astype(np.float16) for a in QKV), says="float16",
-         edit="cast q, k and v to bfloat16 or float32", repaired=lambda q, k, v: attend()(*(a.astype(np.float32) for a in (q, k, v)))),
     near("values of another dtype", "dtype", attend(), (*QKV[:2], QKV[2].astype(jnp.bfloat16)), says="bfloat16, float32",
          edit="cast q, k and v", repaired=lambda q, k, v: attend()(q, k, v.astype(np.float32))),
     near("weights rounded to bf16", "dtype", attend(lambda s: softmax(s).astype(jnp.bfloat16).astype(np.float32))),
