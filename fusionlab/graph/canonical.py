@@ -109,6 +109,7 @@ class View:
 
     def _start(self, block: Block) -> None:
         self.block = block
+        self._held: dict[int, Any] = {}
         self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
         self.ref: dict[int, Ref] = {}
         self.values_of: dict[int, list[Value]] = {}
@@ -183,6 +184,7 @@ class View:
             scalar = as_scalar(Literal(const, value.aval))
             if scalar is not None:
                 return self.literal(scalar, ())
+        self._held[id(const)] = const  # as long as its number is a name here, no other array may get it
         return self.leaf(("const", id(const)), value.shape)
 
     def node(self, op: str, params: Any, operands: Sequence[Operand], shape: Sequence[int]) -> int:
