@@ -8,6 +8,7 @@ the op its operands.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -24,8 +25,9 @@ from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
-from .attention_plan import attributes_of, plan_of
+from .attention_plan import attributes_of, keyed_plan, plan_of
 from .base import Search, all_nodes, anchor_text, propose
+from .dropout import NotDrawn, draw_of, is_drawn
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .site import Site, with_concepts
@@ -226,18 +228,42 @@ class _Site(Site):
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
         whole, leaks = region, escapes(region)
 
-        def proposed() -> Candidate | Rejection:
-            region = _without(whole, dropped)
-            attrs = attributes_of(read, region, self.scale(read, region), masks, factor) | {
-                "precision": self.precision(region)
-            }
-            plan = plan_of(self.search, read, region, masks, attrs)
-            return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks)))
+        region = _without(whole, dropped)
+        attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
+        attrs["precision"] = self.precision(region)
+        notes = tuple(_notes(read, masks))
 
-        if leaks:
+        def proposed(*more: str) -> Candidate | Rejection:
+            plan = plan_of(self.search, read, region, masks, attrs)
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
+
+        def as_data(*more: str) -> Candidate | Rejection:
+            if not leaks:
+                return proposed(*more)
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
-        return proposed()
+            problem = self.escaping(leaks[0], edit, whole.nodes, region=whole)
+            return self.unless_paired(problem, functools.partial(proposed, *more))
+
+        if leaks and not self.search.differentiated:
+            return as_data()
+        try:
+            outcome = self.drawn_again(read, region, masks, attrs, notes)
+        except NotDrawn as reason:
+            return as_data(*_kept_as_data(self.view, region, str(reason)))
+        # Where it cannot be fused with its backward pass, the mask as data may be.
+        return replace(outcome, otherwise=lambda: (as_data(),)) if isinstance(outcome, Candidate) else as_data()
+
+    def drawn_again(
+        self, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], notes: tuple[str, ...]
+    ) -> Candidate | Rejection:
+        """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
+        if "factors" not in region.leaves or read.tail.change == "where":
+            raise NotDrawn("no factors are read")
+        draw = draw_of(self.view, region.leaves["factors"], self.search.certifier)
+        if read.tail.change == "factors" and masks.masks and masks.mask_value == -math.inf:
+            raise NotDrawn("it multiplies what may be NaN, the weights of a row that sees no key, and the op selects")
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw)
+        return propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
         """Factors on the probabilities that are all one."""
@@ -329,6 +355,13 @@ def _notes(read: Reading, masks: Masking) -> Iterator[str]:
             "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op, "
             "and a row of scores below -103 is 0 / 0 there"
         )
+
+
+def _kept_as_data(view: View, region: Region, why: str) -> Iterator[str]:
+    """The note on a mask that is drawn in the block, and stays as it is."""
+    factors = region.leaves.get("factors")
+    if factors is not None and is_drawn(view, factors):
+        yield f"its dropout mask is an operand, not made again of its key: {why}"
 
 
 def _without(region: Region, dropped: frozenset[str]) -> Region:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ class DotProductAttention(Op):
         "mask_value": -math.inf,
         "factors_scale": 1.0,
         "keep": 1.0,
+        "dropout_shape": None,
         "precision": None,
         "layout": "BTNH",
     }
@@ -86,7 +88,7 @@ class DotProductAttention(Op):
         for slot in _BROADCAST:
             if slot in given:
                 _check_broadcast(slot, given[slot], scores, given["query"].dtype)
-        _check_dropout(given, full["keep"])
+        full["dropout_shape"] = _dropout_shape(given, full, scores)
         if not isinstance(full["is_causal"], bool):
             raise ArgumentError(f"dot_product_attention: is_causal is {full['is_causal']!r}, needed True or False")
         _check_numbers(full, given["query"].shape[-1])
@@ -133,15 +135,15 @@ class DotProductAttention(Op):
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """One more leading batch axis, of size 1 where an operand that broadcasts is not batched."""
-        if "dropout_key" in names:  # the number of an entry would hang on the batch
-            return None
+        if any(n == "dropout_key" and d is not None for n, d in zip(names, dims, strict=True)):
+            return None  # a mask of its own for each of the batch
         size = batch_size(values, dims)
         unbatched = {n for n, d in zip(names, dims, strict=True) if d is None and n.removeprefix("d_") in _BROADCAST}
-        whole = [i for i, n in enumerate(names) if n not in unbatched]
+        whole = [i for i, n in enumerate(names) if n not in unbatched and n != "dropout_key"]
         moved = dict(
             zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True)
         )
-        result = [moved[i] if i in moved else v[None] for i, v in enumerate(values)]
+        result = [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
         if role == "cotangent":  # a gradient for each of the batch, also of an operand they share
             sizes = {slot: size for slot, *_ in params["broadcast"]}
         else:
@@ -149,14 +151,15 @@ class DotProductAttention(Op):
             prefix = "d_" if role == "tangent" else ""
             sizes = {n.removeprefix("d_"): a.shape[0] for n, a in given.items() if n.startswith(prefix)}
         broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
-        return result, params | {"broadcast": broadcast}
+        drawn = params["dropout_shape"]
+        return result, params | {"broadcast": broadcast, "dropout_shape": None if drawn is None else (1, *drawn)}
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Batch and heads may be split among devices; a part of the rest would need to know where it begins."""
         batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
-        # The bits of a dropout mask hang on where an entry stands among all of them.
-        whole = (*batch, "h") if "dropout_key" in attrs["present"] else ()
-        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *whole)))
+        # The bits of a dropout mask hang on where an entry stands among all that are drawn.
+        drawn = zip((*batch, "h"), attrs["dropout_shape"] or (), strict=False)
+        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
         """Batch "b", heads "h", queries "t", keys "s", their features "c", those of the values "d"."""
@@ -169,7 +172,8 @@ class DotProductAttention(Op):
         )
         known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
         numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
-        traits = (("is_causal", attrs["is_causal"]),)
+        drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
+        traits = (("is_causal", attrs["is_causal"]), *drawn)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
@@ -200,15 +204,18 @@ class DotProductAttention(Op):
         bias: bool = False,
         mask: bool = False,
         factors: bool = False,
+        dropout_key: bool = False,
+        keep: float = 1.0,
         **_: Any,
     ) -> str:
-        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"; `bias`, `mask` and `factors` say which of them there are."""
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"; the last five but `keep` say which operands there are."""
         scores = f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
         text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal})"
-        if factors:
-            text = f"({text} * factors{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
+        if factors or dropout_key:
+            what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
+            text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
         return f"{text} @ v"
 
 
@@ -284,9 +291,13 @@ def _check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: An
         )
 
 
-def _check_dropout(given: Mapping[str, Any], keep: Any) -> None:
+def _dropout_shape(given: Mapping[str, Any], full: Mapping[str, Any], scores: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape in which a dropout_key's factors are drawn, with the scores' rank; None without a key."""
+    keep, drawn = full["keep"], full["dropout_shape"]
     if "dropout_key" not in given:
-        return
+        if drawn is not None:
+            raise ArgumentError(f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both")
+        return None
     key = given["dropout_key"]
     if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
         raise ArgumentError(
@@ -299,6 +310,19 @@ def _check_dropout(given: Mapping[str, Any], keep: Any) -> None:
         )
     if not 0.0 < _number("keep", keep, "a number above 0 and up to 1") <= 1.0:
         raise ArgumentError(f"dot_product_attention: keep is {keep}, needed a number above 0 and up to 1")
+    if drawn is None:
+        return scores
+    try:
+        shape = tuple(operator.index(n) for n in drawn)
+    except TypeError as e:
+        raise ArgumentError(f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None") from e
+    aligned = zip(reversed(shape), reversed(scores), strict=False)
+    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
+        raise ArgumentError(
+            f"dot_product_attention: dropout_shape is {shape}, which does not broadcast to the scores {scores}; needed *batch, heads, "
+            f"query length, key length, aligned right, each of them or 1"
+        )
+    return (1,) * (len(scores) - len(shape)) + shape
 
 
 def _check_numbers(full: dict[str, Any], features: int) -> None:
@@ -342,6 +366,7 @@ def dot_product_attention(
     mask_value: float = -math.inf,
     factors_scale: float = 1.0,
     keep: float = 1.0,
+    dropout_shape: tuple[int, ...] | None = None,
     precision: Any = None,
     layout: str = "BTNH",
     implementation: str | None = None,
@@ -356,13 +381,16 @@ def dot_product_attention(
       mask: bool; a score becomes `mask_value` where it is False, and has no gradient there.
       factors: float or bool; multiplies the probabilities (a dropout mask, weights on heads).
       dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
-        `jax.random.bernoulli(key, keep, (*B, N, T, S))`, to the bit (with jax_threefry_partitionable, JAX's default).
+        `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit (with jax_threefry_partitionable, JAX's default, and a float32
+        `keep`, also where 64 bits are enabled).
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
       mask_value: -inf (a row masked as a whole is NaN) or a finite number (then its weights are uniform, if it is far from 0).
       factors_scale: multiplies the factors, if there are any (1 / keep, for a dropout).
       keep: the probability with which an entry is kept, for a dropout_key.
+      dropout_shape: the shape in which a dropout_key's factors are drawn, which broadcasts to *B x N x T x S: (1, 1, T, S) drops the
+        same entries in every head of every batch entry. None is the scores' own.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
       layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
       implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is cuDNN's
@@ -401,6 +429,7 @@ def dot_product_attention(
         mask_value=mask_value,
         factors_scale=factors_scale,
         keep=keep,
+        dropout_shape=dropout_shape,
         precision=precision,
         layout=layout,
         implementation=implementation,
