@@ -64,7 +64,7 @@ def keyed_plan(
     attrs = attrs | {
         "factors_scale": attrs.get("factors_scale", 1.0) * draw.factor,
         "keep": draw.keep,
-        "dropout_shape": shape,
+        "dropout_shape": None if shape == layout.scores else shape,
     }
     whole = keyed(region, draw)
     layout = replace(layout, where={n: whole.inputs.index(v) for n, v in whole.leaves.items()})
@@ -199,19 +199,27 @@ class _Layout:
 
     def on_scores(self, name: str, inputs: Any) -> Any:
         """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
-        groups = [*self.batch, self.heads, self.order["t"], self.order["s"]]
-        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+        return arrange_thin(inputs[self.where[name]], self.axes[name], self._beside(), self.sizes)
 
     def drawn(self, axes: Axes) -> tuple[int, ...] | None:
         """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it
         is broadcast. None where an axis moves, or is a part of one of the op's.
         """
         kept = [c for c in axes if c is not None]
-        groups = [*self.batch, self.heads, self.order["t"], self.order["s"]]
-        shown = [group if any(c in kept for c in group) else () for group in groups]
+        shown = [group if any(c in kept for c in group) else () for group in self._beside()]
         if kept != [c for group in shown for c in group]:
             return None
-        return tuple(math.prod(self.sizes[c] for c in group) for group in shown)
+        return self._merged(shown)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        return self._merged(self._beside())
+
+    def _beside(self) -> Groups:
+        return [*self.batch, self.heads, self.order["t"], self.order["s"]]
+
+    def _merged(self, groups: Groups) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[c] for c in group) for group in groups)
 
     @property
     def result(self) -> Groups:

@@ -8,7 +8,6 @@ the op its operands.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -226,36 +225,47 @@ class _Site(Site):
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
-        whole, leaks = region, escapes(region)
+        leaks = escapes(region)
+        if not leaks:
+            return self.proposed(read, region, masks, factor, dropped, None)
+        edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+        problem = self.escaping(leaks[0], edit, region.nodes, region=region)
+        return self.proposed(read, region, masks, factor, dropped, problem) if self.search.differentiated else problem
 
-        region = _without(whole, dropped)
+    def proposed(
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        factor: float,
+        dropped: frozenset[str],
+        problem: Rejection | None,
+    ) -> Candidate | Rejection:
+        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
+
+        Where it cannot be fused with its backward pass the mask as data may be, else `problem` stands in its place.
+        """
+        region = _without(region, dropped)
         attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
         notes = tuple(_notes(read, masks))
 
-        def proposed(*more: str) -> Candidate | Rejection:
-            plan = plan_of(self.search, read, region, masks, attrs)
-            return propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
-
         def as_data(*more: str) -> Candidate | Rejection:
-            if not leaks:
-                return proposed(*more)
-            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            problem = self.escaping(leaks[0], edit, whole.nodes, region=whole)
-            return self.unless_paired(problem, functools.partial(proposed, *more))
+            plan = plan_of(self.search, read, region, masks, attrs)
+            outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
+            if problem is None or not isinstance(outcome, Candidate):
+                return problem or outcome
+            return replace(outcome, otherwise=lambda: (problem,))
 
-        if leaks and not self.search.differentiated:
-            return as_data()
         try:
             outcome = self.drawn_again(read, region, masks, attrs, notes)
         except NotDrawn as reason:
             return as_data(*_kept_as_data(self.view, region, str(reason)))
-        # Where it cannot be fused with its backward pass, the mask as data may be.
-        return replace(outcome, otherwise=lambda: (as_data(),)) if isinstance(outcome, Candidate) else as_data()
+        return replace(outcome, otherwise=lambda: (as_data(),))
 
     def drawn_again(
         self, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], notes: tuple[str, ...]
-    ) -> Candidate | Rejection:
+    ) -> Candidate:
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
         if "factors" not in region.leaves or read.tail.change == "where":
             raise NotDrawn("no factors are read")
@@ -263,7 +273,10 @@ class _Site(Site):
         if read.tail.change == "factors" and masks.masks and masks.mask_value == -math.inf:
             raise NotDrawn("it multiplies what may be NaN, the weights of a row that sees no key, and the op selects")
         whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw)
-        return propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
+        outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
+        if isinstance(outcome, Rejection):
+            raise NotDrawn(outcome.sentence)
+        return outcome
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
         """Factors on the probabilities that are all one."""
