@@ -243,25 +243,25 @@ class _Site(Site):
     ) -> Candidate | Rejection:
         """The site as the op, with the key of its dropout mask where that is known, else with the mask.
 
-        Where it cannot be fused with its backward pass the mask as data may be, else `problem` stands in its place.
+        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
         """
         region = _without(region, dropped)
         attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
         notes = tuple(_notes(read, masks))
 
-        def as_data(*more: str) -> Candidate | Rejection:
+        def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
             plan = plan_of(self.search, read, region, masks, attrs)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
-            if problem is None or not isinstance(outcome, Candidate):
+            if not isinstance(outcome, Candidate):
                 return problem or outcome
-            return replace(outcome, otherwise=lambda: (problem,))
+            return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:
             outcome = self.drawn_again(read, region, masks, attrs, notes)
         except NotDrawn as reason:
             return as_data(*_kept_as_data(self.view, region, str(reason)))
-        return replace(outcome, otherwise=lambda: (as_data(),))
+        return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
 
     def drawn_again(
         self, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], notes: tuple[str, ...]

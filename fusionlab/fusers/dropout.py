@@ -95,7 +95,7 @@ def is_drawn(view: View, factors: Value) -> bool:
 def keyed(region: Region, draw: Draw) -> Region:
     """The region as a function of the key instead of the factors: what is drawn for it alone belongs to it."""
     leaves = {("dropout_key" if n == "factors" else n): (draw.key if n == "factors" else v) for n, v in region.leaves.items()}
-    made = {n.id: n for n in (*draw.chain, *_ancestors(region.block, draw.mask, draw.key))}
+    made = {n.id: n for n in _ancestors(region.block, region.leaves["factors"], draw.key)}
     inner = {n.id: n for n in region.nodes}
     support = {n.id: n for n in region.support} | {i: n for i, n in made.items() if i not in inner}
     inner |= dead_with(region.block, inner, support, leaves.values())

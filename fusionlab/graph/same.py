@@ -15,7 +15,10 @@ import numpy as np
 
 from .compat import draws_by_entry, has_side_effects
 from .ir import Atom, Block, Literal, Node, Value
+from .literals import fold
 from .signature import params_signature
+
+_STEPS = 8  # of arithmetic on literals
 
 
 def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]) -> dict[int, Value] | None:
@@ -27,32 +30,69 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
       program: another one, with one result.
       known: values of block inputs that are literals at the call, by value id.
     """
-    numbers = {v.id: i for i, v in enumerate(program.inputs)}
-    constants = {v.id: c for v, c in block.consts}
+    inputs = {v.id: i for i, v in enumerate(program.inputs)}
+    ours, theirs = _Numbers(block, known), _Numbers(program, {})
     bound: dict[int, Value] = {}
     same: dict[int, int] = {}  # value id of the program -> value id of the block
     stack: list[tuple[Atom, Atom]] = [(value, program.outputs[0])]
     while stack:
-        mine, theirs = stack.pop()
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        mine, other = stack.pop()
+        if mine.shape != other.shape or mine.dtype != other.dtype:
             return None
-        if isinstance(theirs, Literal):
-            scalar = _scalar(mine, known, constants)
-            if scalar is None or not _equal(scalar, theirs.val, theirs.dtype):
+        number = theirs.of(other)
+        if number is not None:
+            own = ours.of(mine)
+            if own is None or own.tobytes() != number.tobytes():
                 return None
             continue
-        if not isinstance(mine, Value) or same.setdefault(theirs.id, mine.id) != mine.id:
+        if not isinstance(mine, Value) or not isinstance(other, Value) or same.setdefault(other.id, mine.id) != mine.id:
             return None
-        if theirs.id in numbers:
-            bound[numbers[theirs.id]] = mine
+        if other.id in inputs:
+            bound[inputs[other.id]] = mine
             continue
-        ours, other = block.producer.get(mine.id), program.producer.get(theirs.id)
-        if ours is None or other is None or not _alike(ours, other):
+        made, wanted = block.producer.get(mine.id), program.producer.get(other.id)
+        if made is None or wanted is None or not _alike(made, wanted):
             return None
-        if ours.outputs.index(mine) != other.outputs.index(theirs):
+        if made.outputs.index(mine) != wanted.outputs.index(other):
             return None
-        stack += zip(ours.inputs, other.inputs, strict=True)
+        stack += zip(made.inputs, wanted.inputs, strict=True)
     return bound
+
+
+class _Numbers:
+    """What is one number everywhere, made of literals alone, in the program's own arithmetic: differentiation moves that out of loops,
+    whose bodies are then given it.
+    """
+
+    def __init__(self, block: Block, known: Mapping[int, Any]) -> None:
+        self.block, self.known = block, known
+        self.consts = {v.id: c for v, c in block.consts if isinstance(c, np.ndarray | np.generic) and not np.shape(c)}
+        self.found: dict[int, np.ndarray | None] = {}
+
+    def of(self, atom: Atom, steps: int = _STEPS) -> np.ndarray | None:
+        """The number, in the atom's dtype, made in so many steps; None for anything else."""
+        if jnp.issubdtype(atom.dtype, jax.dtypes.extended) or not steps:
+            return None
+        if isinstance(atom, Literal):
+            return None if atom.shape else np.asarray(atom.val, atom.dtype)
+        if atom.id not in self.found:
+            self.found[atom.id] = self._made(atom, steps - 1)
+        return self.found[atom.id]
+
+    def _made(self, value: Value, steps: int) -> np.ndarray | None:
+        given = self.known.get(value.id, self.consts.get(value.id))
+        if given is not None:
+            return np.asarray(given, value.dtype)
+        node = self.block.producer.get(value.id)
+        if node is None or node.blocks or len(node.outputs) != 1 or not node.inputs:
+            return None
+        operands = []
+        for atom in node.inputs:
+            number = self.of(atom, steps)
+            if number is None:
+                return None
+            operands.append((number, atom.dtype))
+        return fold(node.primitive, node.params, operands, value.dtype)
 
 
 def _alike(mine: Node, theirs: Node) -> bool:
@@ -63,16 +103,3 @@ def _alike(mine: Node, theirs: Node) -> bool:
         return False
     return mine.primitive != "random_bits" or draws_by_entry(mine.eqn) == draws_by_entry(theirs.eqn)
 
-
-def _scalar(atom: Atom, known: Mapping[int, Any], constants: Mapping[int, Any]) -> Any:
-    """The number an atom is known to be when tracing; None where it is none."""
-    if atom.shape or jnp.issubdtype(atom.dtype, jax.dtypes.extended):
-        return None
-    if isinstance(atom, Literal):
-        return atom.val
-    found = known.get(atom.id, constants.get(atom.id))
-    return found if isinstance(found, bool | int | float | np.ndarray | np.generic) else None
-
-
-def _equal(one: Any, other: Any, dtype: Any) -> bool:
-    return np.asarray(one, dtype).tobytes() == np.asarray(other, dtype).tobytes()

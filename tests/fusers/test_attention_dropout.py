@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
+from fusionlab.graph import paired
+from fusionlab.graph.certify import Verdict
 
 from .checks import agree, close, codes, normal, primitives
 
@@ -166,7 +168,7 @@ def test_a_fused_function_may_be_mapped():
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_of_a_scan_have_their_keys(remat):
     def layer(x, key):
-        return attending(SPELLINGS["selected"])(x, x, x, key) + x, None
+        return attending(SPELLINGS["selected"])(x, x, x, key) * 0.5, None
 
     def model(x, keys):
         return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, keys)[0]
@@ -194,26 +196,51 @@ def test_a_mask_read_elsewhere_is_drawn_for_that_alone():
 # -- differentiated programs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["selected", "multiplied", "multiplied, scaled last", "one matrix for all"])
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
-def test_the_backward_pass_of_a_train_step_drops_the_same(name, around):
+def stepping(fn):
     def step(q, k, v, key):
-        fn = around(attending(SPELLINGS[name]))
         return jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(fn(*a, key))), (0, 1, 2))(q, k, v)
 
+    return step
+
+
+@pytest.mark.parametrize("name", ["selected", "multiplied", "multiplied, scaled last", "one matrix for all"])
+def test_the_backward_pass_of_a_train_step_drops_the_same(name):
+    step = stepping(attending(SPELLINGS[name]))
     fused = fl.fuse(step)
     found = fused.findings(Q, K, V, KEY)
-    assert found.counts()[ATTENTION] >= 1, found.rejections
-    (site,) = (c for c in found.candidates if c.backward is not None and c.backward.stays is None)
+    (site,) = (c for c in found.candidates if c.pass_name == ATTENTION)
+    assert site.backward is not None
+    assert site.backward.stays is None
+    assert "dropout_key" in site.leaves, site.notes
+    assert "random_bits" not in primitives(found.apply())
+    close(fused(Q, K, V, KEY), step(Q, K, V, KEY), 2)
+
+
+def test_a_backward_pass_that_computes_it_again_drops_the_same():
+    step = stepping(jax.checkpoint(attending(SPELLINGS["selected"])))
+    fused = fl.fuse(step)
+    (site,) = fused.findings(Q, K, V, KEY).candidates
     assert "dropout_key" in site.leaves, site.notes
     close(fused(Q, K, V, KEY), step(Q, K, V, KEY), 2)
-    if name == "selected":
-        assert "random_bits" not in primitives(found.apply())
+
+
+def test_a_backward_pass_that_cannot_be_fused_under_the_key_is_fused_with_the_mask(monkeypatch):
+    prove = paired.prove_gradients
+
+    def unless_keyed(region, *rest):
+        return Verdict("gradient", "so the test has it") if "dropout_key" in region.leaves else prove(region, *rest)
+
+    monkeypatch.setattr(paired, "prove_gradients", unless_keyed)
+    step = stepping(attending(SPELLINGS["selected"]))
+    (site,) = (c for c in fl.fuse(step).findings(Q, K, V, KEY).candidates if c.pass_name == ATTENTION)
+    assert "factors" in site.leaves
+    assert site.backward is not None
+    assert site.backward.stays is None
 
 
 def test_the_backward_pass_of_a_scan_drops_the_same():
     def layer(x, key):
-        return attending(SPELLINGS["selected"])(x, x, x, key) + x, None
+        return attending(SPELLINGS["selected"])(x, x, x, key) * 0.5, None
 
     def step(x, keys):
         return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(jax.lax.scan(layer, x, keys)[0])))(x)
@@ -294,7 +321,7 @@ LEFT = {
     "a part of a larger draw": (
         lambda p, key: jnp.where(bernoulli(key, 0.7, (B, N, T, S + 1))[..., :S], p, 0.0),
         KEY,
-        "slice changes it",
+        "broadcast by what it meets",
     ),
     "a key for each batch entry": (
         lambda p, key: jnp.where(jax.vmap(lambda k: bernoulli(k, 0.7, p.shape[1:]))(jax.random.split(key, B)), p, 0.0),
@@ -359,7 +386,7 @@ def test_the_same_program_under_two_probabilities_is_two_sites():
 
     def fn(q, k, v, key):
         one = attending(lambda p: jnp.where(bernoulli(key, 0.7, p.shape), p, 0.0))(q, k, v)
-        return one + attending(lambda p: jnp.where(bernoulli(key, 0.4, p.shape), p, 0.0))(q, k, v)
+        return one + attending(lambda p: jnp.where(bernoulli(key, 0.4, p.shape), p, 0.0))(k, q, v[:, :T])
 
     found = fl.fuse(fn, passes=ATTENTION).findings(Q, K, V, KEY)
     assert sorted(c.attrs["keep"] for c in found.candidates) == [float(np.float32(x)) for x in (0.4, 0.7)]
