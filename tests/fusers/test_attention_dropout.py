@@ -386,7 +386,7 @@ def test_the_same_program_under_two_probabilities_is_two_sites():
 
     def fn(q, k, v, key):
         one = attending(lambda p: jnp.where(bernoulli(key, 0.7, p.shape), p, 0.0))(q, k, v)
-        return one + attending(lambda p: jnp.where(bernoulli(key, 0.4, p.shape), p, 0.0))(k, q, v[:, :T])
+        return one + attending(lambda p: jnp.where(bernoulli(key, 0.4, p.shape), p, 0.0))(q + 1, k, v)
 
     found = fl.fuse(fn, passes=ATTENTION).findings(Q, K, V, KEY)
     assert sorted(c.attrs["keep"] for c in found.candidates) == [float(np.float32(x)) for x in (0.4, 0.7)]
