@@ -6,7 +6,6 @@ else: the fused op draws it again of the key, so that what is equal as real numb
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +70,9 @@ def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
       NotDrawn: they are not, or not exactly.
     """
     chain = _chain(view, factors)
-    mask = factors if not chain else next(a for a in chain[-1].inputs if isinstance(a, Value) and not _is_number(view, a))
+    mask = (
+        factors if not chain else next(a for a in chain[-1].inputs if isinstance(a, Value) and not _is_number(view, a))
+    )
     kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
     if not kept or dropped != 0:
         raise NotDrawn("what it is made of is not 0 where an entry is dropped")
@@ -94,7 +95,9 @@ def is_drawn(view: View, factors: Value) -> bool:
 
 def keyed(region: Region, draw: Draw) -> Region:
     """The region as a function of the key instead of the factors: what is drawn for it alone belongs to it."""
-    leaves = {("dropout_key" if n == "factors" else n): (draw.key if n == "factors" else v) for n, v in region.leaves.items()}
+    leaves = {
+        ("dropout_key" if n == "factors" else n): (draw.key if n == "factors" else v) for n, v in region.leaves.items()
+    }
     made = {n.id: n for n in _ancestors(region.block, region.leaves["factors"], draw.key)}
     inner = {n.id: n for n in region.nodes}
     support = {n.id: n for n in region.support} | {i: n for i, n in made.items() if i not in inner}

@@ -224,7 +224,7 @@ def _keys(aval: Any, rng: np.random.Generator) -> Any:
         raise CannotEvaluate(f"an operand of dtype {aval.dtype}")
     data = rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32)
     with jax.ensure_compile_time_eval():
-        return jax.random.wrap_key_data(data, impl="threefry2x32")
+        return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
 def _float_names(region: Region) -> list[str]:

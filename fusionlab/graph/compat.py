@@ -170,7 +170,7 @@ def _is_filled(cell: Any) -> bool:
 
 def draws_by_entry(eqn: Any) -> bool:
     """Whether random bits hang on the key and an entry's number alone (`jax_threefry_partitionable`), as set where they were traced."""
-    return bool(getattr(eqn.ctx, "threefry_partitionable", jax.config.jax_threefry_partitionable))
+    return bool(eqn.ctx.threefry_partitionable)
 
 
 @functools.cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,7 +156,7 @@ def test_a_mapped_site_under_one_key_has_it():
 
 def test_a_fused_function_may_be_mapped():
     fn = attending(SPELLINGS["selected"])
-    stacked = tuple(jnp.stack([a, a + 1]) for a in (Q, K)) + (jnp.stack([EYE, EYE]),)
+    stacked = jnp.stack([Q, Q + 1]), jnp.stack([K, K + 1]), jnp.stack([EYE, EYE])
     for keys, axis in ((KEY, None), (jax.random.split(KEY, 2), 0)):
         want, got = (jax.vmap(f, (0, 0, 0, axis))(*stacked, keys) for f in (fn, fl.fuse(fn, passes=ATTENTION)))
         np.testing.assert_array_equal(got == 0, want == 0)
@@ -257,10 +255,6 @@ def test_the_backward_pass_of_a_scan_drops_the_same():
 # -- what is not the mask of a key ------------------------------------------------------------------------------------
 
 
-def other(*weights):
-    return lambda p, key: functools.reduce(lambda p, w: w(p, key), weights, p)
-
-
 def keep_of(p, key, rate=1 - RATE):
     return bernoulli(key, rate, p.shape)
 
@@ -288,8 +282,16 @@ LEFT = {
         KEY,
         "not, to the bit",
     ),
-    "up to the probability": (lambda p, key: jnp.where(jax.random.uniform(key, p.shape) <= 0.7, p, 0.0), KEY, "not, to the bit"),
-    "above the probability": (lambda p, key: jnp.where(jax.random.uniform(key, p.shape) > 0.7, p, 0.0), KEY, "not, to the bit"),
+    "up to the probability": (
+        lambda p, key: jnp.where(jax.random.uniform(key, p.shape) <= 0.7, p, 0.0),
+        KEY,
+        "not, to the bit",
+    ),
+    "above the probability": (
+        lambda p, key: jnp.where(jax.random.uniform(key, p.shape) > 0.7, p, 0.0),
+        KEY,
+        "not, to the bit",
+    ),
     "a multiple of the number drawn": (
         lambda p, key: jnp.where(2 * jax.random.uniform(key, p.shape) < 1.4, p, 0.0),
         KEY,
@@ -306,7 +308,11 @@ LEFT = {
         "not, to the bit",
     ),
     "more bits": (lambda p, key: jnp.where(bernoulli(key, 0.7, p.shape, mode="high"), p, 0.0), KEY, "not, to the bit"),
-    "a normal number": (lambda p, key: jnp.where(jax.random.normal(key, p.shape) < 0.7, p, 0.0), KEY, "not, to the bit"),
+    "a normal number": (
+        lambda p, key: jnp.where(jax.random.normal(key, p.shape) < 0.7, p, 0.0),
+        KEY,
+        "not, to the bit",
+    ),
     "heads before batch": (
         lambda p, key: jnp.where(jnp.swapaxes(bernoulli(key, 0.7, (N, B, T, S)), 0, 1), p, 0.0),
         KEY,
@@ -360,7 +366,9 @@ def test_bits_of_a_float64_are_not_drawn_again():
         fn = attending(lambda p, key: jnp.where(bernoulli(key, 1 - RATE, p.shape), p, 0.0))
         (site,) = fl.find(fn, *args, KEY, passes=ATTENTION).candidates
         assert "factors" in site.leaves
-        drops(attending(lambda p, key: jnp.where(bernoulli(key, np.float32(1 - RATE), p.shape), p, 0.0)), KEY, args=args)
+        drops(
+            attending(lambda p, key: jnp.where(bernoulli(key, np.float32(1 - RATE), p.shape), p, 0.0)), KEY, args=args
+        )
 
 
 def test_a_product_with_weights_that_may_be_nan_is_no_selection():

@@ -225,8 +225,14 @@ BAD = {
     "factors as well": ({"dropout_key": jnp.zeros(2, jnp.uint32), "factors": jnp.ones((4, 4), bool)}, "one of them"),
     "nothing kept": ({"dropout_key": jnp.zeros(2, jnp.uint32), "keep": 0.0}, "keep is 0.0"),
     "a shape and no key": ({"dropout_shape": (4, 4)}, "no dropout_key"),
-    "a shape of another size": ({"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": (1, 1, 4, 5)}, r"\(1, 1, 4, 5\), which does not"),
-    "a shape of another rank": ({"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": (1,) * 5}, "does not broadcast"),
+    "a shape of another size": (
+        {"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": (4, 5)},
+        "which does not broadcast",
+    ),
+    "a shape of another rank": (
+        {"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": (1,) * 5},
+        "does not broadcast",
+    ),
     "a shape that is none": ({"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": 4}, "needed a tuple of sizes"),
     "more than all": ({"dropout_key": jnp.zeros(2, jnp.uint32), "keep": 1.5}, "keep is 1.5"),
 }

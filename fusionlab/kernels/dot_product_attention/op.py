@@ -291,12 +291,16 @@ def _check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: An
         )
 
 
-def _dropout_shape(given: Mapping[str, Any], full: Mapping[str, Any], scores: tuple[int, ...]) -> tuple[int, ...] | None:
+def _dropout_shape(
+    given: Mapping[str, Any], full: Mapping[str, Any], scores: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """The shape in which a dropout_key's factors are drawn, with the scores' rank; None without a key."""
     keep, drawn = full["keep"], full["dropout_shape"]
     if "dropout_key" not in given:
         if drawn is not None:
-            raise ArgumentError(f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both")
+            raise ArgumentError(
+                f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both"
+            )
         return None
     key = given["dropout_key"]
     if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
@@ -315,7 +319,9 @@ def _dropout_shape(given: Mapping[str, Any], full: Mapping[str, Any], scores: tu
     try:
         shape = tuple(operator.index(n) for n in drawn)
     except TypeError as e:
-        raise ArgumentError(f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None") from e
+        raise ArgumentError(
+            f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None"
+        ) from e
     aligned = zip(reversed(shape), reversed(scores), strict=False)
     if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
         raise ArgumentError(
