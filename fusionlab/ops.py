@@ -7,5 +7,6 @@ refuse a bad argument by its name.
 from .kernels.dot_product_attention import dot_product_attention
 from .kernels.gemm_epilogue import gemm_epilogue
 from .kernels.layer_norm import layer_norm
+from .kernels.lerp import lerp
 
-__all__ = ["dot_product_attention", "gemm_epilogue", "layer_norm"]
+__all__ = ["dot_product_attention", "gemm_epilogue", "layer_norm", "lerp"]

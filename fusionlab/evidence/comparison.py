@@ -201,7 +201,8 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
     def leaf(d: Mapping[str, Any]) -> LeafNumerics:
         parts: dict[str, Any] = {k: d[k] for k in ("name", "kind", "dtype", "size", "rtol", "atol")}
         parts |= {k: error(d[k]) for k in ("before", "after", "between")}
-        parts["zero_in_theory"] = d.get("zero_in_theory", False)
+        parts |= {"zero_in_theory": d.get("zero_in_theory", False)}
+        parts |= {k: d.get(k, 0) for k in ("filled", "filled_rows")}
         return LeafNumerics(shape=tuple(d["shape"]), **parts)
 
     leaves = tuple(map(leaf, data["leaves"]))

@@ -18,6 +18,7 @@ from .numerics import (
     LeafNumerics,
     Numerics,
     check_same_outputs,
+    filled_notes,
     leaf_numerics,
     output_numerics,
     random_cotangents,
@@ -142,7 +143,7 @@ class Measuring:
                 notes.append(f"no errors were measured: {error}")
                 return None
         left_out = self.left_out if self.grad else ()
-        remarks = (*reference.notes, *tolerance_notes(leaves, sums))
+        remarks = (*reference.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))
         return Numerics(tuple(leaves), left_out, sums.reduction_size, remarks, sums.tf32)
 
     def _gradients(self, reference: Promoted, sums: Sums) -> list[LeafNumerics]:

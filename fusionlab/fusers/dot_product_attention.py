@@ -25,7 +25,8 @@ from ..graph.region import NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
 from .attention_plan import attributes_of, keyed_plan, plan_of
-from .base import Search, all_nodes, anchor_text, propose
+from .base import Search, all_nodes, anchor_text, option, propose
+from .blind import NOTE, made_with_infinity, nan_test
 from .dropout import NotDrawn, draw_of, is_drawn
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
@@ -54,7 +55,8 @@ class DotProductAttentionPass:
     options: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", {})
+        deterministic = (False, "the same bits every time, gradients included: cuDNN's backward is left out")
+        object.__setattr__(self, "options", {"deterministic": deterministic})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -225,12 +227,19 @@ class _Site(Site):
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+        blind = self.can_be_blind(region, masks)
+        asked = nan_test(self.view, root) if blind else None
+        if asked is not None:
+            sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
+            edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
+            return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
+        rest = _without(region, dropped), masks, factor, tuple(_notes(read, masks, blind))
         leaks = escapes(region)
         if not leaks:
-            return self.proposed(read, region, masks, factor, dropped, None)
+            return self.proposed(read, *rest, None)
         edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
         problem = self.escaping(leaks[0], edit, region.nodes, region=region)
-        return self.proposed(read, region, masks, factor, dropped, problem) if self.search.differentiated else problem
+        return self.proposed(read, *rest, problem) if self.search.differentiated else problem
 
     def proposed(
         self,
@@ -238,17 +247,17 @@ class _Site(Site):
         region: Region,
         masks: Masking,
         factor: float,
-        dropped: frozenset[str],
+        notes: tuple[str, ...],
         problem: Rejection | None,
     ) -> Candidate | Rejection:
         """The site as the op, with the key of its dropout mask where that is known, else with the mask.
 
         Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
         """
-        region = _without(region, dropped)
         attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
-        notes = tuple(_notes(read, masks))
+        if option(self.search, self.pass_, "deterministic"):
+            attrs["deterministic"] = True
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
             plan = plan_of(self.search, read, region, masks, attrs)
@@ -270,13 +279,16 @@ class _Site(Site):
         if "factors" not in region.leaves or read.tail.change == "where":
             raise NotDrawn("no factors are read")
         draw = draw_of(self.view, region.leaves["factors"], self.search.certifier)
-        if read.tail.change == "factors" and masks.masks and masks.mask_value == -math.inf:
-            raise NotDrawn("it multiplies what may be NaN, the weights of a row that sees no key, and the op selects")
         whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
             raise NotDrawn(outcome.sentence)
         return outcome
+
+    def can_be_blind(self, region: Region, masks: Masking) -> bool:
+        """Whether data may leave a query row no key, with NaN for its result in the program."""
+        hidden = bool(masks.masks) and masks.mask_value == -math.inf
+        return hidden or made_with_infinity(self.view, region.leaves, masks.biases)
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
         """Factors on the probabilities that are all one."""
@@ -357,7 +369,7 @@ class _Site(Site):
         return next(iter(asked.values()), None)
 
 
-def _notes(read: Reading, masks: Masking) -> Iterator[str]:
+def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
     """What the fused op does otherwise than the site on numbers a model is not meant to see."""
     if masks.causal_outside:
         yield "its mask is causal, but made outside the loop, so that the fused op takes it as data"
@@ -368,6 +380,8 @@ def _notes(read: Reading, masks: Masking) -> Iterator[str]:
             "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op, "
             "and a row of scores below -103 is 0 / 0 there"
         )
+    if blind:
+        yield NOTE
 
 
 def _kept_as_data(view: View, region: Region, why: str) -> Iterator[str]:

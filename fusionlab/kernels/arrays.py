@@ -139,3 +139,10 @@ def with_rank(value: Any, rank: int) -> Any:
     if isinstance(value, jax.Array):
         return jnp.expand_dims(value, tuple(range(missing)))
     return jax.ShapeDtypeStruct((*(1,) * missing, *value.shape), value.dtype)
+
+
+def summed_to(a: Array, shape: tuple[int, ...], sharding: Any = None) -> Array:
+    """The sum over the axes along which an array of `shape`, of the same rank, broadcasts to `a`."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(a.shape, shape, strict=True)) if n != m)
+    summed = jnp.sum(a, axis=axes, keepdims=True) if axes else a
+    return summed if sharding is None else jax.sharding.reshard(summed, sharding)

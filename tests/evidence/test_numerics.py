@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.comparison import measure
 from fusionlab.evidence.numerics import (
     compare_arrays,
     leaf_numerics,
@@ -199,3 +200,15 @@ def test_a_plain_matrix_product_is_within_its_tolerance_and_a_wrong_one_is_not(d
     assert compare_arrays(got, want, got.dtype, row.rtol, atol).over_tolerance == 0
     wrong = np.asarray(x[:, n // 20 :] @ w[n // 20 :])
     assert compare_arrays(wrong, want, got.dtype, row.rtol, atol).over_tolerance > 0
+
+
+def test_a_number_in_the_place_of_a_nan_is_counted_and_one_beside_it_that_is_off_is_still_worse():
+    x = jnp.asarray([[-1.0, -4.0], [4.0, 9.0]])
+    fill = lambda y: jnp.where(jnp.isnan(y), 0.0, y)  # noqa: E731
+    quick = {"grad": False, "timing": False, "memory": False}
+    found = measure(jnp.sqrt, lambda x: fill(jnp.sqrt(x)), x, **quick).numerics
+    assert found.ok
+    assert (found.leaves[0].filled, found.leaves[0].filled_rows) == (2, 1)
+    assert "2 of 4 elements (1 whole rows) are NaN in the original" in found.notes[0]
+    assert not measure(jnp.sqrt, lambda x: fill(jnp.sqrt(x)).at[1, 0].add(0.1), x, **quick).numerics.ok
+    assert not measure(jnp.sqrt, lambda x: fill(jnp.sqrt(x)).at[1, 0].set(jnp.nan), x, **quick).numerics.ok

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import shutil
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from fusionlab.kernels import launch
 from fusionlab.kernels.compile import KERNELS
+from fusionlab.kernels.dot_product_attention import cuda
 from fusionlab.kernels.kernel_plan import KernelPlan
+from fusionlab.kernels.plans import PlanBook, Prepared
 
 SHIM = Path(__file__).parent / "cuda_shim"
 
@@ -56,14 +67,60 @@ class Emulator:
     def run_at(self, spec: KernelPlan, operands: Sequence[int], results: Sequence[int]) -> None:
         """The same, on addresses."""
         addresses = {"operand": operands, "result": results}
-        for launch in spec.launches:
+        for one in spec.launches:
             scalars = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}
             values = [
                 scalars[kind](value)
                 if kind in scalars
                 else ctypes.c_void_p(None if kind == "null" else addresses[kind][value])
-                for kind, value in launch.params
+                for kind, value in one.params
             ]
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-            sizes = [(ctypes.c_uint * 3)(*size) for size in (launch.grid, launch.block)]
-            getattr(self._library(spec), f"run_{launch.entry}")(*sizes, pointers)
+            sizes = [(ctypes.c_uint * 3)(*size) for size in (one.grid, one.block)]
+            getattr(self._library(spec), f"run_{one.entry}")(*sizes, pointers)
+
+
+def emulator_in(folder: Path) -> Emulator:
+    """An emulator that builds in `folder`; skips the test where there is no compiler."""
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs g++")
+    return Emulator(compiler, folder)
+
+
+@contextmanager
+def attention_on_the_cpu(emulator: Emulator) -> Iterator[PlanBook]:
+    """attention.cu itself, as C++, launched by XLA's CPU backend: `implementation="cuda"` runs here. Gives the book of plans."""
+    one_at_a_time = threading.Lock()
+
+    def prepare(plan: KernelPlan, device: int) -> Prepared:
+        def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
+            with one_at_a_time:
+                emulator.run_at(plan, operands, results)
+
+        return Prepared(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        book = PlanBook()
+        patch.setattr(KernelPlan, "prepare", prepare)
+        patch.setattr(launch, "BOOK", book)
+        patch.setattr(cuda, "refuses_device", lambda device: None)
+        yield book
+        jax.clear_caches()
+
+
+def poisoned(real: Any) -> Any:
+    """`launch` whose results are NaN (or of all bits) until a kernel writes them: each takes the memory of an operand that is."""
+
+    @functools.wraps(real)
+    def launch(plan: Any, operands: Sequence[Any], results: Sequence[Any], aliases: Any = None) -> list[Any]:
+        assert not aliases
+        poison = [_poison(r) for r in results]
+        return real(plan, [*operands, *poison], results, {len(operands) + i: i for i in range(len(results))})
+
+    return launch
+
+
+def _poison(result: Any) -> Any:
+    is_float = jnp.issubdtype(result.dtype, jnp.floating)
+    return jnp.full(result.shape, jnp.nan if is_float else np.iinfo(result.dtype).max, result.dtype)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.errors import BackendError
-from fusionlab.kernels.dot_product_attention import cudnn, cudnn_call
+from fusionlab.kernels.dot_product_attention import choosing, cudnn, cudnn_call
 from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
 from fusionlab.ops import dot_product_attention
 
@@ -144,3 +145,33 @@ def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):
     assert len(jax.tree.leaves(loss((0, 2)).out_info)) == 2
     with pytest.raises(BackendError, match="the gradient of the value alone"):
         loss(2)
+
+
+def test_the_same_bits_every_time_leave_out_its_backward_alone():
+    def routes(**attrs):
+        shape = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+        roles = {}
+        for role, more in (("call", {"residuals": True}), ("cotangent", {"wanted": ("query", "key", "value")})):
+            shapes = dict.fromkeys(("query", "key", "value"), shape) | ({"ct": shape} if role == "cotangent" else {})
+            full = OP.with_defaults(attrs) | {"saves": "logsumexp", "present": ("query", "key", "value")}
+            full |= {"implementation": None, "live": (True, True, True), "scale": 0.125, **more}
+            roles[role] = choosing.preferred(role, shapes, Device.of("sm_90"), full)
+        return roles
+
+    assert {role: name for role, (name, _) in routes().items()} == {"call": "cudnn", "cotangent": "cudnn"}
+    found = routes(deterministic=True)
+    assert {role: name for role, (name, _) in found.items()} == {"call": "cudnn", "cotangent": "cuda"}
+    assert "not cudnn: the same bits every time are asked for" in found["cotangent"][1]
+
+
+def test_the_pass_hands_the_option_on():
+    a = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+
+    def attend(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) / 8
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s).astype(v.dtype), v)
+
+    for asked in (False, True):
+        passes = fl.Strategy(dot_product_attention={"deterministic": asked})
+        (site,) = fl.find(attend, a, a, a, passes=passes, device="sm_90").candidates
+        assert site.plan.attrs.get("deterministic", False) is asked

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
-
-import jax
 import pytest
 
-from fusionlab.kernels import launch
-from fusionlab.kernels.dot_product_attention import cuda
-from fusionlab.kernels.kernel_plan import KernelPlan
-from fusionlab.kernels.plans import PlanBook, Prepared
 from tests.kernels.attention_suite import CASES, AttentionSuite
-from tests.kernels.emulated import Emulator
+from tests.kernels.emulated import attention_on_the_cpu, emulator_in
 
 FEW = (
     "nothing",
@@ -46,10 +38,7 @@ class TestBlockwise(AttentionSuite):
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    compiler = shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs g++")
-    return Emulator(compiler, tmp_path_factory.mktemp("emulated"))
+    return emulator_in(tmp_path_factory.mktemp("emulated"))
 
 
 class TestCudaEmulated(AttentionSuite):
@@ -72,18 +61,6 @@ class TestCudaEmulated(AttentionSuite):
         return tuple(CASES) if dtype == "bfloat16" else few
 
     @pytest.fixture(autouse=True)
-    def _on_the_cpu(self, emulator, monkeypatch):
-        one_at_a_time = threading.Lock()
-
-        def prepare(plan, device):
-            def run(stream, operands, results):
-                with one_at_a_time:
-                    emulator.run_at(plan, operands, results)
-
-            return Prepared(run)
-
-        monkeypatch.setattr(KernelPlan, "prepare", prepare)
-        monkeypatch.setattr(launch, "BOOK", PlanBook())
-        monkeypatch.setattr(cuda, "refuses_device", lambda device: None)
-        yield
-        jax.clear_caches()
+    def _on_the_cpu(self, emulator):
+        with attention_on_the_cpu(emulator):
+            yield

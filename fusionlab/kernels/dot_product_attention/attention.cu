@@ -550,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_of_row(total[m][half]);
-      float inverse = 1.0f / sum;
+      float inverse = sum == 0.0f ? 0.0f : 1.0f / sum; // 0: the row sees no key
 #if FL_FACTORS
       inverse *= factors_scale;
 #endif
@@ -558,11 +558,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
       for (int n = 0; n < kDV / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          // A row that sees nothing is 0 / 0, which is NaN; 0 where boolean factors leave nothing of it, as the reference has it.
 #if FL_FACTORS == 1 || FL_FACTORS == 5
+          // 0 where boolean factors leave nothing, also of a row whose sum is NaN.
           sums[m][n][e] = sums[m][n][e] == 0.0f ? 0.0f : sums[m][n][e] * inverse;
 #else
-          sums[m][n][e] = sum == 0.0f ? sums[m][n][e] / sum : sums[m][n][e] * inverse;
+          sums[m][n][e] *= inverse;
 #endif
         }
       }
@@ -575,11 +575,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
 #else
         const float most = top[m][half];
 #endif
+        // 0 of a row that sees no key: its probabilities are exp(-inf) again.
 #if FL_STATS == 2
-        statistic[entry] = most;
-        log_sum[entry] = logf(sum);
+        statistic[entry] = sum == 0.0f ? 0.0f : most;
+        log_sum[entry] = sum == 0.0f ? 0.0f : logf(sum);
 #else
-        statistic[entry] = most + (sum == 0.0f ? 0.0f : logf(sum));
+        statistic[entry] = sum == 0.0f ? 0.0f : most + logf(sum);
 #endif
       }
 #endif

@@ -74,6 +74,7 @@ def forward(
     q = heads(query, wide) * form.scale
     kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors})
     size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES)
+    can_be_blind = bool({"bias", "mask"} & set(kinds))  # else every row sees its first key
 
     def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
         (q, k, v), entries = operands
@@ -86,17 +87,12 @@ def forward(
 
             def step(results: tuple, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, ...]:
                 scores, _ = _scores(q, k, first, cut, form)
-                top = jnp.max(scores, axis=-1, keepdims=True)
-                p = jnp.exp(scores - top)
-                total = jnp.sum(p, axis=-1, keepdims=True)
+                top, total, p = _softmax(scores, can_be_blind)
                 factors = cut("factors", first, p.shape)
-                out = _mm(weigh(p, factors, form), v, form)
-                if (
-                    factors is not None and factors.dtype == jnp.bool_
-                ):  # 0 of a row that sees nothing, whose total is NaN
-                    out = jnp.where(out == 0, out, out / total)
-                else:
-                    out = out / total
+                sums = _mm(weigh(p, factors, form), v, form)
+                out = sums / total
+                if factors is not None and factors.dtype == jnp.bool_:  # 0 also where what is left out is NaN
+                    out = jnp.where(sums == 0, sums, out)
                 log = jnp.log(total)
                 found = (top + log,) if saves == "logsumexp" else (top, log)
                 found = out, *(a[..., 0] for a in found)
@@ -237,6 +233,17 @@ def _scores(q: Array, k: Array, first: Array, cut: Cut, form: Form) -> tuple[Arr
     if form.is_causal:
         scores = jnp.where(_causal(scores.shape, first), scores, -jnp.inf)
     return scores, tanh
+
+
+def _softmax(scores: Array, can_be_blind: bool) -> tuple[Array, Array, Array]:
+    """(the largest score, the sum, not yet divided exponentials) of each row; of one that sees no key (0, 1, 0): its result is 0."""
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if can_be_blind:
+        blind = top == -jnp.inf
+        top = jnp.where(blind, 0, top)
+    p = jnp.exp(scores - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    return top, jnp.where(blind, 1, total) if can_be_blind else total, p
 
 
 def _probabilities(scores: Array, part: Mapping[str, Array]) -> Array:

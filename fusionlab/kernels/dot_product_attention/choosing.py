@@ -164,5 +164,7 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
     if role == "call":
         content["residuals"] = bool(attrs.get("residuals"))
     else:
+        if attrs["deterministic"]:
+            content["deterministic"] = True
         content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
     return case_text("dot_product_attention", role, **content)

@@ -7,6 +7,9 @@ https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.
 A row in which the bias leaves nothing but far negative scores has the statistic -1e9 + log(S), which float32 rounds to -1e9: cuDNN's
 backward would take each of its probabilities for 1. So a bias is taken only where nothing is kept for a backward.
 
+Its backward adds the parts of the query's gradient by atomics, unless it is asked for a deterministic algorithm, which JAX's call does
+not do (same page, "SDPA Backward"): a call that must give the same bits every time takes another backward.
+
 cuDNN knows of a mask only how many keys it leaves in a batch entry. Of a mask of keys, which is data, a small kernel says whether it is
 that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing.
 """
@@ -93,6 +96,7 @@ def _refuses_form(
     role: str = "call",
     residuals: bool = False,
     live: tuple[bool, ...] = (),
+    deterministic: bool = False,
     **attrs: Any,
 ) -> str | None:
     if "factors" in present or "dropout_key" in present:
@@ -111,6 +115,8 @@ def _refuses_form(
         return _refuses_bias(shapes, layout)
     if saves == "probabilities" and (residuals or role != "call"):
         return "the probabilities are what is kept for the backward, which cuDNN never writes"
+    if deterministic and role != "call":
+        return "the same bits every time are asked for: cuDNN's backward adds to the gradient of the query by atomics"
     wanted = tuple(slot for slot, moves in zip(present, live, strict=False) if moves)
     if role == "cotangent" and wanted == ("value",):
         return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"

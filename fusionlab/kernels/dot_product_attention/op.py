@@ -42,6 +42,7 @@ class DotProductAttention(Op):
         "dropout_shape": None,
         "precision": None,
         "layout": "BTNH",
+        "deterministic": False,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -89,8 +90,9 @@ class DotProductAttention(Op):
             if slot in given:
                 _check_broadcast(slot, given[slot], scores, given["query"].dtype)
         full["dropout_shape"] = _dropout_shape(given, full, scores)
-        if not isinstance(full["is_causal"], bool):
-            raise ArgumentError(f"dot_product_attention: is_causal is {full['is_causal']!r}, needed True or False")
+        for name in ("is_causal", "deterministic"):
+            if not isinstance(full[name], bool):
+                raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
         _check_numbers(full, given["query"].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
@@ -375,6 +377,7 @@ def dot_product_attention(
     dropout_shape: tuple[int, ...] | None = None,
     precision: Any = None,
     layout: str = "BTNH",
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """softmax(scale * query @ key^T + bias) * factors @ value as one op, differentiable to any order.
@@ -392,13 +395,15 @@ def dot_product_attention(
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
-      mask_value: -inf (a row masked as a whole is NaN) or a finite number (then its weights are uniform, if it is far from 0).
+      mask_value: -inf, or a finite number. A query row that sees no key (all its scores are -inf) is 0, and so are its gradients,
+        where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
       factors_scale: multiplies the factors, if there are any (1 / keep, for a dropout).
       keep: the probability with which an entry is kept, for a dropout_key.
       dropout_shape: the shape in which a dropout_key's factors are drawn, which broadcasts to *B x N x T x S: (1, 1, T, S) drops the
         same entries in every head of every batch entry. None is the scores' own.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
       layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
+      deterministic: the same bits every time, also of the gradients: leaves out cuDNN's backward, which adds to the query's by atomics.
       implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is cuDNN's
         fused attention, "cuda" kernels of our own.
 
@@ -438,5 +443,6 @@ def dot_product_attention(
         dropout_shape=dropout_shape,
         precision=precision,
         layout=layout,
+        deterministic=deterministic,
         implementation=implementation,
     )

@@ -6,11 +6,13 @@ s and probabilities p are *B N T S. bias, mask and factors have the rank of the 
     s = scale * query @ key^T                 s = softcap * tanh(s / softcap), s + bias, where(mask, s, mask_value): each if given
     p = softmax(s)                            s = -inf where t < s, if is_causal: after all else
     out = (p * factors * factors_scale) @ value
+A row all of whose scores are -inf, which sees no key, has p = 0: its result is 0 and so are its gradients, where a softmax is 0 / 0.
 
 Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64. What is kept for the backward
 (`saves`, see `residual_names`):
   "probabilities": p (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does, and with a softcap its tanh.
   "logsumexp": the log of the sum of exp(s) over a row, *B N T; the backward recomputes p = exp(s - logsumexp).
+    Of a row that sees no key it is kept as 0, so that p = exp(-inf) is 0.
   "max_and_log_sum": the row's largest score, and the log of the sum of exp(s - row_max). Where a whole row is masked by -1e9,
     logsumexp is -1e9 + log(S), which float32 rounds to -1e9: p would be 1 in place of 1 / S.
 With dp the cotangent of p, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source:
@@ -29,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...device import Device
+from ..arrays import summed_to
 
 Array = Any
 
@@ -109,7 +112,11 @@ def forward(
     """[out], and what is saved for the backward if asked for."""
     form = Form.of(attrs)
     scores, tanh = _scores(query, key, bias, mask, form)
+    top = lax.stop_gradient(jnp.max(scores, axis=-1))
     p = jax.nn.softmax(scores, axis=-1)
+    blind = None if bias is None and mask is None else top == -jnp.inf  # else every row sees its first key
+    if blind is not None:
+        p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
     out = _dot(weights, value, "...nts,...snh->...tnh", form, statistics_dtype(value.dtype))
@@ -118,14 +125,13 @@ def forward(
         return [out]
     if saves == "probabilities":
         return [out, probabilities] if tanh is None else [out, probabilities, tanh]
-    if saves == "logsumexp":
-        return [out, jax.nn.logsumexp(scores, axis=-1)]
-    top = lax.stop_gradient(jnp.max(scores, axis=-1))
-    return [out, top, jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1))]
+    log_sum = jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1))
+    kept = [top + log_sum] if saves == "logsumexp" else [top, log_sum]
+    return [out, *(kept if blind is None else [jnp.where(blind, 0, a) for a in kept])]
 
 
 def weigh(p: Array, factors: Array | None, form: Form) -> Array:
-    """p * factors * factors_scale in p's dtype; where booleans are False it is 0, whatever p is (a row that sees nothing has NaN)."""
+    """p * factors * factors_scale in p's dtype; where booleans are False it is 0, whatever p is (a NaN of the row's included)."""
     if factors is None:
         return p
     weights = jnp.where(factors, p, 0) if factors.dtype == jnp.bool_ else p * factors.astype(p.dtype)
@@ -247,12 +253,5 @@ def cotangent(
     narrow = {slot: own for slot, _, own in broadcast}
     for slot, shape, _ in broadcast:
         if slot in wanted:
-            grads[slot] = _summed_to(grads[slot], shape, shardings.get(slot))
+            grads[slot] = summed_to(grads[slot], shape, shardings.get(slot))
     return [grads[slot].astype(narrow.get(slot, ct.dtype)) for slot in wanted]
-
-
-def _summed_to(a: Array, shape: tuple[int, ...], sharding: Any = None) -> Array:
-    """The sum over the axes along which an array of `shape`, of the same rank, broadcasts to `a`."""
-    axes = tuple(i for i, (n, m) in enumerate(zip(a.shape, shape, strict=True)) if n != m)
-    summed = jnp.sum(a, axis=axes, keepdims=True) if axes else a
-    return summed if sharding is None else jax.sharding.reshard(summed, sharding)

@@ -1,0 +1,146 @@
+"""`lerp`: x + w * (y - x) as one op, of operands that broadcast against each other in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...device import Device
+from ...errors import ArgumentError
+from ...graph.labelled import Form
+from ..arrays import batch_size, check_dtypes, with_rank
+from ..choices import CHOICES, case_text
+from ..implementation import Implementation
+from ..labels import Axes
+from ..op import Op
+from . import reference
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Lerp(Op):
+    """Linear interpolation; see `lerp` below. The primitives take operands of one rank, the missing axes of size 1 in front."""
+
+    name = "lerp"
+    slots = ("x", "y", "w")
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        missing = [slot for slot in self.slots if slot not in given]
+        if missing:
+            raise ArgumentError(f"lerp: {missing[0]} is missing, needed an array")
+        check_dtypes(self.name, given, DTYPES)
+        rank = len(_broadcast_shape(given))
+        present = {slot: with_rank(given[slot], rank) for slot in self.slots}
+        full["broadcast"] = tuple((slot, tuple(a.shape), np.dtype(a.dtype).name) for slot, a in present.items())
+        return present, full
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return ()
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        of_ends = {"w"} if {"x", "y"} & set(wanted) else set()
+        return frozenset(of_ends | ({"x", "y"} if "w" in wanted else set()))
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """One more leading axis, of size 1 where an operand is not batched."""
+        size = batch_size(values, dims)
+        pairs = list(zip(names, values, dims, strict=True))
+        result = [a[None] if d is None else jnp.moveaxis(a, d, 0) for _, a, d in pairs]
+        if role == "cotangent":  # a gradient for each of the batch, also of an operand they share
+            sizes = dict.fromkeys(self.slots, size)
+        else:
+            prefix = "d_" if role == "tangent" else ""
+            sizes = {n.removeprefix("d_"): size for n, _, d in pairs if n.startswith(prefix) and d is not None}
+        broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
+        return result, params | {"broadcast": broadcast}
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        """All operands are labelled as the result is; along an axis of size 1 nothing is split."""
+        labels = _labels(len(shapes["out"]))
+        return Axes(dict.fromkeys((*self.slots, "out"), labels))
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        labels = _labels(len(shapes["x"]))
+        return Form(tuple(shapes), (labels,) * len(shapes), labels)
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if device.platform == "cuda" and device.arch:
+            found = CHOICES.lookup(device.arch, self.case(role, shapes, **attrs) or "")
+            known = found is not None and self.implementations.get(found.implementation)
+            if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
+                return found.implementation, found.reason
+        return "xla", "what XLA runs anyway: nothing was measured faster"
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By the shapes of the operands, and what is wanted of them."""
+        if role == "tangent":
+            return None
+        content: dict[str, Any] = {slot: list(shape) for slot, shape, _ in attrs["broadcast"]}
+        content["dtype"] = attrs["broadcast"][0][2]
+        if role == "cotangent":
+            content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
+        return case_text(self.name, role, **content)
+
+    def formula(self, **_: Any) -> str:
+        return "x + w * (y - x)"
+
+
+def _labels(rank: int) -> tuple[str, ...]:
+    return tuple(f"a{i}" for i in range(rank))
+
+
+def _broadcast_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+    shapes = {slot: tuple(a.shape) for slot, a in given.items()}
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError as e:
+        text = ", ".join(f"{slot} {shape}" for slot, shape in shapes.items())
+        raise ArgumentError(
+            f"lerp: shapes {text} do not broadcast; needed, aligned right, equal sizes along each axis, or 1"
+        ) from e
+
+
+LERP = Lerp()
+
+
+def lerp(x: Array, y: Array, w: Array | float, *, implementation: str | None = None) -> Array:
+    """x + w * (y - x) as one op, differentiable to any order: x where w is 0, y (up to rounding) where it is 1.
+
+    Args:
+      x, y, w: arrays of any ranks that broadcast against each other as NumPy's do; a Python number for w is taken in x's dtype.
+      implementation: None may choose; "xla" is the plain jnp code.
+
+    Returns:
+      Of the shape all three broadcast to, in their dtype (float32, bfloat16, float16 or float64; they must agree). Arithmetic is float32
+      (float64 for float64), rounded once. Differentiated it keeps w, and x and y where the gradient of w is wanted; each gradient is
+      computed only where it is asked for: dx = (1 - w) * ct, dy = w * ct, dw = (y - x) * ct, summed to its operand's shape in the
+      arithmetic's dtype.
+
+    Raises:
+      ArgumentError: shapes that do not broadcast, dtypes that differ or are no floats; the message names the argument.
+      UnknownNameError: no implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    Source: `torch.lerp` has the same definition (PyTorch documentation).
+
+    >>> import jax.numpy as jnp
+    >>> lerp(jnp.zeros(2), jnp.asarray([2.0, 4.0]), 0.25).tolist()
+    [0.5, 1.0]
+    """
+    if isinstance(w, int | float) and not isinstance(w, bool):
+        w = jnp.asarray(w, jnp.result_type(x))
+    return LERP.call(x, y, w, implementation=implementation)
