@@ -27,7 +27,7 @@ from .attention_forms import NEGATED, TAILS, WITHOUT_MAX, Reading, Tail, reading
 from .attention_plan import attributes_of, keyed_plan, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, made_with_infinity, nan_test
-from .dropout import NotDrawn, draw_of, is_drawn
+from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .site import Site, with_concepts
@@ -269,7 +269,7 @@ class _Site(Site):
         try:
             outcome = self.drawn_again(read, region, masks, attrs, notes)
         except NotDrawn as reason:
-            return as_data(*_kept_as_data(self.view, region, str(reason)))
+            return as_data(*kept_as_data(self.view, region, reason))
         return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
 
     def drawn_again(
@@ -382,13 +382,6 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
         )
     if blind:
         yield NOTE
-
-
-def _kept_as_data(view: View, region: Region, why: str) -> Iterator[str]:
-    """The note on a mask that is drawn in the block, and stays as it is."""
-    factors = region.leaves.get("factors")
-    if factors is not None and is_drawn(view, factors):
-        yield f"its dropout mask is an operand, not made again of its key: {why}"
 
 
 def _without(region: Region, dropped: frozenset[str]) -> Region:

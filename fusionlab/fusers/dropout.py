@@ -6,6 +6,7 @@ else: the fused op draws it again of the key, so that what is equal as real numb
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,9 +89,11 @@ def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
     raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
 
 
-def is_drawn(view: View, factors: Value) -> bool:
-    """Whether random bits are drawn for `factors` within the block."""
-    return any(n.primitive == "random_bits" for n in _ancestors(view.block, factors))
+def kept_as_data(view: View, region: Region, why: NotDrawn) -> Iterator[str]:
+    """The note on a mask that is drawn in the block, and stays as it is."""
+    factors = region.leaves.get("factors")
+    if factors is not None and any(n.primitive == "random_bits" for n in _ancestors(view.block, factors)):
+        yield f"its dropout mask is an operand, not made again of its key: {why}"
 
 
 def keyed(region: Region, draw: Draw) -> Region:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,11 +17,11 @@ from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
 from . import blockwise, choosing, cuda, cudnn, dropout, reference
-from .layouts import Sizes, check_layout, cotangent_of, forward_of, tangent_of
+from .checks import DTYPES, check_broadcast, check_numbers, check_shapes, checked_dropout_shape, scores_shape
+from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _TANGENT = tangent_of(dropout.of_saved(reference.tangent))
 _BROADCAST = ("bias", "mask", "factors")  # operands of the scores' rank, whose axes of size 1 broadcast
 
@@ -83,17 +82,17 @@ class DotProductAttention(Op):
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
         check_layout(full["layout"])
-        _check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
+        check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
         check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]}, DTYPES)
-        scores = _scores_shape(given["query"], given["key"], full["layout"])
+        scores = scores_shape(given["query"], given["key"], full["layout"])
         for slot in _BROADCAST:
             if slot in given:
-                _check_broadcast(slot, given[slot], scores, given["query"].dtype)
-        full["dropout_shape"] = _dropout_shape(given, full, scores)
+                check_broadcast(slot, given[slot], scores, given["query"].dtype)
+        full["dropout_shape"] = checked_dropout_shape(given, full, scores)
         for name in ("is_causal", "deterministic"):
             if not isinstance(full[name], bool):
                 raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
-        _check_numbers(full, given["query"].shape[-1])
+        check_numbers(full, given["query"].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
         full["broadcast"] = tuple(
@@ -228,132 +227,6 @@ def _labels(batch: tuple[str, ...], layout: str) -> dict[str, tuple[str, ...]]:
     swapped = layout == "BNTH"
     laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
     return scores | statistics | laid_out | {"dropout_key": ("w",)}
-
-
-def _check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
-    for slot, a in (("query", query), ("key", key), ("value", value)):
-        if a is None:
-            raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
-        if len(a.shape) < 3:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
-                f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
-            )
-    q, k, v = (tuple(a.shape) for a in (query, key, value))
-    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
-    for slot, shape in (("key", k), ("value", v)):
-        if shape[:-3] != q[:-3]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
-                f"the same: broadcast them"
-            )
-        if shape[heads] != q[heads]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has {shape[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
-                f"the same: repeat the {slot}'s heads"
-            )
-    if k[-1] != q[-1]:
-        raise ArgumentError(
-            f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
-        )
-    if v[length] != k[length]:
-        raise ArgumentError(
-            f"dot_product_attention: value {v} has length {v[length]}, key {k} has {k[length]}; needed the same S"
-        )
-    if k[length] < 1 or q[-1] < 1:
-        raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
-
-
-def _scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
-    q = Sizes.of(query.shape, layout)
-    return (*q.batch, q.heads, q.length, Sizes.of(key.shape, layout).length)
-
-
-def _check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
-    """A mask is bool, factors float or bool, a bias float; a float no wider than the scores; the shape broadcasts to them."""
-    shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))
-    is_bool = own == np.bool_
-    if not (is_bool if slot == "mask" else own.name in DTYPES or (is_bool and slot == "factors")):
-        needed = {
-            "mask": "bool",
-            "bias": f"one of {', '.join(DTYPES)}",
-            "factors": f"bool or one of {', '.join(DTYPES)}",
-        }
-        raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
-    if not is_bool and own.itemsize > wide.itemsize:
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
-            f"{np.dtype(dtype).name} operands are computed in; cast {slot} or the operands with .astype"
-        )
-    aligned = zip(reversed(shape), reversed(scores), strict=False)
-    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the scores {scores}; needed "
-            f"*batch, heads, query length, key length, aligned right, each of them or 1"
-        )
-
-
-def _dropout_shape(
-    given: Mapping[str, Any], full: Mapping[str, Any], scores: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """The shape in which a dropout_key's factors are drawn, with the scores' rank; None without a key."""
-    keep, drawn = full["keep"], full["dropout_shape"]
-    if "dropout_key" not in given:
-        if drawn is not None:
-            raise ArgumentError(
-                f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both"
-            )
-        return None
-    key = given["dropout_key"]
-    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
-        raise ArgumentError(
-            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
-            f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
-        )
-    if "factors" in given:
-        raise ArgumentError(
-            "dot_product_attention: got factors and a dropout_key, which makes factors; needed one of them"
-        )
-    if not 0.0 < _number("keep", keep, "a number above 0 and up to 1") <= 1.0:
-        raise ArgumentError(f"dot_product_attention: keep is {keep}, needed a number above 0 and up to 1")
-    if drawn is None:
-        return scores
-    try:
-        shape = tuple(operator.index(n) for n in drawn)
-    except TypeError as e:
-        raise ArgumentError(
-            f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None"
-        ) from e
-    aligned = zip(reversed(shape), reversed(scores), strict=False)
-    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
-        raise ArgumentError(
-            f"dot_product_attention: dropout_shape is {shape}, which does not broadcast to the scores {scores}; needed *batch, heads, "
-            f"query length, key length, aligned right, each of them or 1"
-        )
-    return (1,) * (len(scores) - len(shape)) + shape
-
-
-def _check_numbers(full: dict[str, Any], features: int) -> None:
-    """Puts the numbers among the attributes in canonical form: floats, or None for no softcap."""
-    scale = full["scale"]
-    full["scale"] = 1.0 / math.sqrt(features) if scale is None else _number("scale", scale, "a finite number")
-    full["keep"] = _number("keep", full["keep"], "a number above 0 and up to 1")
-    full["factors_scale"] = _number("factors_scale", full["factors_scale"], "a finite number")
-    if full["softcap"] is not None:
-        full["softcap"] = _number("softcap", full["softcap"], "a finite number greater than 0, or None")
-        if full["softcap"] <= 0:
-            raise ArgumentError(f"dot_product_attention: softcap is {full['softcap']}, needed a number greater than 0")
-    full["mask_value"] = _number("mask_value", full["mask_value"], "a finite number or -inf", (-math.inf,))
-
-
-def _number(name: str, value: Any, needed: str, allowed: tuple[float, ...] = ()) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as e:  # a traced value, or no number at all
-        raise ArgumentError(f"dot_product_attention: {name} is {value!r}, needed a number known when tracing") from e
-    if not math.isfinite(number) and number not in allowed:
-        raise ArgumentError(f"dot_product_attention: {name} is {number}, needed {needed}")
-    return number
 
 
 DOT_PRODUCT_ATTENTION = DotProductAttention()
