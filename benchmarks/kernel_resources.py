@@ -57,7 +57,7 @@ def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:
         "mask": {"mask": scores, "mask_value": -1e9},
         "bias": {"bias": ("bfloat16", scores[1])},
         "dropout": {"factors": scores},
-        "dropout by key": {"dropout": True, "keep": 0.9},
+        "dropout by key": {"dropout": scores[1], "keep": 0.9},
     }
     yield "attention probe", probe_plan(64, 1024)
     everything = [("bfloat16", f, k) for f in (64, 128) for k in kinds]

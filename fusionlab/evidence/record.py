@@ -171,7 +171,9 @@ def newest_record(folder: str | os.PathLike[str], benchmark: str) -> Any:
       ArgumentError: a file there is not JSON.
     """
     records = (load_json(path) for path in sorted(Path(folder).glob("*.json")))
-    return max((r for r in records if r.get("benchmark") == benchmark), key=lambda r: r["environment"]["time"], default=None)
+    return max(
+        (r for r in records if r.get("benchmark") == benchmark), key=lambda r: r["environment"]["time"], default=None
+    )
 
 
 def load_json(path: str | os.PathLike[str]) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..graph.canonical import View
@@ -20,6 +21,7 @@ from ..kernels import OPS
 from ..kernels.dot_product_attention.layouts import LAYOUTS
 from .attention_forms import Reading
 from .base import Plan, Search
+from .dropout import Draw, NotDrawn, keyed
 from .layout import BROADCAST, Axes, Groups, arrange, arrange_thin, axes_beside, axes_of, in_order, permutes, restore
 from .masks import Masking
 
@@ -40,9 +42,45 @@ def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, f
 
 def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any]) -> Plan:
     """The op's operands from the region's inputs, and the region's root from its result."""
+    root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
+    layout = _Layout.of(search.view, read.match, region, masks).nearest(root_axes)
+    return _plan(search, read, region, masks, attrs, layout, root_axes)
+
+
+def keyed_plan(
+    search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], draw: Draw
+) -> tuple[Region, Plan]:
+    """The region as a function of the key that its factors are drawn of, and the plan that gives the op that key.
+
+    Raises:
+      NotDrawn: the op would draw another mask.
+    """
+    root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
+    layout = _Layout.of(search.view, read.match, region, masks).nearest(root_axes)
+    axes = draw.axes(layout.axes["factors"])
+    shape = layout.drawn(axes) if axes is not None else None
+    if shape is None:
+        raise NotDrawn("its axes do not stand in the order of the op's scores")
+    attrs = attrs | {
+        "factors_scale": attrs.get("factors_scale", 1.0) * draw.factor,
+        "keep": draw.keep,
+        "dropout_shape": None if shape == layout.scores else shape,
+    }
+    whole = keyed(region, draw)
+    layout = replace(layout, where={n: whole.inputs.index(v) for n, v in whole.leaves.items()})
+    return whole, _plan(search, read, whole, masks, attrs, layout, root_axes)
+
+
+def _plan(
+    search: Search,
+    read: Reading,
+    region: Region,
+    masks: Masking,
+    attrs: dict[str, Any],
+    layout: _Layout,
+    root_axes: Axes,
+) -> Plan:
     found = read.match
-    root_axes = axes_of(found, search.view, found.pattern.root, region.root)
-    layout = _Layout.of(search.view, found, region, masks).nearest(root_axes)
     signs = {n: _bias_factor(search.view, found, region, n) for n in masks.biases}
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
@@ -55,7 +93,8 @@ def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs
         if _of_some_keys(read, region):
             seen.append(layout.on_scores("factors", inputs))
         factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
-        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors
+        key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if "dropout_key" in region.leaves else None
+        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors, key
 
     def finish(out: Any) -> Any:
         return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
@@ -63,7 +102,7 @@ def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs
     op = OPS["dot_product_attention"]
     attrs = attrs | {"layout": layout.name}
     masked = bool(masks.masks) or _of_some_keys(read, region)
-    shown = {"bias": bool(masks.biases), "mask": masked, "factors": "factors" in region.leaves}
+    shown = {"bias": bool(masks.biases), "mask": masked} | {n: n in region.leaves for n in ("factors", "dropout_key")}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
 
 
@@ -160,8 +199,27 @@ class _Layout:
 
     def on_scores(self, name: str, inputs: Any) -> Any:
         """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
-        groups = [*self.batch, self.heads, self.order["t"], self.order["s"]]
-        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+        return arrange_thin(inputs[self.where[name]], self.axes[name], self._beside(), self.sizes)
+
+    def drawn(self, axes: Axes) -> tuple[int, ...] | None:
+        """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it
+        is broadcast. None where an axis moves, or is a part of one of the op's.
+        """
+        kept = [c for c in axes if c is not None]
+        shown = [group if any(c in kept for c in group) else () for group in self._beside()]
+        if kept != [c for group in shown for c in group]:
+            return None
+        return self._merged(shown)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        return self._merged(self._beside())
+
+    def _beside(self) -> Groups:
+        return [*self.batch, self.heads, self.order["t"], self.order["s"]]
+
+    def _merged(self, groups: Groups) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[c] for c in group) for group in groups)
 
     @property
     def result(self) -> Groups:

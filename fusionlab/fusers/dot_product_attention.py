@@ -35,9 +35,10 @@ from .attention_forms import (
     tail_example,
     whole_example,
 )
-from .attention_plan import attributes_of, plan_of
+from .attention_plan import attributes_of, keyed_plan, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, made_with_infinity, nan_test
+from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .site import Site, with_concepts
@@ -255,21 +256,57 @@ class _Site(Site):
             sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
             edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
             return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
-        whole, leaks = region, escapes(region)
+        rest = _without(region, dropped), masks, factor, tuple(_notes(read, masks, blind))
+        leaks = escapes(region)
+        if not leaks:
+            return self.proposed(read, *rest, None)
+        edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+        problem = self.escaping(leaks[0], edit, region.nodes, region=region)
+        return self.proposed(read, *rest, problem) if self.search.differentiated else problem
 
-        def proposed() -> Candidate | Rejection:
-            region = _without(whole, dropped)
-            attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
-            attrs["precision"] = self.precision(region)
-            if option(self.search, self.pass_, "deterministic"):
-                attrs["deterministic"] = True
+    def proposed(
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        factor: float,
+        notes: tuple[str, ...],
+        problem: Rejection | None,
+    ) -> Candidate | Rejection:
+        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
+
+        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
+        """
+        attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
+        attrs["precision"] = self.precision(region)
+        if option(self.search, self.pass_, "deterministic"):
+            attrs["deterministic"] = True
+
+        def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
             plan = plan_of(self.search, read, region, masks, attrs)
-            return propose(self.search, self.pass_.name, region, plan, self.anchor, tuple(_notes(read, masks, blind)))
+            outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
+            if not isinstance(outcome, Candidate):
+                return problem or outcome
+            return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
-        if leaks:
-            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
-        return proposed()
+        try:
+            outcome = self.drawn_again(read, region, masks, attrs, notes)
+        except NotDrawn as reason:
+            return as_data(*kept_as_data(self.view, region, reason))
+        return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
+
+    def drawn_again(
+        self, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], notes: tuple[str, ...]
+    ) -> Candidate:
+        """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
+        if "factors" not in region.leaves or read.tail.change == "where":
+            raise NotDrawn("no factors are read")
+        draw = draw_of(self.view, region.leaves["factors"], self.search.certifier)
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw)
+        outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
+        if isinstance(outcome, Rejection):
+            raise NotDrawn(outcome.sentence)
+        return outcome
 
     def can_be_blind(self, region: Region, masks: Masking) -> bool:
         """Whether data may leave a query row no key, with NaN for its result in the program."""

@@ -64,7 +64,7 @@ def _met(match: Match, view: View, inside: set[int], of_node: Mapping[int, int],
         if node.id not in inside:
             continue
         if node.primitive in VIEWS:
-            at = _moved(node, axis)
+            at = moved(node, axis)
             met = BROADCAST if at is None else _met(match, view, inside, of_node, made, at)
         else:
             pattern_node = of_node.get(view.ref[made.id].nid)
@@ -75,7 +75,7 @@ def _met(match: Match, view: View, inside: set[int], of_node: Mapping[int, int],
     return BROADCAST
 
 
-def _moved(node: Node, axis: int) -> int | None:
+def moved(node: Node, axis: int) -> int | None:
     """Where a view puts an axis of its operand; None for a reshape that makes other axes."""
     if node.primitive == "broadcast_in_dim":
         return int(node.params["broadcast_dimensions"][axis])

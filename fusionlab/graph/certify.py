@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from .compat import threefry_key
 from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
 from .manual import as_varying, make_jaxpr
 from .region import Region
@@ -226,13 +228,24 @@ def _inputs(
     args = []
     for a in (*avals, out):
         shape = tuple(table.get(int(s), int(s)) for s in a.shape)
-        if is_float(a.dtype):
+        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            args.append(_keys(a, rng))
+        elif is_float(a.dtype):
             args.append(rng.normal(size=shape))
         elif np.dtype(a.dtype).kind == "b":
             args.append(_mixed(rng.random(size=shape) < true))
         else:
             args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
     return table, args
+
+
+def _keys(aval: Any, rng: np.random.Generator) -> Any:
+    """Random keys of JAX's default generator; of another there is no proof."""
+    if aval.dtype != threefry_key():
+        raise CannotEvaluate(f"an operand of dtype {aval.dtype}")
+    data = rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32)
+    with jax.ensure_compile_time_eval():
+        return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
 def _mixed(drawn: np.ndarray) -> np.ndarray:

@@ -166,3 +166,14 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def draws_by_entry(eqn: Any) -> bool:
+    """Whether random bits hang on the key and an entry's number alone (`jax_threefry_partitionable`), as set where they were traced."""
+    return bool(eqn.ctx.threefry_partitionable)
+
+
+@functools.cache
+def threefry_key() -> Any:
+    """The dtype of a key of JAX's default generator."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype

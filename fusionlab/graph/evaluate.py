@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 
 from .compat import scan_counts, split_closed
 from .literals import fold
-from .numpy_rules import BOUND, PLAIN, SHAPED, Array, at_real_sizes, bound
+from .numpy_rules import BOUND, PLAIN, SHAPED, Array, at_real_sizes, bound, random_bits
 from .numpy_rules import CannotEvaluate as CannotEvaluate
 from .numpy_rules import is_float as is_float
 from .scopes import defined_in_jax
@@ -177,6 +177,8 @@ class _Run:
         name = eqn.primitive.name
         if name == "optimization_barrier":
             return ins
+        if name == "random_bits":
+            return random_bits(self.sizes, eqn, ins)
         at_real_sizes(self.sizes, eqn)
         return _CONTROL[name](self, eqn.params, ins) if name in _CONTROL else bound(eqn, ins)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .compat import enable_x64, split_closed
+from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
 
 Array = np.ndarray
 Rule = Callable[[Any, Any, list[Array]], Any]
@@ -263,9 +263,9 @@ def _cumulative(fn: Callable) -> Rule:
 
 def _bitcast(run: Any, eqn: Any, ins: list[Array]) -> Array:
     source, made = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    bits = np.ascontiguousarray(ins[0].astype(source)).view(np.dtype(made))
-    if bits.shape != eqn.outvars[0].aval.shape:
+    if np.dtype(source).itemsize != np.dtype(made).itemsize:
         raise CannotEvaluate("primitive bitcast_convert_type to another width")
+    bits = np.asarray(ins[0].astype(source), order="C").view(np.dtype(made))
     return bits.astype(np.float64) if is_float(made) else bits
 
 
@@ -305,6 +305,23 @@ def bound(eqn: Any, ins: list[Any]) -> list[Any]:
         outs = eqn.primitive.bind(*given, **params)
     outs = outs if eqn.primitive.multiple_results else [outs]
     return [o if jnp.issubdtype(o.dtype, jax.dtypes.extended) else np.asarray(o) for o in outs]
+
+
+def random_bits(sizes: Any, eqn: Any, ins: list[Any]) -> list[Any]:
+    """Bits of a key, at reduced sizes as many as there are entries: of a draw in which an entry's bits hang on the key and its number
+    alone, so that draws of other shapes agree there as they do in full.
+
+    Half of them are all ones, which a comparison with any probability tells from the rest.
+    """
+    (key,) = eqn.invars
+    shape = sizes.shape(eqn.params["shape"])
+    if shape == tuple(eqn.params["shape"]):
+        return bound(eqn, ins)
+    if key.aval.shape or key.aval.dtype != threefry_key() or not draws_by_entry(eqn):
+        raise CannotEvaluate("primitive random_bits at reduced sizes")
+    with jax.ensure_compile_time_eval(), jax.threefry_partitionable(True):
+        bits = np.asarray(eqn.primitive.bind(*ins, **{**eqn.params, "shape": shape}))
+    return [np.where(bits & 1, np.iinfo(bits.dtype).max, bits)]
 
 
 SHAPED: dict[str, Rule] = {

@@ -135,7 +135,7 @@ def cut(
         target[node.id] = node
         stack.extend(a for a in node.inputs if isinstance(a, Value))
     chosen = {name: _one(bound[nid], name) for name, nid in leaves.items()}
-    inner.update(_dead_with(block, inner, support, chosen.values()))
+    inner.update(dead_with(block, inner, support, chosen.values()))
     support = {i: n for i, n in support.items() if i not in inner}
     nodes = tuple(inner[i] for i in sorted(inner))
     return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)), view.known_inputs)
@@ -174,7 +174,7 @@ def _one(values: dict[int, Value], name: str) -> Value:
     raise NotARegion(f"operand {name} is read in {len(values)} different forms")
 
 
-def _dead_with(
+def dead_with(
     block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]
 ) -> dict[int, Node]:
     """Support nodes nobody else reads: they disappear with the region."""

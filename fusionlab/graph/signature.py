@@ -48,15 +48,19 @@ def region_signature(region: Region) -> Any:
 def node_signature(node: Node, number: dict[int, Any]) -> Any:
     """A hashable form of a node; `number` renames values in order of appearance and is extended."""
     ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
-    params = tuple(
-        sorted((k, _param_key(v)) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v))
-    )
+    params = params_signature(node)
     if "jvp_jaxpr_fun" in node.params:
         params += (_rule_key(node.params["jvp_jaxpr_fun"]),)
     for value in node.outputs:
         number[value.id] = len(number)
     outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
     return node.primitive, ins, params, outs, tuple(_block_signature(b) for b in node.blocks)
+
+
+def params_signature(node: Node) -> tuple[Any, ...]:
+    """A hashable form of a node's parameters but jaxprs, rules and shardings."""
+    items = node.params.items()
+    return tuple(sorted((k, _param_key(v)) for k, v in items if k not in _IGNORED and not _holds_jaxpr(v)))
 
 
 _IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})

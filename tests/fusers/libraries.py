@@ -173,3 +173,77 @@ def haiku_norm(kind: str, dtype: Any) -> Case:
 
 
 NORMS = {"linen": linen_norm, "nnx": nnx_norm, "equinox": equinox_norm, "haiku": haiku_norm}
+
+
+def linen_dropping(shared: bool, dtype: Any) -> Case:
+    model = nn.MultiHeadDotProductAttention(
+        num_heads=3, qkv_features=24, dtype=dtype, param_dtype=dtype, dropout_rate=0.1, broadcast_dropout=shared
+    )
+    x = jax.random.normal(KEY, (2, 10, 12), dtype)
+
+    def apply(params: Any, x: Any, key: Any) -> Any:
+        return model.apply(params, x, deterministic=False, rngs={"dropout": key})
+
+    return apply, (model.init(KEY, x, deterministic=True), x, jax.random.key(5))
+
+
+def nnx_dropping(shared: bool, dtype: Any) -> Case:
+    model = nnx.MultiHeadAttention(
+        num_heads=3,
+        in_features=12,
+        qkv_features=24,
+        dtype=dtype,
+        param_dtype=dtype,
+        dropout_rate=0.1,
+        broadcast_dropout=shared,
+        decode=False,
+        rngs=nnx.Rngs(0),
+        keep_rngs=False,
+    )
+    definition, state = nnx.split(model)
+
+    def apply(state: Any, x: Any, key: Any) -> Any:
+        return nnx.merge(definition, state)(x, deterministic=False, rngs=nnx.Rngs(dropout=key))
+
+    return apply, (state, jax.random.normal(KEY, (2, 10, 12), dtype), jax.random.key(5))
+
+
+def equinox_dropping(shared: bool, dtype: Any) -> Case:
+    """Its Dropout on the weights."""
+
+    def apply(x: Any, key: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", x, x))
+        return jnp.einsum("bhts,bshd->bthd", eqx.nn.Dropout(0.1)(p, key=key), x)
+
+    return apply, (jax.random.normal(KEY, (2, 10, 3, 8), dtype), jax.random.key(5))
+
+
+def haiku_dropping(shared: bool, dtype: Any) -> Case:
+    def apply(x: Any, key: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", x, x))
+        p = hk.dropout(key, 0.1, p, broadcast_dims=(0, 1) if shared else ())
+        return jnp.einsum("bhts,bshd->bthd", p, x)
+
+    return apply, (jax.random.normal(KEY, (2, 10, 3, 8), dtype), jax.random.key(5))
+
+
+DROPPING = {
+    ("linen", True): linen_dropping,
+    ("linen", False): linen_dropping,
+    ("nnx", True): nnx_dropping,
+    ("nnx", False): nnx_dropping,
+    ("equinox", False): equinox_dropping,
+    ("haiku", True): haiku_dropping,
+    ("haiku", False): haiku_dropping,
+}
+
+
+def equinox_dropping_heads(dtype: Any) -> Case:
+    """Its attention draws each head's mask of a key of its own."""
+    model = eqx.nn.MultiheadAttention(3, 12, dropout_p=0.1, dtype=dtype, key=KEY)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def apply(p: Any, x: Any, key: Any) -> Any:
+        return eqx.combine(p, static)(x, x, x, key=key)
+
+    return apply, (params, jax.random.normal(KEY, (10, 12), dtype), jax.random.key(5))

@@ -8,8 +8,8 @@ import pytest
 
 import fusionlab as fl
 
-from .checks import agree, forward_counts
-from .libraries import ACTIVATIONS, ATTENTIONS, CROSS_ATTENTIONS, MLPS
+from .checks import agree, close, forward_counts
+from .libraries import ACTIVATIONS, ATTENTIONS, CROSS_ATTENTIONS, DROPPING, MLPS, equinox_dropping_heads
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -65,3 +65,36 @@ def test_a_library_mlp_keeps_its_values_and_gradients(library):
 def test_a_library_attention_keeps_its_values_and_gradients(library):
     fn, args = CROSS_ATTENTIONS[library](jnp.float32)
     agree(fn, *varied(args), factor=8)
+
+
+@pytest.mark.parametrize(("library", "shared"), DROPPING, ids=str)
+def test_the_dropout_of_a_library_is_drawn_again_of_its_key(library, shared):
+    fn, args = DROPPING[library, shared](shared, jnp.float32)
+    found = agree(fn, *args, passes="dot_product_attention", factor=4)
+    (site,) = found.candidates
+    assert "dropout_key" in site.leaves, site.notes
+    assert site.attrs.get("dropout_shape") == ((1, 1, 10, 10) if shared else None)
+    assert site.attrs["factors_scale"] == pytest.approx(1 / 0.9)
+    assert "random_bits" not in [n.primitive for n in found.apply().nodes()]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_train_step_of_linen_with_dropout_is_fused_both_ways(shared):
+    fn, (params, x, key) = DROPPING["linen", shared](shared, jnp.float32)
+
+    def step(params, x, key):
+        return jax.value_and_grad(lambda p: jnp.sum(jnp.sin(fn(p, x, key))))(params)
+
+    fused = fl.fuse(step)
+    (site,) = (c for c in fused.findings(params, x, key).candidates if c.pass_name == "dot_product_attention")
+    assert "dropout_key" in site.leaves, site.notes
+    assert site.backward is not None
+    assert site.backward.stays is None
+    close(fused(params, x, key), step(params, x, key), 8)
+
+
+def test_heads_with_keys_of_their_own_keep_their_masks():
+    fn, args = equinox_dropping_heads(jnp.float32)
+    (site,) = agree(fn, *args, passes="dot_product_attention", factor=4).candidates
+    assert "factors" in site.leaves
+    assert "dropout mask is an operand" in site.notes[0]

@@ -106,6 +106,15 @@ CASES = {
     "dropout and mask": Case(given=("dropout", "random"), attrs={"factors_scale": 1 / 0.9, "is_causal": True}),
     "dropout by key": Case(given=("dropout by key",), attrs={"keep": 0.8, "factors_scale": 1 / 0.8}),
     "dropout by key, causal": Case(n=3, given=("dropout by key",), attrs={"keep": 0.5, "is_causal": True}),
+    "dropout by key, one for all": Case(
+        n=3, given=("dropout by key",), attrs={"keep": 0.7, "factors_scale": 1 / 0.7, "dropout_shape": (1, 1, 70, 90)}
+    ),
+    "dropout by key, of a batch entry": Case(
+        n=3, given=("dropout by key",), attrs={"keep": 0.7, "dropout_shape": (2, 1, 70, 90), "is_causal": True}
+    ),
+    "dropout by key, two batch axes": Case(
+        batch=(2, 2), t=20, s=33, given=("dropout by key",), attrs={"keep": 0.7, "dropout_shape": (2, 20, 33)}
+    ),
     "weights of heads": Case(given=("weights of heads",)),
     "softcap": Case(attrs={"softcap": 5.0, "is_causal": True}),
     "negative scale": Case(attrs={"scale": -0.2}),
@@ -138,7 +147,8 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
             plain[slot] = np.asarray(made[slot], np.float64 if a.dtype == np.float64 else None)
     if "dropout_key" in made:
         key = jax.random.wrap_key_data(made["dropout_key"])
-        plain["factors"] = jax.random.bernoulli(key, case.attrs["keep"], (*case.batch, case.n, case.t, case.s))
+        shape = case.attrs.get("dropout_shape", (*case.batch, case.n, case.t, case.s))
+        plain["factors"] = jax.random.bernoulli(key, case.attrs["keep"], shape)
         plain["factors"] = np.asarray(plain["factors"])
     return made, made.pop("ct"), plain
 

@@ -16,7 +16,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
-from fusionlab.kernels.dot_product_attention import tiles
+from fusionlab.kernels.dot_product_attention import cuda, tiles
 from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
 from fusionlab.kernels.dot_product_attention.tiles import Attention
 from fusionlab.ops import dot_product_attention
@@ -112,7 +112,8 @@ def test_the_kernels_drop_what_jax_random_drops(emulator):
     q = k = np.zeros((1, 40, 2, 48), np.float16)
     k, v = np.zeros((1, 48, 2, 48), np.float16), np.zeros((1, 48, 2, 48), np.float16)
     v[0, np.arange(48), :, np.arange(48)] = 1
-    call = replace(described("float16", 40, 48, 48), dropout=True, keep=0.7, factors_scale=48.0)
+    strides = (2 * 40 * 48, 40 * 48, 48, 1)
+    call = replace(described("float16", 40, 48, 48), dropout=strides, keep=0.7, factors_scale=48.0)
     out = np.empty((1, 40, 2, 48), np.float16)
     emulator.run(tiles.forward_plan(call, None), [q, k, v, data], [out])
     np.testing.assert_array_equal(np.swapaxes(out, 1, 2) > 0.5, kept)
@@ -223,6 +224,16 @@ BAD = {
     "a key of another shape": ({"dropout_key": jnp.zeros(4, jnp.uint32)}, r"shape \(4,\)"),
     "factors as well": ({"dropout_key": jnp.zeros(2, jnp.uint32), "factors": jnp.ones((4, 4), bool)}, "one of them"),
     "nothing kept": ({"dropout_key": jnp.zeros(2, jnp.uint32), "keep": 0.0}, "keep is 0.0"),
+    "a shape and no key": ({"dropout_shape": (4, 4)}, "no dropout_key"),
+    "a shape of another size": (
+        {"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": (4, 5)},
+        "which does not broadcast",
+    ),
+    "a shape of another rank": (
+        {"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": (1,) * 5},
+        "does not broadcast",
+    ),
+    "a shape that is none": ({"dropout_key": jnp.zeros(2, jnp.uint32), "dropout_shape": 4}, "needed a tuple of sizes"),
     "more than all": ({"dropout_key": jnp.zeros(2, jnp.uint32), "keep": 1.5}, "keep is 1.5"),
 }
 
@@ -254,3 +265,77 @@ def test_a_dropout_key_is_the_mask_that_jax_random_makes_of_it(implementation):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     stacked = jax.vmap(lambda q: loss(**by_key)(q, k, v))(jnp.stack([q, q]))
     np.testing.assert_allclose(stacked, [want[0]] * 2, rtol=1e-4)
+
+
+SHAPES = ((1, 1, 9, 9), (2, 1, 9, 9), (1, 3, 9, 9), (9, 9), (2, 3, 1, 9), (3, 9, 1), (2, 3, 9, 9))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mask_may_be_drawn_in_a_shape_that_broadcasts(shape, implementation):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 3, 8)), jnp.float32) for _ in range(3))
+    key = jax.random.key(5)
+    given = {"dropout_key": jax.random.key_data(key), "keep": 0.8, "dropout_shape": shape}
+
+    def loss(**given):
+        return lambda *a: jnp.sum(jnp.sin(dot_product_attention(*a, **given, implementation=implementation)))
+
+    want = jax.value_and_grad(loss(factors=jax.random.bernoulli(key, 0.8, shape)), (0, 1, 2))(q, k, v)
+    got = jax.value_and_grad(loss(**given), (0, 1, 2))(q, k, v)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    grads = jax.vmap(jax.grad(loss(**given), (0, 1, 2)))(*(jnp.stack([a, a]) for a in (q, k, v)))
+    for a, b in zip(grads, want[1], strict=True):
+        np.testing.assert_allclose(a, jnp.stack([b, b]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_under_one_key_is_one_call_and_under_a_key_each_is_none():
+    a, keys = jnp.ones((4, 2, 5, 3, 8)), jax.random.key_data(jax.random.split(jax.random.key(0), 4))
+
+    def attend(a, key):
+        return dot_product_attention(a, a, a, dropout_key=key, keep=0.5, factors_scale=2.0)
+
+    for axes, names in (((0, None), ["dot_product_attention"]), ((0, 0), [])):
+        key = keys if axes[1] == 0 else keys[0]
+        traced = jax.make_jaxpr(jax.vmap(attend, axes))(a, key)
+        assert [e.primitive.name for e in traced.eqns if e.primitive.name == "dot_product_attention"] == names
+        want = jnp.stack([attend(a[i], key[i] if axes[1] == 0 else key) for i in range(4)])
+        np.testing.assert_allclose(jax.vmap(attend, axes)(a, key), want, rtol=1e-6)
+
+
+def test_the_bits_are_those_of_a_float32_where_64_bits_are_enabled():
+    a, key = jnp.ones((1, 4, 2, 8)), jax.random.key_data(jax.random.key(3))
+    v = jnp.eye(4, 8)[None, :, None] + 0 * a
+
+    def attend():
+        return dot_product_attention(a, a, v, dropout_key=key, keep=0.6, factors_scale=4.0)
+
+    want = attend()
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(attend(), want)
+
+
+def test_the_kernels_take_masks_drawn_for_every_query_and_key():
+    given = dict(zip(("query", "key", "value"), shapes(batch=(2, 3)), strict=True))
+    rest = {"layout": "BTNH", "present": (*given, "dropout_key")}
+    for drawn, taken in (
+        ((2, 3, 2, 128, 128), True),
+        ((2, 3, 1, 128, 128), True),
+        ((1, 1, 1, 128, 128), True),
+        ((1, 1, 2, 128, 128), True),
+        ((1, 3, 2, 128, 128), False),
+        ((2, 3, 2, 1, 128), False),
+        ((2, 3, 2, 128, 1), False),
+    ):
+        why = cuda.refuses(given, Device.of("sm_90"), dropout_shape=drawn, **rest)
+        assert (why is None) is taken, why
+        assert taken or "a dropout mask of the shape" in why
+
+
+def test_devices_split_the_axes_that_a_mask_does_not_have():
+    a, key = jnp.zeros((4, 8, 2, 8)), jnp.zeros(2, jnp.uint32)
+    for shape, whole in (((1, 1, 8, 8), set()), ((4, 1, 8, 8), {"b0"}), (None, {"b0", "h"})):
+        present, full = OP._prepared((a, a, a, None, None, None, key), {"dropout_shape": shape, "keep": 0.5})
+        axes = OP.axes({n: x.shape for n, x in present.items()} | {"out": a.shape}, **full)
+        assert axes.whole == {*"tscd", *whole}

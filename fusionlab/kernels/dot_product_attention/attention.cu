@@ -308,7 +308,7 @@ struct Meaning {
   unsigned long long first; // of this head's entries among the random bits
 
   __device__ __forceinline__ void head_at(
-      const void* bias_, const unsigned char* mask_, const void* factors_, int heads, int batch, int head) {
+      const void* bias_, const unsigned char* mask_, const void* factors_, int batch, int head) {
 #if FL_BIAS
     bias = static_cast<const BiasT*>(bias_) + batch * of_bias.batch + head * of_bias.head;
 #endif
@@ -317,7 +317,7 @@ struct Meaning {
 #endif
 #if FL_FACTORS == 5
     factors = static_cast<const FactorsT*>(factors_);
-    first = (static_cast<unsigned long long>(batch) * heads + head) * queries * static_cast<unsigned long long>(keys);
+    first = batch * of_factors.batch + head * of_factors.head;
 #elif FL_FACTORS
     factors = static_cast<const FactorsT*>(factors_) + batch * of_factors.batch + head * of_factors.head;
 #endif
@@ -444,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
   const T* k = rows_at(key, of_key, batch, head / group);
   const T* v = rows_at(value, of_value, batch, head / group);
   Meaning meaning = FL_MEANING;
-  meaning.head_at(bias, mask, factors, heads, batch, head);
+  meaning.head_at(bias, mask, factors, batch, head);
 
   unsigned char* at = shared_memory;
   const Tile<kD> queries_in{reinterpret_cast<T*>(at)};
@@ -603,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_query(
   const T* k = rows_at(key, of_key, batch, head / group);
   const T* v = rows_at(value, of_value, batch, head / group);
   Meaning meaning = FL_MEANING;
-  meaning.head_at(bias, mask, factors, heads, batch, head);
+  meaning.head_at(bias, mask, factors, batch, head);
 
   unsigned char* at = shared_memory;
   const Tile<kD> queries_in{reinterpret_cast<T*>(at)};
@@ -740,7 +740,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_keys(
     __syncthreads();
     if (step + 1 < steps) bring_step(step + 1);
     const int row = (begin + step % per_head) * kColumns;
-    meaning.head_at(bias, mask, factors, heads, batch, kv_head * group + step / per_head);
+    meaning.head_at(bias, mask, factors, batch, kv_head * group + step / per_head);
     const float* in = rows_in[step % 2];
 
     // Transposed: rows of these are keys, columns are rows of query.

@@ -159,7 +159,8 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
             whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all
             content[slot] = "scores" if whole else "keys"
     if "dropout_key" in attrs["present"]:
-        content["factors"] = "key"
+        shared = attrs["dropout_shape"][-3] != q.heads or math.prod(attrs["dropout_shape"][:-3]) != math.prod(q.batch)
+        content["factors"] = "shared key" if shared else "key"
     if role == "call":
         content["residuals"] = bool(attrs.get("residuals"))
     else:

@@ -61,6 +61,12 @@ def _refuses_operands(shapes: Mapping[str, Any], *, layout: str, precision: Any 
     for slot in ("bias", "factors"):
         if slot in shapes and np.dtype(shapes[slot].dtype).name not in tiles.OPERANDS:
             return f"{slot} has dtype {np.dtype(shapes[slot].dtype).name}, needed one of {', '.join(tiles.OPERANDS)}"
+    drawn = attrs.get("dropout_shape")
+    if drawn is not None and "query" in shapes and "key" in shapes:
+        q = Sizes.of(shapes["query"].shape, layout)
+        rows = q.length, Sizes.of(shapes["key"].shape, layout).length
+        if drawn[-2:] != rows or (drawn[:-3] != q.batch and math.prod(drawn[:-3]) != 1):
+            return f"a dropout mask of the shape {drawn}: needed one drawn for every query and key, and for all batch axes or none"
     return None if _terms(precision) else f"no kernel for the precision {precision}"
 
 
@@ -199,7 +205,7 @@ def _described(
         mask_value=attrs["mask_value"],
         factors_scale=attrs["factors_scale"] if "factors" in scores or by_key else 1.0,
         terms=_terms(attrs["precision"]) if query.dtype == np.float32 else 1,
-        dropout=by_key,
+        dropout=_score_strides(attrs["dropout_shape"]) if by_key else None,
         keep=attrs["keep"] if by_key else 1.0,
         **scores,
     )

@@ -1,4 +1,4 @@
-"""Dropout made of a key: the factors are `jax.random.bernoulli(key, keep, shape of the scores)`, to the bit, wherever they are made.
+"""Dropout made of a key: the factors are `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit, wherever they are made.
 
 The generator is jax.random's default, threefry2x32 with `jax_threefry_partitionable=True`, under which an entry's bits hang on the key and
 the entry's number alone: so a kernel makes those of its block, forward and again backward, and nothing of the scores' shape is kept.
@@ -11,34 +11,39 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 Array = Any
 
 
-def kept(dropout_key: Array, keep: float, shape: tuple[int, ...]) -> Array:
-    """bool, True with probability `keep`; `dropout_key` is the data of a threefry2x32 key, uint32[2]."""
+def drawn(key: Array, keep: float, shape: tuple[int, ...]) -> Array:
+    """bool, True with probability `keep`, of a threefry2x32 key.
+
+    A float32 draws 32 bits for each entry, whatever a Python float would draw.
+    """
     with jax.threefry_partitionable(True):
-        key = jax.random.wrap_key_data(dropout_key, impl="threefry2x32")
-        return jax.random.bernoulli(key, keep, shape)
+        return jax.random.bernoulli(key, np.float32(keep), shape)
+
+
+def kept(dropout_key: Array, keep: float, shape: tuple[int, ...]) -> Array:
+    """The same of the data of such a key, uint32[2]."""
+    return drawn(jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), keep, shape)
 
 
 def forward_of(plain: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """A BTNH forward that also takes `dropout_key` and `keep`, of one that takes factors."""
+    """A forward that also takes `dropout_key`, `keep` and `dropout_shape`, of one that takes factors."""
 
     @functools.wraps(plain)
     def forward(
-        query: Array,
-        key: Array,
-        value: Array,
-        *rest: Any,
+        *operands: Any,
         dropout_key: Array | None = None,
         keep: float = 1.0,
+        dropout_shape: tuple[int, ...] | None = None,
         **more: Any,
     ) -> list[Array]:
-        if dropout_key is not None:
-            *batch, t, n, _ = query.shape
-            more["factors"] = kept(dropout_key, keep, (*batch, n, t, key.shape[-3]))
-        return plain(query, key, value, *rest, **more)
+        if dropout_key is not None and dropout_shape is not None:
+            more["factors"] = kept(dropout_key, keep, dropout_shape)
+        return plain(*operands, **more)
 
     return forward
 
@@ -47,16 +52,15 @@ def of_saved(plain: Callable[..., Any]) -> Callable[..., Any]:
     """The same of a tangent or a cotangent, whose first argument is what was saved, by name."""
 
     @functools.wraps(plain)
-    def linear(saved: Mapping[str, Array], *rest: Any, keep: float = 1.0, **more: Any) -> Any:
-        if "dropout_key" in saved:
-            saved = {**saved, "factors": kept(saved["dropout_key"], keep, _scores_shape(saved))}
+    def linear(
+        saved: Mapping[str, Array],
+        *rest: Any,
+        keep: float = 1.0,
+        dropout_shape: tuple[int, ...] | None = None,
+        **more: Any,
+    ) -> Any:
+        if "dropout_key" in saved and dropout_shape is not None:
+            saved = {**saved, "factors": kept(saved["dropout_key"], keep, dropout_shape)}
         return plain(saved, *rest, **more)
 
     return linear
-
-
-def _scores_shape(saved: Mapping[str, Array]) -> tuple[int, ...]:
-    if "probabilities" in saved:
-        return saved["probabilities"].shape
-    *batch, t, n, _ = saved["query"].shape
-    return (*batch, n, t, saved["key"].shape[-3])

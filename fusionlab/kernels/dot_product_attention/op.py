@@ -17,11 +17,11 @@ from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
 from . import blockwise, choosing, cuda, cudnn, dropout, reference
-from .layouts import Sizes, check_layout, cotangent_of, forward_of, tangent_of
+from .checks import DTYPES, check_broadcast, check_numbers, check_shapes, checked_dropout_shape, scores_shape
+from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _TANGENT = tangent_of(dropout.of_saved(reference.tangent))
 _BROADCAST = ("bias", "mask", "factors")  # operands of the scores' rank, whose axes of size 1 broadcast
 
@@ -38,6 +38,7 @@ class DotProductAttention(Op):
         "mask_value": -math.inf,
         "factors_scale": 1.0,
         "keep": 1.0,
+        "dropout_shape": None,
         "precision": None,
         "layout": "BTNH",
         "deterministic": False,
@@ -81,17 +82,17 @@ class DotProductAttention(Op):
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
         check_layout(full["layout"])
-        _check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
+        check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
         check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]}, DTYPES)
-        scores = _scores_shape(given["query"], given["key"], full["layout"])
+        scores = scores_shape(given["query"], given["key"], full["layout"])
         for slot in _BROADCAST:
             if slot in given:
-                _check_broadcast(slot, given[slot], scores, given["query"].dtype)
-        _check_dropout(given, full["keep"])
+                check_broadcast(slot, given[slot], scores, given["query"].dtype)
+        full["dropout_shape"] = checked_dropout_shape(given, full, scores)
         for name in ("is_causal", "deterministic"):
             if not isinstance(full[name], bool):
                 raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
-        _check_numbers(full, given["query"].shape[-1])
+        check_numbers(full, given["query"].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
         full["broadcast"] = tuple(
@@ -135,15 +136,15 @@ class DotProductAttention(Op):
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """One more leading batch axis, of size 1 where an operand that broadcasts is not batched."""
-        if "dropout_key" in names:  # the number of an entry would hang on the batch
-            return None
+        if any(n == "dropout_key" and d is not None for n, d in zip(names, dims, strict=True)):
+            return None  # a mask of its own for each of the batch
         size = batch_size(values, dims)
         unbatched = {n for n, d in zip(names, dims, strict=True) if d is None and n.removeprefix("d_") in _BROADCAST}
-        whole = [i for i, n in enumerate(names) if n not in unbatched]
+        whole = [i for i, n in enumerate(names) if n not in unbatched and n != "dropout_key"]
         moved = dict(
             zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True)
         )
-        result = [moved[i] if i in moved else v[None] for i, v in enumerate(values)]
+        result = [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
         if role == "cotangent":  # a gradient for each of the batch, also of an operand they share
             sizes = {slot: size for slot, *_ in params["broadcast"]}
         else:
@@ -151,14 +152,15 @@ class DotProductAttention(Op):
             prefix = "d_" if role == "tangent" else ""
             sizes = {n.removeprefix("d_"): a.shape[0] for n, a in given.items() if n.startswith(prefix)}
         broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
-        return result, params | {"broadcast": broadcast}
+        drawn = params["dropout_shape"]
+        return result, params | {"broadcast": broadcast, "dropout_shape": None if drawn is None else (1, *drawn)}
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Batch and heads may be split among devices; a part of the rest would need to know where it begins."""
         batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
-        # The bits of a dropout mask hang on where an entry stands among all of them.
-        whole = (*batch, "h") if "dropout_key" in attrs["present"] else ()
-        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *whole)))
+        # The bits of a dropout mask hang on where an entry stands among all that are drawn.
+        drawn = zip((*batch, "h"), attrs["dropout_shape"] or (), strict=False)
+        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
         """Batch "b", heads "h", queries "t", keys "s", their features "c", those of the values "d"."""
@@ -171,7 +173,8 @@ class DotProductAttention(Op):
         )
         known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
         numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
-        traits = (("is_causal", attrs["is_causal"]),)
+        drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
+        traits = (("is_causal", attrs["is_causal"]), *drawn)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
@@ -202,15 +205,18 @@ class DotProductAttention(Op):
         bias: bool = False,
         mask: bool = False,
         factors: bool = False,
+        dropout_key: bool = False,
+        keep: float = 1.0,
         **_: Any,
     ) -> str:
-        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"; `bias`, `mask` and `factors` say which of them there are."""
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"; the last five but `keep` say which operands there are."""
         scores = f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
         text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal})"
-        if factors:
-            text = f"({text} * factors{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
+        if factors or dropout_key:
+            what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
+            text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
         return f"{text} @ v"
 
 
@@ -221,109 +227,6 @@ def _labels(batch: tuple[str, ...], layout: str) -> dict[str, tuple[str, ...]]:
     swapped = layout == "BNTH"
     laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
     return scores | statistics | laid_out | {"dropout_key": ("w",)}
-
-
-def _check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
-    for slot, a in (("query", query), ("key", key), ("value", value)):
-        if a is None:
-            raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
-        if len(a.shape) < 3:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
-                f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
-            )
-    q, k, v = (tuple(a.shape) for a in (query, key, value))
-    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
-    for slot, shape in (("key", k), ("value", v)):
-        if shape[:-3] != q[:-3]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
-                f"the same: broadcast them"
-            )
-        if shape[heads] != q[heads]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has {shape[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
-                f"the same: repeat the {slot}'s heads"
-            )
-    if k[-1] != q[-1]:
-        raise ArgumentError(
-            f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
-        )
-    if v[length] != k[length]:
-        raise ArgumentError(
-            f"dot_product_attention: value {v} has length {v[length]}, key {k} has {k[length]}; needed the same S"
-        )
-    if k[length] < 1 or q[-1] < 1:
-        raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
-
-
-def _scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
-    q = Sizes.of(query.shape, layout)
-    return (*q.batch, q.heads, q.length, Sizes.of(key.shape, layout).length)
-
-
-def _check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
-    """A mask is bool, factors float or bool, a bias float; a float no wider than the scores; the shape broadcasts to them."""
-    shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))
-    is_bool = own == np.bool_
-    if not (is_bool if slot == "mask" else own.name in DTYPES or (is_bool and slot == "factors")):
-        needed = {
-            "mask": "bool",
-            "bias": f"one of {', '.join(DTYPES)}",
-            "factors": f"bool or one of {', '.join(DTYPES)}",
-        }
-        raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
-    if not is_bool and own.itemsize > wide.itemsize:
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
-            f"{np.dtype(dtype).name} operands are computed in; cast {slot} or the operands with .astype"
-        )
-    aligned = zip(reversed(shape), reversed(scores), strict=False)
-    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the scores {scores}; needed "
-            f"*batch, heads, query length, key length, aligned right, each of them or 1"
-        )
-
-
-def _check_dropout(given: Mapping[str, Any], keep: Any) -> None:
-    if "dropout_key" not in given:
-        return
-    key = given["dropout_key"]
-    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
-        raise ArgumentError(
-            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
-            f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
-        )
-    if "factors" in given:
-        raise ArgumentError(
-            "dot_product_attention: got factors and a dropout_key, which makes factors; needed one of them"
-        )
-    if not 0.0 < _number("keep", keep, "a number above 0 and up to 1") <= 1.0:
-        raise ArgumentError(f"dot_product_attention: keep is {keep}, needed a number above 0 and up to 1")
-
-
-def _check_numbers(full: dict[str, Any], features: int) -> None:
-    """Puts the numbers among the attributes in canonical form: floats, or None for no softcap."""
-    scale = full["scale"]
-    full["scale"] = 1.0 / math.sqrt(features) if scale is None else _number("scale", scale, "a finite number")
-    full["keep"] = _number("keep", full["keep"], "a number above 0 and up to 1")
-    full["factors_scale"] = _number("factors_scale", full["factors_scale"], "a finite number")
-    if full["softcap"] is not None:
-        full["softcap"] = _number("softcap", full["softcap"], "a finite number greater than 0, or None")
-        if full["softcap"] <= 0:
-            raise ArgumentError(f"dot_product_attention: softcap is {full['softcap']}, needed a number greater than 0")
-    full["mask_value"] = _number("mask_value", full["mask_value"], "a finite number or -inf", (-math.inf,))
-
-
-def _number(name: str, value: Any, needed: str, allowed: tuple[float, ...] = ()) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as e:  # a traced value, or no number at all
-        raise ArgumentError(f"dot_product_attention: {name} is {value!r}, needed a number known when tracing") from e
-    if not math.isfinite(number) and number not in allowed:
-        raise ArgumentError(f"dot_product_attention: {name} is {number}, needed {needed}")
-    return number
 
 
 DOT_PRODUCT_ATTENTION = DotProductAttention()
@@ -344,6 +247,7 @@ def dot_product_attention(
     mask_value: float = -math.inf,
     factors_scale: float = 1.0,
     keep: float = 1.0,
+    dropout_shape: tuple[int, ...] | None = None,
     precision: Any = None,
     layout: str = "BTNH",
     deterministic: bool = False,
@@ -359,7 +263,8 @@ def dot_product_attention(
       mask: bool; a score becomes `mask_value` where it is False, and has no gradient there.
       factors: float or bool; multiplies the probabilities (a dropout mask, weights on heads).
       dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
-        `jax.random.bernoulli(key, keep, (*B, N, T, S))`, to the bit (with jax_threefry_partitionable, JAX's default).
+        `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit (with jax_threefry_partitionable, JAX's default, and a float32
+        `keep`, also where 64 bits are enabled).
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
@@ -367,6 +272,8 @@ def dot_product_attention(
         where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
       factors_scale: multiplies the factors, if there are any (1 / keep, for a dropout).
       keep: the probability with which an entry is kept, for a dropout_key.
+      dropout_shape: the shape in which a dropout_key's factors are drawn, which broadcasts to *B x N x T x S: (1, 1, T, S) drops the
+        same entries in every head of every batch entry. None is the scores' own.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
       layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
       deterministic: the same bits every time, also of the gradients: leaves out cuDNN's backward, which adds to the query's by atomics.
@@ -406,6 +313,7 @@ def dot_product_attention(
         mask_value=mask_value,
         factors_scale=factors_scale,
         keep=keep,
+        dropout_shape=dropout_shape,
         precision=precision,
         layout=layout,
         deterministic=deterministic,

@@ -40,7 +40,8 @@ class Attention:
       query, key, value, out: (batch, head, row) strides, in elements.
       bias, mask, factors: their dtype and (batch, head, row, column) strides, 0 where it broadcasts; None where there is none.
       terms: of a product of floats: 3 TF32 products or 1.
-      dropout: whether the factors are made of a key, with probability `keep` each.
+      dropout: the same strides among the entries that are drawn, where the factors are made of a key, with probability `keep` each;
+        those of row and column are `keys` and 1.
     """
 
     dtype: str
@@ -64,7 +65,7 @@ class Attention:
     factors: tuple[str, Strides] | None = None
     group: int = 1
     terms: int = 3
-    dropout: bool = False
+    dropout: Strides | None = None
     keep: float = 1.0
 
     @property
@@ -197,7 +198,8 @@ def _geometry(call: Attention) -> tuple[tuple[str, int], ...]:
     none = ("", (0, 0, 0, 0))
     sizes = [("i32", n) for n in (call.queries, call.keys, call.heads, call.group)]
     rows = [n for strides in (call.query, call.key, call.value, call.out) for n in strides]
-    scores = [n for one in (call.bias, call.mask, call.factors) for n in (one or none)[1]]
+    drawn = ("", call.dropout) if call.dropout else None
+    scores = [n for one in (call.bias, call.mask, call.factors or drawn) for n in (one or none)[1]]
     numbers = (call.scale, call.softcap or 0.0, call.mask_value, call.factors_scale, call.keep)
     return (*sizes, *(("i64", n) for n in (*rows, *scores)), *(("i32", _bits(x)) for x in numbers))
 
