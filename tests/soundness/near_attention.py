@@ -115,11 +115,11 @@ def near(name: str, code: str | None, fn: Any, args: tuple[Any, ...] = QKV, **re
 
 AXES = (
     near("softmax over the queries", "axes", attend(lambda s: softmax(s, axis=2)),
-         says="are a softmax over axis 2, and their product with the values contracts axis 3"),
+         says=", and their product with the values contracts axis "),
     near("softmax over the heads", "axes", attend(lambda s: softmax(s, axis=1))),
     near("softmax over queries and keys", "axes", attend(lambda s: softmax(s, axis=(2, 3)))),
     near("weights contracted over the queries", "axes", attend(weigh="bhts,bthd->bshd"),
-         says="are a softmax over axis 3, and their product with the values contracts axis 2"),
+         says=", and their product with the values contracts axis "),
     near("weights contracted over the heads too", "axes", attend(weigh="bhts,bshd->btd")),
     near("no width", "axes", attend(), tuple(a[..., :0] for a in QKV)),
     near("no batch", "axes", attend(), tuple(a[:0] for a in QKV)),
