@@ -41,7 +41,11 @@ using C = double; // of the arithmetic, and of the sums
 #else
 using C = float;
 #endif
-constexpr int kThreads = 256; // of a block
+#if FL_KIND == 2
+constexpr int kThreads = FL_TX * FL_TY; // of a block
+#else
+constexpr int kThreads = 256;
+#endif
 
 // The arrays, and what else depends on the place: the element's number along the last axis, the first p and q of the block's tile.
 enum { kFull, kW, kX, kY, kDx, kDy, kDw, kColumn, kFirstP, kFirstQ, kPlaces };
@@ -74,12 +78,12 @@ __device__ __forceinline__ Place operator+(Place a, const Place& b) {
   return a;
 }
 
-constexpr bool has_lanes(int array) { return FL_LANES >> array & 1; }
+__device__ constexpr bool has_lanes(int array) { return FL_LANES >> array & 1; }
 
 template <int kBytes> struct RawOf;
 template <> struct RawOf<2> { using Type = unsigned short; };
 template <> struct RawOf<4> { using Type = unsigned int; };
-template <> struct RawOf<8> { using Type = uint2; };
+template <> struct RawOf<8> { using Type = unsigned long long; };
 template <> struct RawOf<16> { using Type = uint4; };
 
 // Neighbours along the last axis, moved by one instruction.
@@ -202,7 +206,8 @@ struct Given {
   Held<kX> x;
   Held<kY> y;
 
-  __device__ __forceinline__ Terms terms(const Held<kW>& held_w) const {
+  // Without an element there w is 0 too: 0 times an infinite one would be no 0.
+  __device__ __forceinline__ Terms terms(const Held<kW>& held_w, bool inside) const {
     Terms made;
     C cts[FL_VEC];
     ct.values(cts);
@@ -211,8 +216,9 @@ struct Given {
       held_w.values(ws);
 #pragma unroll
       for (int j = 0; j < FL_VEC; ++j) {
-        made.dx[j] = (C(1) - ws[j]) * cts[j];
-        made.dy[j] = ws[j] * cts[j];
+        const C one_w = inside ? ws[j] : C(0);
+        made.dx[j] = (C(1) - one_w) * cts[j];
+        made.dy[j] = one_w * cts[j];
       }
     }
     if constexpr ((FL_WANT & 4) != 0) {
@@ -246,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward_flat(
 #pragma unroll
   for (int i = 0; i < FL_ITEMS; ++i) {
     if (unit_of(i) >= FL_UNITS) break;
-    const Terms terms = given[i].terms(FL_W_ONE ? one : given[i].w);
+    const Terms terms = given[i].terms(FL_W_ONE ? one : given[i].w, true);
     const Index element = unit_of(i) * FL_VEC;
     if (FL_WANT & 1) store(dx + element, terms.dx);
     if (FL_WANT & 2) store(dy + element, terms.dy);
@@ -258,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward_flat(
 #if FL_KIND == 2
 // The axes are dealt out to three: "grid" (a block has one place there), "p" and "q"; a tile is a range of p, a range of q and, along the last
 // axis, FL_VEC elements of each of FL_TX lanes. What is left of the last axis is an axis like the others.
-//   FL_TX, FL_TY       threads of a block along x (the last axis) and y; powers of 2, of product kThreads; FL_TX to 32, so that
+//   FL_TX, FL_TY       threads of a block along x (the last axis) and y: powers of 2 of product 32 to 256; FL_TX to 32, so that
 //                      lanes of one place lie in one warp
 //   FL_GRID, FL_P, FL_Q  the axes; those of the grid begin with the tiles along q and p
 //   FL_P_SIZE, FL_Q_SIZE, FL_COLUMNS  of p, of q and of the last axis
@@ -419,8 +425,6 @@ template <int kBits, int kArray> struct Gradient {
   }
 };
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward(
     const T* ct, const T* w, const T* x, const T* y, void* dx, void* dy, void* dw) {
   fl_wait();
@@ -431,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward(
   Gradient<FL_DY, kDy> of_y;
   Gradient<FL_DW, kDw> of_w;
   constexpr int kPassed = of_x.kWords + of_y.kWords + of_w.kWords;
-  __shared__ C shared[larger(2 * kPassed, kThreads * FL_VEC)];
+  __shared__ C shared[2 * kPassed > kThreads * FL_VEC ? 2 * kPassed : kThreads * FL_VEC];
 
   const Place base = place_of(blockIdx.x, grid_axes);
   const Index column = threadIdx.x * FL_VEC;
@@ -477,8 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward(
       for (int j = 0; j < FL_ROWS_Q; ++j) {
 #pragma unroll
         for (int i = 0; i < FL_ROWS_P; ++i) {
-          // Without an element there w is 0 too: 0 times an infinite one would be no 0.
-          const Terms terms = given[j][i].terms(FL_W_STAYS && inside[j][i] ? staying : given[j][i].w);
+          const Terms terms = given[j][i].terms(FL_W_STAYS ? staying : given[j][i].w, !FL_W_STAYS || inside[j][i]);
           const Place place = at_q[j] + at_p[i];
           of_x.take(dx, place, i, terms.dx, inside[j][i]);
           of_y.take(dy, place, i, terms.dy, inside[j][i]);
@@ -507,15 +510,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward(
 #ifdef FL_SUMS
 // The sums of partial[parts][size] over parts, of up to three gradients, one for each blockIdx.y, in a fixed order: each of a column's
 // threads adds every kHeight-th part, then a tree. FL_SUMS: {parts, size, threads of a block along a row of parts}.
+constexpr int kSumThreads = 256;
 struct Sum {
   Index parts, size;
   int width;
 };
 
 template <typename To> __device__ __forceinline__ void sum_parts(const C* partial, To* to, const Sum& of) {
-  __shared__ C sums[kThreads];
+  __shared__ C sums[kSumThreads];
   const int thread = threadIdx.x;
-  const int height = kThreads / of.width, row = thread / of.width;
+  const int height = kSumThreads / of.width, row = thread / of.width;
   const Index column = static_cast<Index>(blockIdx.x) * of.width + thread % of.width;
   C sum = 0;
   if (column < of.size) {
@@ -530,7 +534,7 @@ template <typename To> __device__ __forceinline__ void sum_parts(const C* partia
   if (row == 0 && column < of.size) to[column] = static_cast<To>(sums[thread]);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) lerp_sum(
+extern "C" __global__ void __launch_bounds__(kSumThreads) lerp_sum(
     const C* partial_0, T* to_0, const C* partial_1, T* to_1, const C* partial_2, T* to_2) {
   fl_wait();
   constexpr Sum sums[] = {FL_SUMS};

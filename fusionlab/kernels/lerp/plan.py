@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from ...errors import ArgumentError, unknown_name
 from ..compile import Source
@@ -23,7 +23,8 @@ MAX_RANK = 8
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _PLACES = ("ct", "w", "x", "y", "dx", "dy", "dw", "column", "first p", "first q")  # the kernel's enum
-_THREADS = 256  # kThreads: a few blocks a multiprocessor, so that one works while another waits at a barrier
+_WARP = 32
+_THREADS = 256  # at most, of a block: a few blocks a multiprocessor, so that one works while another waits at a barrier
 _GRID_X = 2**31 - 1  # CUDA's limit
 _NARROW = 2**31 - 1  # elements that 32-bit numbers are used for
 
@@ -32,17 +33,21 @@ _NARROW = 2**31 - 1  # elements that 32-bit numbers are used for
 IN_FLIGHT = 8
 FLAT_ITEMS = 4  # at most, of those kernels that go element by element: they run with 2,048 threads a multiprocessor
 MAX_LANES = 32  # along the last axis: a warp, whose sums need no shared memory
+MIN_LANES = 8  # of those that are tried where the axis has more; with fewer lanes a tile has more rows, and leaves fewer partial sums
 SUM_REGISTERS = 64  # words of running sums that a thread may hold
 STAGE_BYTES = 32 << 10  # shared memory in which sums over p wait for the next barrier: four blocks fit a multiprocessor
 PARTS_OF_A_THREAD = 8  # in lerp_sum, before more threads share a column
 # The model, in bytes of traffic.
 BLOCK_BYTES = 2 << 10  # a block's beginning and end
-TAIL_BLOCKS = 2 * 132  # with n blocks, blocks that are idle at the end are about this many of n
+TAIL_BLOCKS = (
+    132  # with n blocks, time is lost at the end as if this many more were to be done: one a multiprocessor of an H200
+)
 SUM_BYTES = 8 << 20  # the launch of lerp_sum: 2 microseconds
+SUM_ROUND_BYTES = 3 << 20  # and the latency of memory each time that a thread of it waits for PARTS_OF_A_THREAD parts
 PASS_BYTES = 12 << 20  # another pass
 LANE_SUM_SHARE = 0.1  # more time, of sums over lanes for each row
 PASSED_ON_SHARE = 0.02  # of sums through shared memory
-RUN_BYTES = 64  # side by side that a warp should read at least
+RUN_BYTES = 8  # a run of bytes side by side takes the time of this many more
 BUSY = 0.5  # share of threads with work below which time is lost
 
 
@@ -182,51 +187,56 @@ def _groupings(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
 def _one_pass(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, Pass]:
     reads = (("w",) if "x" in grads or "y" in grads else ()) + (("x", "y") if "w" in grads else ())
     axes = collapse(shapes, tuple(slot for slot in SLOTS if slot in grads or slot in reads))
-    call = _Call(axes, grads, reads, dtype)
+    lanes = _power_of_2(axes[-1].size // _vector(axes[-1].size, dtype))
+    call = _Call(axes, grads, reads, dtype, min(MAX_LANES, lanes))
     if all(slot in axis.slots for axis in axes for slot in grads):
         addresses = tuple(("result", grads.index(s)) if s in grads else ("null", 0) for s in SLOTS)
         total = math.prod(a.size for a in axes)
         plan = _flat(1, "lerp_backward_flat", axes, reads, dtype, (*call.operands, *addresses), total, grads)
         return call.base_bytes, Pass(plan, reads, grads, ())
-    cost, tiling = min(((_cost(t), t) for t in _tilings(call)), key=lambda pair: pair[0])
+    calls = [replace(call, lanes=n) for n in _powers_of_2(call.lanes) if n == call.lanes or n >= MIN_LANES]
+    cost, tiling = min(((_cost(t), t) for c in calls for t in _tilings(c)), key=lambda pair: pair[0])
     return cost, _tiled_pass(tiling)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One pass, before it is known how."""
+    """One pass, and how many lanes along the last axis it is done with."""
 
     axes: tuple[Axis, ...]
     grads: tuple[str, ...]
     reads: tuple[str, ...]
     dtype: str
-    columns: int = field(init=False)
-    vec: int = field(init=False)
-    lanes: int = field(init=False)
-    elements: int = field(init=False)
+    lanes: int
 
-    def __post_init__(self) -> None:
-        columns = self.axes[-1].size
-        vec = _vector(columns, self.dtype)
-        lanes = min(MAX_LANES, _power_of_2(columns // vec))
-        for name, value in (("columns", columns), ("vec", vec), ("lanes", lanes)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "elements", math.prod(a.size for a in self.axes))
+    @functools.cached_property
+    def columns(self) -> int:
+        return self.axes[-1].size
+
+    @functools.cached_property
+    def vec(self) -> int:
+        return _vector(self.columns, self.dtype)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        return math.prod(a.size for a in self.axes)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Elements of each array of a slot."""
+        return {s: math.prod(a.size for a in self.axes if s in a.slots) for s in SLOTS}
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:
         names = ("ct", *self.reads)
         return tuple(("operand", names.index(n)) if n in names else ("null", 0) for n in ("ct", "w", "x", "y"))
 
-    @property
-    def base_bytes(self) -> float:
+    @functools.cached_property
+    def base_bytes(self) -> int:
         """What every way to do it reads and writes."""
-        return _BYTES[self.dtype] * (self.elements + sum(self.size_of(s) for s in (*self.reads, *self.grads)))
+        return _BYTES[self.dtype] * (self.elements + sum(self.sizes[s] for s in (*self.reads, *self.grads)))
 
-    def size_of(self, slot: str) -> int:
-        return math.prod(a.size for a in self.axes if slot in a.slots)
-
-    @property
+    @functools.cached_property
     def rows(self) -> tuple[tuple[Axis, int], ...]:
         """The axes beside the lanes, each with its number: what is left of the last one is one of them."""
         last = len(self.axes) - 1
@@ -237,10 +247,6 @@ class _Call:
         """Of an axis as one of the rows'."""
         size = self.axes[number].size
         return _parts(size, self.vec * self.lanes) if number == len(self.axes) - 1 else size
-
-    def over(self, slot: str, axis: Axis) -> bool:
-        """Whether that gradient is a sum along an axis."""
-        return slot not in axis.slots
 
     def step(self, place: str, number: int) -> int:
         """What one step along a row's axis adds to the place in an array that is not partial."""
@@ -270,68 +276,75 @@ class _Tiling:
     rows_q: int
     q_tiles_asked: int
 
-    @property
+    @functools.cached_property
     def splits_p(self) -> bool:
         return bool(self.p)
 
-    @property
+    @functools.cached_property
     def threads_y(self) -> int:
-        return _THREADS // self.call.lanes
+        return _threads_y(self.call.lanes, self.p_size if self.splits_p else self.q_size)
 
     @property
+    def threads(self) -> int:
+        return self.call.lanes * self.threads_y
+
+    @functools.cached_property
     def p_size(self) -> int:
         return _size(self.p)
 
-    @property
+    @functools.cached_property
     def q_size(self) -> int:
         return _size(self.q)
 
-    @property
+    @functools.cached_property
     def p_span(self) -> int:
         return self.threads_y * self.rows_p if self.splits_p else 1
 
-    @property
+    @functools.cached_property
     def p_tiles(self) -> int:
         return _parts(self.p_size, self.p_span)
 
-    @property
+    @functools.cached_property
     def q_step(self) -> int:
         return self.rows_q * (1 if self.splits_p else self.threads_y)
 
-    @property
+    @functools.cached_property
     def q_span(self) -> int:
         return _round_up(_parts(self.q_size, self.q_tiles_asked), self.q_step)
 
-    @property
+    @functools.cached_property
     def q_tiles(self) -> int:
         return _parts(self.q_size, self.q_span)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return _size(self.grid) * self.p_tiles * self.q_tiles
 
-    def sums_over(self, slot: str) -> tuple[bool, bool, bool]:
-        """p, q, the lanes."""
-        call = self.call
-        p, q = (any(call.over(slot, axis) for axis, _ in rows) for rows in (self.p, self.q))
-        return p, q, call.over(slot, call.axes[-1])
+    @functools.cached_property
+    def sums_over(self) -> dict[str, tuple[bool, bool, bool]]:
+        """Of each gradient: p, q, the lanes."""
+        of = {}
+        for slot in self.call.grads:
+            p, q = (any(slot not in axis.slots for axis, _ in rows) for rows in (self.p, self.q))
+            of[slot] = p, q, slot not in self.call.axes[-1].slots
+        return of
 
     def parts(self, slot: str) -> int:
         """How many tiles have a part in each element of a gradient."""
-        p, q, _ = self.sums_over(slot)
-        over = (axis.size for axis, _ in self.grid if self.call.over(slot, axis))
+        p, q, _ = self.sums_over[slot]
+        over = (axis.size for axis, _ in self.grid if slot not in axis.slots)
         return math.prod(over) * (self.p_tiles if p else 1) * (self.q_tiles if q else 1)
 
     def passed_on(self, slot: str) -> bool:
-        p, q, _ = self.sums_over(slot)
+        p, q, _ = self.sums_over[slot]
         return p and not q
 
     def stage(self) -> int:
         """Steps along q between two barriers: as many as the shared memory for sums over p takes, in two halves."""
-        words = [1 if self.sums_over(s)[2] else self.call.vec for s in self.call.grads if self.passed_on(s)]
+        words = [1 if self.sums_over[s][2] else self.call.vec for s in self.call.grads if self.passed_on(s)]
         if not words:
             return 1
-        one = 2 * sum(words) * _THREADS * self.rows_q * _BYTES[accumulator(self.call.dtype)]
+        one = 2 * sum(words) * self.threads * self.rows_q * _BYTES[accumulator(self.call.dtype)]
         return max(1, min(STAGE_BYTES // one, _parts(self.q_span, self.rows_q)))
 
 
@@ -342,12 +355,13 @@ def _tilings(call: _Call) -> Iterator[_Tiling]:
         classes.setdefault(axis.slots.intersection(call.grads), []).append((axis, number))
     groups = [tuple(rows) for rows in classes.values()]
     streams = 1 + (2 if "w" in call.grads else 0)
-    streams += 1 if "w" in call.reads and 2 * call.size_of("w") > call.elements else 0
-    vectors = max(1, IN_FLIGHT // _power_of_2(streams))
+    streams += 1 if "w" in call.reads and 2 * call.sizes["w"] > call.elements else 0
+    # Shorter vectors: more of them.
+    vectors = max(1, IN_FLIGHT // _power_of_2(streams)) * (2 if call.vec * _BYTES[call.dtype] <= 8 else 1)
     for p, q in dict.fromkeys(itertools.permutations([(), (), *groups], 2)):
         grid = tuple(row for rows in groups if rows not in (p, q) for row in rows)
         for rows_p in _powers_of_2(vectors) if p else (1,):
-            ty = _THREADS // call.lanes
+            ty = _threads_y(call.lanes, _size(p or q))
             if rows_p > 1 and rows_p * ty >= 2 * _size(p):
                 break
             rows_q = min(vectors // rows_p, _power_of_2(_size(q) if p else _parts(_size(q), ty)))
@@ -363,11 +377,16 @@ def _tilings(call: _Call) -> Iterator[_Tiling]:
                     break
 
 
+def _threads_y(lanes: int, rows: int) -> int:
+    """Threads of a block along y: as many as there are rows for, but of a whole warp."""
+    return min(_THREADS, max(_WARP, lanes * _power_of_2(rows))) // lanes
+
+
 def _sum_words(tiling: _Tiling) -> int:
     """Registers of a thread's running sums."""
     total = 0
     for slot in tiling.call.grads:
-        p, q, lanes = tiling.sums_over(slot)
+        p, q, lanes = tiling.sums_over[slot]
         total += (tiling.rows_p if q and not p else 1) * (1 if lanes else tiling.call.vec) * (p or q)
     return total * (2 if tiling.call.dtype == "float64" else 1)
 
@@ -376,22 +395,24 @@ def _cost(tiling: _Tiling) -> float:
     """Traffic, and what else takes time, in bytes of traffic."""
     call = tiling.call
     base = call.base_bytes
+    blocks = tiling.blocks * tiling.threads / _THREADS  # smaller ones take less, and more run at once
     busy = call.columns / _round_up(call.columns, call.vec * call.lanes)
     busy *= tiling.p_size / (tiling.p_tiles * tiling.p_span)
     busy *= tiling.q_size / (tiling.q_tiles * tiling.q_span)
-    time = base * max(1.0, BUSY / busy, RUN_BYTES / _run_bytes(tiling)) * (1 + TAIL_BLOCKS / tiling.blocks)
-    time += BLOCK_BYTES * tiling.blocks
-    summed = False
+    time = base * max(1.0, BUSY / busy) * (1 + RUN_BYTES / _run_bytes(tiling)) * (1 + TAIL_BLOCKS / blocks)
+    time += BLOCK_BYTES * blocks
+    rounds = [0]
     for slot in call.grads:
-        p, q, lanes = tiling.sums_over(slot)
+        p, q, lanes = tiling.sums_over[slot]
         if lanes and not (p or q):
             time += LANE_SUM_SHARE * base
         if tiling.passed_on(slot):
             time += PASSED_ON_SHARE * base
-        if tiling.parts(slot) > 1:
-            summed = True
-            time += 2 * _BYTES[accumulator(call.dtype)] * tiling.parts(slot) * call.size_of(slot)
-    return time + SUM_BYTES * summed
+        if (parts := tiling.parts(slot)) > 1:
+            one = _Sum(parts, call.sizes[slot])
+            rounds.append(_parts(parts * one.width, _THREADS * PARTS_OF_A_THREAD))
+            time += 2 * _BYTES[accumulator(call.dtype)] * parts * call.sizes[slot]
+    return time + SUM_BYTES * (len(rounds) > 1) + SUM_ROUND_BYTES * max(rounds)
 
 
 def _run_bytes(tiling: _Tiling) -> int:
@@ -407,7 +428,7 @@ def _run_bytes(tiling: _Tiling) -> int:
 def _tiled_pass(tiling: _Tiling) -> Pass:
     call = tiling.call
     partial = tuple(slot for slot in call.grads if tiling.parts(slot) > 1)
-    scratch = tuple((tiling.parts(slot), call.size_of(slot)) for slot in partial)
+    scratch = tuple((tiling.parts(slot), call.sizes[slot]) for slot in partial)
     results = {slot: call.grads.index(slot) for slot in call.grads}
     results |= {slot: len(call.grads) + i for i, slot in enumerate(partial)}
     addresses = tuple(("result", results[s]) if s in results else ("null", 0) for s in SLOTS)
@@ -449,8 +470,8 @@ def _tile_options(tiling: _Tiling, partial: Sequence[str], most: int) -> tuple[s
     for which, (size, place, span) in enumerate(tiles):
         steps = {place: span}
         for slot in partial:
-            if tiling.sums_over(slot)[which]:
-                steps["d" + slot] = parts[slot] * call.size_of(slot)
+            if tiling.sums_over[slot][which]:
+                steps["d" + slot] = parts[slot] * call.sizes[slot]
                 parts[slot] *= size
         grid.insert(0, _axis(size, steps))
     values = {
@@ -473,7 +494,7 @@ def _tile_options(tiling: _Tiling, partial: Sequence[str], most: int) -> tuple[s
     for slot in SLOTS:
         bits = 0
         if slot in call.grads:
-            flags = (True, *tiling.sums_over(slot), slot in partial)
+            flags = (True, *tiling.sums_over[slot], slot in partial)
             bits = sum(1 << i for i, flag in enumerate(flags) if flag)
         values["D" + slot.upper()] = bits
     return _options(values)
@@ -483,8 +504,8 @@ def _steps(call: _Call, number: int, partial: Sequence[str], parts: dict[str, in
     """Of an axis; those that a gradient of `partial` is summed over number its parts, of which `parts` counts those so far."""
     steps = {place: call.step(place, number) for place in ("ct", *call.reads, *("d" + s for s in call.grads), "column")}
     for slot in partial:
-        if call.over(slot, call.axes[number]):
-            steps["d" + slot] = parts[slot] * call.size_of(slot)
+        if slot not in call.axes[number].slots:
+            steps["d" + slot] = parts[slot] * call.sizes[slot]
             parts[slot] *= call.row_size(number)
     return steps
 
