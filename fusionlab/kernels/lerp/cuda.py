@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...device import Device
+from ..arrays import is_explicitly_sharded
 from ..compile import NOT_INSTALLED
 from ..launch import launch
 from .plan import MAX_RANK, accumulator, backward_passes, forward_plan, result_shape
@@ -23,6 +24,8 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
     """Why this backend cannot run a call, or None. `shapes` may have entries for x, y and w with a shape and a dtype."""
     if reason := refuses_device(device):
         return reason
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
     for slot, shape in shapes.items():
         if len(shape.shape) > MAX_RANK:
             return f"{slot} has rank {len(shape.shape)}, the kernels take {MAX_RANK} at most"
