@@ -291,6 +291,21 @@ __device__ __forceinline__ bool in_columns(const Place& place, Index column) {
   return FL_COLUMNS % (FL_TX * FL_VEC) == 0 || place.at[kColumn] + column < FL_COLUMNS;
 }
 
+// Neighbouring sums, by instructions of up to 16 bytes: as a row holds a whole number of vectors, each is aligned to its size.
+template <int kCount> __device__ __forceinline__ void store_sums(C* to, const C (&values)[kCount]) {
+  constexpr int kSixteen = 16 / sizeof(C), kWide = kCount < kSixteen ? kCount : kSixteen;
+  struct alignas(kWide * sizeof(C)) Chunk {
+    C at[kWide];
+  };
+#pragma unroll
+  for (int i = 0; i < kCount; i += kWide) {
+    Chunk chunk;
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) chunk.at[j] = values[i + j];
+    *reinterpret_cast<Chunk*>(to + i) = chunk;
+  }
+}
+
 // One gradient: what a thread has summed of it, and where that goes.
 template <int kBits, int kArray> struct Gradient {
   static constexpr bool kWanted = kBits & 1, kOverP = kBits & 2, kOverQ = kBits & 4, kOverLanes = kBits & 8;
@@ -322,8 +337,7 @@ template <int kBits, int kArray> struct Gradient {
     } else if (inside) {
       const Index at = place.at[kArray] + threadIdx.x * FL_VEC;
       if constexpr (kPartial) {
-#pragma unroll
-        for (int j = 0; j < FL_VEC; ++j) static_cast<C*>(to)[at + j] = values[j];
+        store_sums(static_cast<C*>(to) + at, values);
       } else {
         store(static_cast<T*>(to) + at, values);
       }
@@ -345,11 +359,9 @@ template <int kBits, int kArray> struct Gradient {
   // After all p of one q.
   __device__ __forceinline__ void pass_on(C* shared, int slot) {
     if constexpr (kPassedOn) {
+      store_sums(shared + (slot * kThreads + thread_of_block()) * kValues, sum[0]);
 #pragma unroll
-      for (int j = 0; j < kValues; ++j) {
-        shared[(slot * kThreads + thread_of_block()) * kValues + j] = sum[0][j];
-        sum[0][j] = 0;
-      }
+      for (int j = 0; j < kValues; ++j) sum[0][j] = 0;
     }
   }
 
@@ -425,7 +437,9 @@ template <int kBits, int kArray> struct Gradient {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward(
+// Three blocks of 256 threads may have 85 registers each: enough for the loads in flight. Left to choose, the compiler took as few as 48
+// once, and put some values into memory.
+extern "C" __global__ void __launch_bounds__(kThreads, 3) lerp_backward(
     const T* ct, const T* w, const T* x, const T* y, void* dx, void* dy, void* dw) {
   fl_wait();
   constexpr Axis grid_axes[] = {FL_GRID};
@@ -435,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) lerp_backward(
   Gradient<FL_DY, kDy> of_y;
   Gradient<FL_DW, kDw> of_w;
   constexpr int kPassed = of_x.kWords + of_y.kWords + of_w.kWords;
-  __shared__ C shared[2 * kPassed > kThreads * FL_VEC ? 2 * kPassed : kThreads * FL_VEC];
+  __align__(16) __shared__ C shared[2 * kPassed > kThreads * FL_VEC ? 2 * kPassed : kThreads * FL_VEC];
 
   const Place base = place_of(blockIdx.x, grid_axes);
   const Index column = threadIdx.x * FL_VEC;
