@@ -16,6 +16,7 @@ from fusionlab.kernels.dot_product_attention import tiles
 from fusionlab.kernels.dot_product_attention.probe import probe_plan
 from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
+from fusionlab.kernels.lerp import plan as lerp
 
 LIMITS = KERNELS / "limits.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -43,7 +44,28 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             name = f"{dtype} {activation}" + ("" if n == 256 else " any columns")
             yield f"{name}: forward", elementwise.forward_plan(64, n, dtype, activation, bias=True, saves=saves)
             yield f"{name}: backward", elementwise.backward_plan(64, n, dtype, activation, dbias=True, saves=saves)[0]
+    yield from _lerp(arch)
     yield from _attention(arch)
+
+
+def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:
+    """Of lerp: element by element, and each kind of sum with what fits a vector and what does not."""
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+        "alike": ((64, 1024, 1024), (64, 1024, 1024), (64, 1024, 1024)),
+        "images": ((16, 1, 1, 1), (16, 3, 244, 244), (1, 3, 1, 244)),
+        "sum over rows": ((512, 1, 1024), (512, 1024, 1024), (1, 1024, 1)),
+        "two sums": ((1024, 1, 1024), (1, 1024, 1024), (1, 1, 1)),
+        "rows and columns": ((8191, 1), (1, 8191), (1, 1)),
+    }
+    some = shapes if arch == "sm_90" else ("images", "two sums")
+    for dtype in DTYPES if arch == "sm_90" else ("float32", "bfloat16"):
+        for kind in some:
+            given = dict(zip(lerp.SLOTS, shapes[kind], strict=True))
+            name = f"lerp {dtype} {kind}"
+            yield f"{name}: forward", lerp.forward_plan(given, dtype)
+            for wanted in (("x", "y"), ("x", "y", "w")):
+                for i, one in enumerate(lerp.backward_passes(given, wanted, dtype)):
+                    yield f"{name}: {' and '.join(wanted)}, pass {i + 1}", one.plan
 
 
 def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:

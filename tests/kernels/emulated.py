@@ -91,6 +91,13 @@ def emulator_in(folder: Path) -> Emulator:
 @contextmanager
 def attention_on_the_cpu(emulator: Emulator) -> Iterator[PlanBook]:
     """attention.cu itself, as C++, launched by XLA's CPU backend: `implementation="cuda"` runs here. Gives the book of plans."""
+    with kernels_on_the_cpu(emulator, cuda) as book:
+        yield book
+
+
+@contextmanager
+def kernels_on_the_cpu(emulator: Emulator, *modules: Any) -> Iterator[PlanBook]:
+    """Kernel plans run by the emulator, launched by XLA's CPU backend, which the `refuses_device` of each module then takes."""
     one_at_a_time = threading.Lock()
 
     def prepare(plan: KernelPlan, device: int) -> Prepared:
@@ -104,7 +111,8 @@ def attention_on_the_cpu(emulator: Emulator) -> Iterator[PlanBook]:
         book = PlanBook()
         patch.setattr(KernelPlan, "prepare", prepare)
         patch.setattr(launch, "BOOK", book)
-        patch.setattr(cuda, "refuses_device", lambda device: None)
+        for module in modules:
+            patch.setattr(module, "refuses_device", lambda device: None)
         yield book
         jax.clear_caches()
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #define __device__
@@ -119,6 +120,14 @@ inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned delta) 
   const unsigned lane = thread_number() % 32;
   const auto all = show({value});
   return lane + delta < 32 ? all[lane + delta][0] : value;
+}
+
+template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int other) {
+  if (mask != ~0u) std::abort();
+  unsigned words[sizeof(Value) / 4];
+  std::memcpy(words, &value, sizeof(Value));
+  std::memcpy(&value, show(words)[thread_number() % 32 ^ other], sizeof(Value));
+  return value;
 }
 
 inline void block_starts(); // what a header beside this one prepares
