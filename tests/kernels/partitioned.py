@@ -32,6 +32,7 @@ from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue, _lab
 from fusionlab.kernels.implementation import Implementation
 from fusionlab.kernels.labels import Axes, SummedCall
 from fusionlab.kernels.layer_norm.op import LAYER_NORM
+from fusionlab.kernels.lerp.op import LERP
 from fusionlab.kernels.op import Op
 
 Array = Any
@@ -142,7 +143,7 @@ def register() -> None:
     unsplit = replace(OPAQUE, name="unsplit", opaque=False)
     GemmEpilogue.implementations = {**GemmEpilogue.implementations, "opaque": OPAQUE, "unsplit": unsplit}
     Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
-    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION):
+    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION, LERP):
         one = op.implementations["xla"]
         type(op).implementations = {
             **op.implementations,
@@ -483,6 +484,27 @@ def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
         assert local("call")["x"] == shape, specs
     _, text = compiled(gradients(norm("opaque")), placed(mesh_of(SQUARE), P("a", "b"), P(), P(), args=args))
     assert not count(text, "all-gather")
+
+
+@trial
+def a_blend_is_split_along_every_axis_and_sums_of_its_parts_are_added_up() -> None:
+    blend = lambda name: everything(blend_of(name))  # noqa: E731
+    args = arrays((8, 1, 4), (8, 16, 4), (16, 1))
+    want = jax.jit(blend("xla"))(*args)
+    for specs, shapes in (
+        ((P("a"), P("a", "b"), P("b")), {"x": (4, 1, 4), "y": (4, 8, 4), "w": (1, 8, 1)}),
+        ((P(), P(None, ("a", "b")), P()), {"x": (8, 1, 4), "y": (8, 4, 4), "w": (1, 4, 1)}),
+        ((P("b", None, "a"), P("b", None, "a"), P()), {"x": (4, 1, 2), "y": (4, 16, 2), "w": (1, 16, 1)}),
+    ):
+        got, text = compiled(blend("opaque"), placed(mesh_of(SQUARE), *specs, args=args))
+        close(got, want, specs)
+        assert local("call") == shapes, specs
+        _, text = compiled(gradients(blend_of("opaque")), placed(mesh_of(SQUARE), *specs, args=args))
+        assert not count(text, "all-gather"), specs
+
+
+def blend_of(implementation: str) -> Callable[..., Array]:
+    return partial(fl.ops.lerp, implementation=implementation)
 
 
 @trial

@@ -13,6 +13,7 @@ from ..arrays import is_explicitly_sharded
 from ..compile import NOT_INSTALLED
 from ..launch import launch
 from .plan import MAX_RANK, accumulator, backward_passes, forward_plan, result_shape
+from .reference import operand_shapes
 
 Array = Any
 
@@ -64,7 +65,7 @@ def cotangent(
 
     Sums are accumulated in float32 (float64 for float64), always in the same order, and rounded once.
     """
-    shapes = {slot: tuple(shape) for slot, shape, _ in broadcast}
+    shapes = operand_shapes(broadcast, ct.shape)
     if not ct.size:
         return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
     made: dict[str, Array] = {}

@@ -16,7 +16,7 @@ from ..choices import CHOICES, case_text
 from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
-from . import reference
+from . import cuda, reference
 
 Array = Any
 
@@ -32,6 +32,15 @@ class Lerp(Op):
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
+            cuda.forward,
+            reference.tangent,
+            cuda.cotangent,
+            cuda.refuses,
+            opaque=True,
         ),
     }
 
@@ -122,7 +131,7 @@ def lerp(x: Array, y: Array, w: Array | float, *, implementation: str | None = N
 
     Args:
       x, y, w: arrays of any ranks that broadcast against each other as NumPy's do; a Python number for w is taken in x's dtype.
-      implementation: None may choose; "xla" is the plain jnp code.
+      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own.
 
     Returns:
       Of the shape all three broadcast to, in their dtype (float32, bfloat16, float16 or float64; they must agree). Arithmetic is float32

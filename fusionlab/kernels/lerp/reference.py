@@ -55,9 +55,18 @@ def cotangent(
     **_: Any,
 ) -> list[Array]:
     """The gradients wanted, in order; `broadcast` has (slot, shape, dtype) of every operand."""
-    factors, shapes = _factors(saved, wanted), {slot: shape for slot, shape, _ in broadcast}
+    factors, shapes = _factors(saved, wanted), operand_shapes(broadcast, ct.shape)
     moved = {slot: factors[slot] * wide(ct) for slot in wanted}
     return [summed_to(moved[slot], shapes[slot], shardings.get(slot)).astype(ct.dtype) for slot in wanted]
+
+
+def operand_shapes(
+    broadcast: tuple[tuple[str, tuple[int, ...], str], ...], result: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each operand of a part of a call, whose result has the shape `result`: where a device has a part of an axis of the
+    result, it has that part of the operands that are not broadcast along it.
+    """
+    return {slot: tuple(1 if n == 1 else m for n, m in zip(shape, result, strict=True)) for slot, shape, _ in broadcast}
 
 
 def _factors(saved: Mapping[str, Array], slots: tuple[str, ...]) -> dict[str, Array]:
