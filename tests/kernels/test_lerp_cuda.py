@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
-from fusionlab.kernels.lerp import cuda, plan
-from fusionlab.kernels.lerp.plan import SLOTS, Axis, accumulator, backward_passes, collapse, forward_plan, result_shape
+from fusionlab.kernels.lerp import cuda, plan, tiling
+from fusionlab.kernels.lerp.axes import SLOTS, Axis, accumulator, collapse, power_of_2, result_shape, vector
+from fusionlab.kernels.lerp.plan import backward_passes, forward_plan
 from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
@@ -216,20 +217,20 @@ def test_any_shapes(emulator, shapes, dtype, wanted):
     check_backward(emulator, shapes, tuple(s for s in SLOTS if s in wanted), dtype)
 
 
-def tilings(shapes, grads, dtype):
+def all_tilings(shapes, grads, dtype):
     """All that the cost model chooses from, of one pass."""
     reads = (("w",) if {"x", "y"} & set(grads) else ()) + (("x", "y") if "w" in grads else ())
     axes = collapse(shapes, tuple(s for s in SLOTS if s in (*grads, *reads)))
-    lanes = plan._power_of_2(axes[-1].size // plan._vector(axes[-1].size, dtype))
-    call = plan._Call(axes, grads, reads, dtype, min(plan.MAX_LANES, lanes))
+    lanes = power_of_2(axes[-1].size // vector(axes[-1].size, dtype))
+    call = tiling.Call(axes, grads, reads, dtype, min(tiling.MAX_LANES, lanes))
     fewer = [n for n in (8, 16) if n < call.lanes]
-    return [t for n in (call.lanes, *fewer) for t in plan._tilings(dataclasses.replace(call, lanes=n))]
+    return [t for n in (call.lanes, *fewer) for t in tiling.tilings(dataclasses.replace(call, lanes=n))]
 
 
-def kind_of(tiling):
+def kind_of(one):
     """What of a tiling changes the code: which sums each gradient is, whether it is partial, and how rows are held."""
-    sums = tuple((*tiling.sums_over[s], tiling.parts(s) > 1) for s in tiling.call.grads)
-    return sums, tiling.splits_p, tiling.rows_p > 1, tiling.rows_q > 1, tiling.stage() > 1
+    sums = tuple((*one.sums_over[s], one.parts(s) > 1) for s in one.call.grads)
+    return sums, one.splits_p, one.rows_p > 1, one.rows_q > 1, one.stage() > 1
 
 
 @pytest.mark.parametrize(
@@ -247,19 +248,19 @@ def test_every_kind_of_tiling_is_right_and_not_only_the_one_chosen(emulator, cas
     shapes = shapes_of(*CASES[case])
     values, ct = arrays(shapes, dtype)
     kinds = {}
-    for tiling in tilings(shapes, grads, dtype):
-        kinds.setdefault(kind_of(tiling), tiling)
+    for t in all_tilings(shapes, grads, dtype):
+        kinds.setdefault(kind_of(t), t)
     # Spread over all kinds, in the order in which they came.
     taken = list(kinds.values())[:: max(1, len(kinds) // most)]
     assert any(t.parts(s) > 1 for t in taken for s in grads)
-    for tiling in taken:
-        one = plan._tiled_pass(tiling)
+    for t in taken:
+        one = plan.tiled_pass(t)
         assert len(one.plan.launches) == 1 + bool(one.scratch)
         check_gradients(run_pass(emulator, one, shapes, values, ct, dtype), shapes, values, ct, dtype)
 
 
 def test_the_same_bits_every_time(emulator, monkeypatch):
-    monkeypatch.setattr(plan, "TAIL_BLOCKS", 1 << 20)  # as many tiles as can be
+    monkeypatch.setattr(tiling, "TAIL_BLOCKS", 1 << 20)  # as many tiles as can be
     plan._passes.cache_clear()
     shapes = shapes_of((18, 1, 128), (1, 40, 128), (1, 1, 1))
     values, ct = arrays(shapes, "float32")

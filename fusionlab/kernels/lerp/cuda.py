@@ -12,7 +12,8 @@ from ...device import Device
 from ..arrays import is_explicitly_sharded
 from ..compile import NOT_INSTALLED
 from ..launch import launch
-from .plan import MAX_RANK, accumulator, backward_passes, forward_plan, result_shape
+from .axes import MAX_RANK, accumulator, result_shape
+from .plan import backward_passes, forward_plan
 from .reference import operand_shapes
 
 Array = Any
