@@ -11,11 +11,11 @@ from jax import lax
 
 from fusionlab.graph.evaluate import is_float
 
-from . import near_attention, near_gemm, near_norm
+from . import near_attention, near_gemm, near_lerp, near_norm
 from .near_miss import FORMS as FORMS
 from .near_miss import NearMiss
 
-CORPUS: tuple[NearMiss, ...] = (*near_gemm.CORPUS, *near_attention.CORPUS, *near_norm.CORPUS)
+CORPUS: tuple[NearMiss, ...] = (*near_gemm.CORPUS, *near_attention.CORPUS, *near_norm.CORPUS, *near_lerp.CORPUS)
 
 # Lookalikes that a matcher modulo scalars and layouts is known to take for the real thing.
 NOTORIOUS = (
