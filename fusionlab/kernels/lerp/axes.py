@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import ArgumentError
 
-SLOTS = ("x", "y", "w")
+SLOTS: tuple[str, ...] = ("x", "y", "w")
 MAX_RANK = 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 

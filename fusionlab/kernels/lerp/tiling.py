@@ -27,9 +27,7 @@ STAGE_BYTES = 32 << 10  # shared memory in which sums over p wait for the next b
 PARTS_OF_A_THREAD = 8  # in lerp_sum, before more threads share a column
 # The model, in bytes of traffic.
 BLOCK_BYTES = 2 << 10  # a block's beginning and end
-TAIL_BLOCKS = (
-    132  # with n blocks, the end costs as if there were this many more: one for each multiprocessor of an H200
-)
+TAIL_BLOCKS = 132  # the end of n blocks costs as if there were this many more: one for each multiprocessor
 SUM_BYTES = 8 << 20  # the launch of lerp_sum: 2 microseconds
 SUM_ROUND_BYTES = 3 << 20  # and the latency of memory each time that a thread of it waits for PARTS_OF_A_THREAD parts
 LANE_SUM_SHARE = 0.1  # more time, of sums over lanes for each row
