@@ -5,25 +5,52 @@ no site is rewritten whose program goes on to ask where the NaN are, since the a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ..graph.canonical import View
+import numpy as np
+
+from ..graph.canonical import ONE, View
+from ..graph.evaluate import is_float
 from ..graph.ir import Node, Value
+from ..graph.region import constant_array
+from ..graph.signature import Memo
 from .base import all_nodes
 
 NOTE = "a query row that sees no key is 0 in the fused op, where the program has NaN"
-_MAKERS = 8  # steps from a bias back to the -inf it is made with
+_MAKERS = 8  # steps from a bias back to what it is made of
+_ADD_UP = 1e37  # numbers as large, twice, may be -inf in float32 (and in bfloat16, which reaches as far)
+_CHOOSES = frozenset({"select", "sum", "cast"})
+_LOOPS = frozenset({"scan", "while"})
 
 
-def made_with_infinity(view: View, leaves: Mapping[str, Value], names: tuple[str, ...]) -> bool:
-    """Whether one of these biases is made in the block with a literal -inf: a mask that is added."""
-    level = [view.ref[leaves[n].id].nid for n in names]
+def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str], alone: bool, memo: Memo) -> bool:
+    """Whether the sum of these biases may be -inf at an entry. Only a constant that is not, and a choice between finite numbers, are
+    known not to be; where they are not `alone` in hiding keys, numbers that may add up to -inf count as that.
+    """
+    most = math.inf if alone and len(names) < 2 else _ADD_UP
+    return any(_may_be_infinite(view, leaves[n], most, memo) for n in names)
+
+
+def _may_be_infinite(view: View, bias: Value, most: float, memo: Memo) -> bool:
+    array = constant_array(view, bias, memo, True)
+    if array is not None:
+        return not bool((np.abs(array.astype(np.float64)) < most).all())
+    level, inside = [view.ref[bias.id].nid], [view.ref[bias.id].coef]
     for _ in range(_MAKERS):
-        operands = [o for nid in level for o in view.nodes[nid].operands]
-        if any(o.coef == -math.inf for o in operands):
+        for nid in level:
+            node = view.nodes[nid]
+            shown = view.values_of.get(nid)
+            if node.op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype)):
+                return True
+            inside += [o.coef for o in node.operands]
+        if any(abs(float(c)) >= most for c in inside):
             return True
-        level = list(dict.fromkeys(o.nid for o in operands))
-    return False
+        level = list(
+            dict.fromkeys(o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
+        )
+        if not level:
+            return False
+    return True
 
 
 def nan_test(view: View, root: Value) -> Node | None:
@@ -41,6 +68,10 @@ def nan_test(view: View, root: Value) -> Node | None:
         if here.outer is None:
             return None
         here, holder = here.outer
+        if holder.primitive in _LOOPS:  # what a turn makes the next one may ask
+            found = next((n for n in all_nodes(b for block in holder.blocks for b in block.nodes) if _asks(n)), None)
+            if found is not None:
+                return found
         starts = [here.ref[v.id].nid for v in holder.outputs if v.id in here.ref]
     return None
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..graph.canonical import CNode, View
 from ..graph.ir import Node, Value
@@ -37,7 +38,7 @@ from .attention_forms import (
 )
 from .attention_plan import attributes_of, keyed_plan, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
-from .blind import NOTE, made_with_infinity, nan_test
+from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
@@ -256,7 +257,8 @@ class _Site(Site):
             sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
             edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
             return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
-        rest = _without(region, dropped), masks, factor, tuple(_notes(read, masks, blind))
+        digits = ("its numbers are taken to 12 digits",) if root.dtype == np.float64 else ()
+        rest = _without(region, dropped), masks, factor, (*_notes(read, masks, blind), *digits)
         leaks = escapes(region)
         if not leaks:
             return self.proposed(read, *rest, None)
@@ -311,7 +313,9 @@ class _Site(Site):
     def can_be_blind(self, region: Region, masks: Masking) -> bool:
         """Whether data may leave a query row no key, with NaN for its result in the program."""
         hidden = bool(masks.masks) and masks.mask_value == -math.inf
-        return hidden or made_with_infinity(self.view, region.leaves, masks.biases)
+        return hidden or may_be_infinite(
+            self.view, region.leaves, masks.biases, not (masks.masks or masks.row is not None), self.search.certifier
+        )
 
     def dropped(self, region: Region, factor: float) -> frozenset[str]:
         """Factors on the probabilities that are all one."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.evaluate import is_float, narrows
+from ..graph.region import CASTS, NotARegion, Region, cut, escapes
 from ..kernels import OPS
 from ..kernels.lerp.op import DTYPES
 from .base import Pass, Plan, Search, anchor_text, option, propose
@@ -22,6 +23,7 @@ from .layout import arrange_thin, axes_of, restore
 from .site import Site
 
 # a - w * (a - b): the sign of a product and of a difference costs no rounding
+_DIGITS = "the number w is taken to 12 digits"
 _AS_THE_OP_ROUNDS = frozenset({"x + w * (y - x)", "x - w * (x - y)"})
 
 
@@ -75,7 +77,11 @@ class _Site(Site):
         problem = self.dtypes(region)
         if problem is not None:
             return problem
-        notes = (f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does",) * reassociated
+        told = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
+        notes = (
+            *told,
+            *(f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does",) * reassociated,
+        )
 
         def proposed() -> Candidate | Rejection:
             plan = _plan(self.search, self.blend, region)
@@ -88,12 +94,25 @@ class _Site(Site):
         return proposed()
 
     def dtypes(self, region: Region) -> Rejection | None:
+        """The rejection for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
         made = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
-        if given <= set(DTYPES):
+        casts = (
+            n
+            for n in region.nodes
+            if n.primitive in CASTS and is_float(n.outputs[0].dtype) and is_float(n.inputs[0].dtype)
+        )
+        rounding = next((n for n in casts if narrows(n.outputs[0].dtype, n.inputs[0].dtype)), None)
+        where, edit = anchor_text(self.anchor), "cast x, y and w to the dtype of the result first"
+        if not given <= set(DTYPES):
+            what = f"blends {', '.join(sorted(given))} to {made}; the fused op takes {', '.join(DTYPES)}"
+        elif rounding is not None:
+            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+        elif any(narrows(made, v.dtype) for v in region.leaves.values()):
+            what = f"makes {made} of {', '.join(sorted(given))}; the fused op would round its operands first"
+        else:
             return None
-        sentence = f"{anchor_text(self.anchor)} blends {', '.join(sorted(given))} to {made}; the fused op takes {', '.join(DTYPES)}"
-        return self.rejection("dtype", sentence, edit="cast x, y and w to one of them first", site=region.nodes)
+        return self.rejection("dtype", f"{where} {what}", edit=edit, site=region.nodes)
 
 
 def _plan(search: Search, blend: Blend, region: Region) -> Plan:

@@ -136,3 +136,25 @@ def test_empty_and_integer_blends_are_left_alone():
     found = fl.find(AS_THE_OP["x + w * (y - x)"], integers, integers, integers, passes="lerp")
     assert not found.candidates
     assert np.array_equal(fl.fuse(AS_THE_OP["x + w * (y - x)"])(integers, integers + 1, integers), 2 * integers)
+
+
+def test_what_is_rounded_inside_of_a_blend_keeps_it_as_it_is():
+    """x in bfloat16, y and w in float32: JAX subtracts in float32, where the fused op would round y first."""
+    x = X.astype(jnp.bfloat16)
+    y = x.astype(jnp.float32) + 1e-3 * Y[0]
+    wider = lambda x, y, w: x + (w * (y - x)).astype(x.dtype)  # noqa: E731
+    (rejection,) = fl.find(wider, x, y, W, passes="lerp").rejections
+    assert rejection.code == "dtype"
+    assert "the fused op would" in rejection.sentence
+    inner = lambda x, y, w: x + (w * (y - x)).astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+    (rejection,) = fl.find(inner, X, Y, W.astype(jnp.bfloat16), passes="lerp").rejections
+    assert rejection.code == "dtype"
+    switch = X > 0  # a bool is no float that is rounded
+    agree(lambda x, y: x + switch.astype(jnp.float32) * (y - x), X, Y, passes="lerp")
+
+
+def test_a_number_in_float64_is_taken_to_twelve_digits_and_says_so():
+    with jax.enable_x64(True):
+        x, y = (a.astype(jnp.float64) for a in (X, Y))
+        (site,) = fl.find(lambda x, y: x + (1 / 3) * (y - x), x, y, passes="lerp").candidates
+        assert site.notes == ("the number w is taken to 12 digits",)
