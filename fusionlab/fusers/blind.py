@@ -4,9 +4,9 @@ no site is rewritten whose program goes on to ask where the NaN are, since the a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..graph.canonical import ONE, View
@@ -27,14 +27,16 @@ def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str
     """Whether the sum of these biases may be -inf at an entry. Only a constant that is not, and a choice between finite numbers, are
     known not to be; where they are not `alone` in hiding keys, numbers that may add up to -inf count as that.
     """
-    most = math.inf if alone and len(names) < 2 else _ADD_UP
-    return any(_may_be_infinite(view, leaves[n], most, memo) for n in names)
+    several = not alone or len(names) > 1
+    return any(_may_be_infinite(view, leaves[n], several, memo) for n in names)
 
 
-def _may_be_infinite(view: View, bias: Value, most: float, memo: Memo) -> bool:
+def _may_be_infinite(view: View, bias: Value, several: bool, memo: Memo) -> bool:
+    most = float(jnp.finfo(bias.dtype).max)  # a larger literal is infinite once it is cast
+    most = min(most, _ADD_UP) if several else most
     array = constant_array(view, bias, memo, True)
     if array is not None:
-        return not bool((np.abs(array.astype(np.float64)) < most).all())
+        return not bool((np.abs(array.astype(np.float64)) <= most).all())
     level, inside = [view.ref[bias.id].nid], [view.ref[bias.id].coef]
     for _ in range(_MAKERS):
         for nid in level:
@@ -43,7 +45,7 @@ def _may_be_infinite(view: View, bias: Value, most: float, memo: Memo) -> bool:
             if node.op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype)):
                 return True
             inside += [o.coef for o in node.operands]
-        if any(abs(float(c)) >= most for c in inside):
+        if any(abs(float(c)) > most for c in inside):
             return True
         level = list(
             dict.fromkeys(o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
