@@ -4,21 +4,20 @@ no site is rewritten whose program goes on to ask where the NaN are, since the a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..graph.canonical import ONE, View
 from ..graph.evaluate import is_float
-from ..graph.ir import Node, Value
-from ..graph.region import constant_array
+from ..graph.ir import Block, Node, Value
+from ..graph.region import VIEWS, constant_array
 from ..graph.signature import Memo
-from .base import all_nodes
 
 NOTE = "a query row that sees no key is 0 in the fused op, where the program has NaN"
 _MAKERS = 8  # steps from a bias back to what it is made of
-_ADD_UP = 1e37  # numbers as large, twice, may be -inf in float32 (and in bfloat16, which reaches as far)
+_ADD_UP = 32  # numbers above this share of the largest may be -inf together, or in float16 with a score
 _CHOOSES = frozenset({"select", "sum", "cast"})
 _LOOPS = frozenset({"scan", "while"})
 
@@ -32,8 +31,10 @@ def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str
 
 
 def _may_be_infinite(view: View, bias: Value, several: bool, memo: Memo) -> bool:
-    most = float(jnp.finfo(bias.dtype).max)  # a larger literal is infinite once it is cast
-    most = min(most, _ADD_UP) if several else most
+    largest = float(
+        jnp.finfo(bias.dtype).max
+    )  # a larger literal is infinite once it is cast; the view has 12 digits of one
+    most = largest / _ADD_UP if several or bias.dtype == np.float16 else largest * (1 + 1e-9)
     array = constant_array(view, bias, memo, True)
     if array is not None:
         return not bool((np.abs(array.astype(np.float64)) <= most).all())
@@ -71,7 +72,7 @@ def nan_test(view: View, root: Value) -> Node | None:
             return None
         here, holder = here.outer
         if holder.primitive in _LOOPS:  # what a turn makes the next one may ask
-            found = next((n for n in all_nodes(b for block in holder.blocks for b in block.nodes) if _asks(n)), None)
+            found = next(_questions(holder), None)
             if found is not None:
                 return found
         starts = [here.ref[v.id].nid for v in holder.outputs if v.id in here.ref]
@@ -92,13 +93,34 @@ def _among_users(view: View, starts: list[int]) -> Node | None:
                 continue
             if node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1):
                 return raw
-            inside = next((n for n in all_nodes(b for b in raw.blocks for b in b.nodes) if _asks(n)), None)
+            inside = next(_questions(raw), None)
             if inside is not None:
                 return inside
     return None
 
 
+def _questions(holder: Node) -> Iterator[Node]:
+    """The nodes of a node's blocks that ask whether a number is NaN, but those that ask it of a maximum."""
+    for block in holder.blocks:
+        for node in block.nodes:
+            yield from _questions(node)
+            if not _asks(node):
+                continue
+            maker = _maker(block, node)
+            while maker is not None and maker.primitive in VIEWS | {"max"}:  # of -inf and the maximum, in a logsumexp
+                maker = _maker(block, maker)
+            if maker is None or not maker.primitive.startswith("reduce_"):
+                yield node
+
+
+def _maker(block: Block, node: Node) -> Node | None:
+    """What makes the first operand of a node that is no literal, in the block."""
+    first = next((a for a in node.inputs if isinstance(a, Value)), None)
+    return None if first is None else block.producer.get(first.id)
+
+
 def _asks(node: Node) -> bool:
+    if node.primitive == "is_finite":
+        return True
     pair = node.inputs[:2]
-    same = node.primitive in ("ne", "eq") and all(isinstance(a, Value) for a in pair) and pair[0] == pair[1]
-    return same or node.primitive == "is_finite"
+    return node.primitive in ("ne", "eq") and all(isinstance(a, Value) for a in pair) and pair[0] == pair[1]

@@ -45,8 +45,12 @@ class LerpPass:
         return lambda x, y, w: x + w * (y - x), (jnp.zeros((8, 16)), jnp.zeros((8, 16)), jnp.zeros(16))
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        asked = option(search, self, "reassociate")
         for blend in blends(search.view):
-            yield _Site(self, search, blend).examine()
+            # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
+            # asked for they are told as structures, and not declined one by one.
+            if asked or "1 - w" not in blend.match.scalars:
+                yield _Site(self, search, blend).examine()
 
 
 class _Site(Site):

@@ -24,8 +24,8 @@ def jit(fn: Any) -> Any:
 
 
 def forward_counts(found):
-    """Pass -> number of candidates, without the `_grad` of each."""
-    return {name: n for name, n in found.counts().items() if not name.endswith("_grad")}
+    """Pass -> number of candidates, without the `_grad` of each, and without lerp where it found none."""
+    return {name: n for name, n in found.counts().items() if not name.endswith("_grad") and (n or name != "lerp")}
 
 
 def normal(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> tuple[jax.Array, ...]:

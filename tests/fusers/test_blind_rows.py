@@ -166,6 +166,7 @@ def test_a_comparison_counts_the_rows_and_calls_them_no_regression():
     [
         lambda m: jnp.where(m, 0.0, -1e9),
         lambda m: (1 - m.astype(jnp.float32)) * -1e9,
+        lambda m: (1 - m.astype(jnp.float32)) * jnp.finfo(jnp.float32).min,
         lambda m: np.linspace(-3, 3, 42, dtype=np.float32).reshape(6, 7),
     ],
 )
@@ -174,3 +175,15 @@ def test_a_bias_that_is_known_to_be_finite_has_no_note_and_may_be_asked(bias):
     (site,) = fl.find(fn, Q, K, V, SEEN, passes=ATTENTION).candidates
     assert NOTE not in site.notes
     np.testing.assert_allclose(fl.fuse(fn)(Q, K, V, SEEN), fn(Q, K, V, SEEN), rtol=1e-5, atol=1e-6)
+
+
+def test_a_maximum_that_is_asked_in_a_loop_is_none():
+    def model(q, k, v, m):
+        def turn(x, _):
+            o = attend(x, k, v, m)
+            return o, jax.nn.logsumexp(o)
+
+        return jax.lax.scan(turn, q, None, length=2)
+
+    (site,) = fl.find(model, Q, K, V, SEEN, passes=ATTENTION).candidates
+    assert NOTE in site.notes

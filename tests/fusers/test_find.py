@@ -21,7 +21,7 @@ from fusionlab.fusers.registry import registry
 from .checks import forward_counts, normal, primitives
 
 X, W, B = normal((6, 8), (8, 8), (8,))
-PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm")
+PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm", "lerp")
 
 
 def model(x):
@@ -46,12 +46,13 @@ def found():
 
 def test_counts_have_every_pass_asked_even_at_zero():
     nothing = fl.find(lambda x: jnp.sin(x), X)
-    assert forward_counts(nothing) == dict.fromkeys(PASSES, 0)
+    assert {name: n for name, n in nothing.counts().items() if name in PASSES} == dict.fromkeys(PASSES, 0)
     assert forward_counts(fl.find(lambda x: jnp.sin(x), X, passes="gemm_epilogue")) == {"gemm_epilogue": 0}
     assert str(nothing).splitlines() == [
         "gemm_epilogue: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "dot_product_attention: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "layer_norm: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
+        "lerp: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
     ]
 
 
@@ -235,7 +236,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
 def test_a_node_in_no_site_says_which_passes_were_asked():
     found = fl.find(lambda x: jnp.sin(x), X)
     assert found.explain("%1").splitlines()[1] == (
-        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm) has its anchor here"
+        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm, lerp) has its anchor here"
     )
 
 
@@ -254,7 +255,7 @@ def test_what_cannot_be_explained_says_what_can(found, what, message):
 def test_the_report_is_plain_json_that_round_trips(found):
     data = json.loads(found.to_json())
     assert data == json.loads(json.dumps(found.to_dict()))
-    forward = {"gemm_epilogue": 5, "dot_product_attention": 1, "layer_norm": 0}
+    forward = {"gemm_epilogue": 5, "dot_product_attention": 1, "layer_norm": 0, "lerp": 0}
     assert data["counts"] == forward | {f"{name}_grad": "runs under jax.grad" for name in forward}
     assert data["passes"] == list(PASSES)
     assert data["lines"] == [found.line(p) for p in found.passes]
@@ -327,7 +328,7 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
         fl.find(model, X, passes=["gemm_epilog"])
     assert str(caught.value) == (
         "unknown pass 'gemm_epilog'; valid: dot_product_attention, dot_product_attention_grad, gemm_epilogue, "
-        "gemm_epilogue_grad, layer_norm, layer_norm_grad. Did you mean 'gemm_epilogue'?"
+        "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad. Did you mean 'gemm_epilogue'?"
     )
     with pytest.raises(UnknownNameError, match="unknown pass 'attention'"):
         fl.fuse(model, passes="attention")
@@ -376,7 +377,7 @@ def test_what_is_no_strategy_is_refused(bad):
 
 def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
     passes = list(fl.passes())
-    assert [p.name for p in passes][:3] == list(PASSES)
+    assert [p.name for p in passes][:4] == list(PASSES)
     for pass_ in passes:
         fn, args = pass_.sample()
         assert forward_counts(fl.find(fn, *args, passes=pass_.name)) == {pass_.name: 1}

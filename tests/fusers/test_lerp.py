@@ -29,7 +29,6 @@ OTHERWISE = {
     "x * (1 - w) + y * w": lambda x, y, w: x * (1 - w) + y * w,
     "y * w + x * (1 - w)": lambda x, y, w: y * w + x * (1 - w),
     "x - w * x + w * y": lambda x, y, w: x - w * x + w * y,
-    "numbers": lambda x, y, w: 0.9 * x + 0.1 * y + 0 * w[0],
 }
 
 
@@ -51,6 +50,17 @@ def test_another_spelling_is_fused_where_it_is_asked_for_and_says_so(name):
     assert "reassociate=True" in rejection.edit
     found = agree(fn, X, Y, W, passes=ASKED, factor=3)
     (site,) = found.candidates
+    assert "the fused op rounds as x + w * (y - x) does" in site.notes[0]
+
+
+def test_numbers_that_the_program_multiplies_by_are_told_and_fused_where_that_is_asked_for():
+    moment = lambda x, y: 0.9 * x + 0.1 * y  # noqa: E731
+    found = fl.find(moment, X, Y, passes="lerp")
+    assert not found.candidates
+    assert not found.rejections
+    assert [s.kind for s in found.structures] == ["lerp"]
+    (site,) = agree(moment, X, Y, passes=ASKED, factor=3).candidates
+    assert site.formula == "x + 0.1 * (y - x)"
     assert "the fused op rounds as x + w * (y - x) does" in site.notes[0]
 
 

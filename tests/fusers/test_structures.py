@@ -481,7 +481,7 @@ def test_what_is_no_blend(near):
 
 
 def test_a_blend_that_is_fused_is_a_site_and_no_structure():
-    found = fl.find(lambda x, y: (x + 0.5 * (y - x), 0.9 * x + 0.1 * y), X, X + 1)
+    found = fl.find(lambda x, y, w: (x + 0.5 * (y - x), x * (1 - w) + y * w), X, X + 1, 0.3 * X)
     assert [c.pass_name for c in found.candidates] == ["lerp"]
     assert [s.kind for s in found.structures] == ["lerp"]  # the other, which rounds differently
     assert [r.code for r in found.rejections] == ["rounding"]

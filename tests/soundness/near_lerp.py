@@ -21,8 +21,6 @@ CORPUS = (
          says="rounds differently", edit=EDIT, repaired=lambda x, y, w: x + w * (y - x)),
     near("x - w * x + w * y", "rounding", lambda x, y, w: x - w * x + w * y,
          says="rounds differently", edit=EDIT, repaired=lambda x, y, w: x + w * (y - x)),
-    near("0.9 * x + 0.1 * y", "rounding", lambda x, y, w: 0.9 * x + 0.1 * y + w,
-         says="rounds differently", edit=EDIT, repaired=lambda x, y, w: x + 0.1 * (y - x) + w),
     near("the difference is returned", "escapes", lambda x, y, w: (lambda d: (x + w * d, d))(y - x),
          says="is also returned", forms=("plain", "vmap")),
 )  # fmt: skip
