@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..graph.evaluate import is_float, narrows
-from ..graph.region import CASTS, NotARegion, Region, cut, escapes
+from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ..kernels import OPS
 from ..kernels.lerp.op import DTYPES
 from .base import Pass, Plan, Search, anchor_text, option, propose
@@ -107,11 +107,15 @@ class _Site(Site):
             if n.primitive in CASTS and is_float(n.outputs[0].dtype) and is_float(n.inputs[0].dtype)
         )
         rounding = next((n for n in casts if narrows(n.outputs[0].dtype, n.inputs[0].dtype)), None)
+        floats = (n for n in region.nodes if n.primitive not in CASTS | VIEWS and is_float(n.outputs[0].dtype))
+        narrow = next((n for n in floats if narrows(n.outputs[0].dtype, made)), None)
         where, edit = anchor_text(self.anchor), "cast x, y and w to the dtype of the result first"
         if not given <= set(DTYPES):
             what = f"blends {', '.join(sorted(given))} to {made}; the fused op takes {', '.join(DTYPES)}"
         elif rounding is not None:
             what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+        elif narrow is not None:
+            what = f"reads {anchor_text(narrow)}, which is computed in {narrow.outputs[0].dtype}; the fused op would not round there"
         elif any(narrows(made, v.dtype) for v in region.leaves.values()):
             what = f"makes {made} of {', '.join(sorted(given))}; the fused op would round its operands first"
         else:

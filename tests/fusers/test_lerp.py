@@ -159,6 +159,10 @@ def test_what_is_rounded_inside_of_a_blend_keeps_it_as_it_is():
     inner = lambda x, y, w: x + (w * (y - x)).astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
     (rejection,) = fl.find(inner, X, Y, W.astype(jnp.bfloat16), passes="lerp").rejections
     assert rejection.code == "dtype"
+    half = lambda x, y, w: x + w * (y - x).astype(jnp.float32)  # noqa: E731 - the difference is rounded to bfloat16
+    (rejection,) = fl.find(half, x, y.astype(jnp.bfloat16), W, passes="lerp").rejections
+    assert rejection.code == "dtype"
+    assert "computed in bfloat16" in rejection.sentence
     switch = X > 0  # a bool is no float that is rounded
     agree(lambda x, y: x + switch.astype(jnp.float32) * (y - x), X, Y, passes="lerp")
 
