@@ -22,8 +22,8 @@ from .findings import Candidate, Rejection
 from .layout import arrange_thin, axes_of, restore
 from .site import Site
 
-# a - w * (a - b): the sign of a product and of a difference costs no rounding
 _DIGITS = "the number w is taken to 12 digits"
+# a - w * (a - b): the sign of a product and of a difference costs no rounding
 _AS_THE_OP_ROUNDS = frozenset({"x + w * (y - x)", "x - w * (x - y)"})
 
 
