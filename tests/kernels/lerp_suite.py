@@ -143,6 +143,33 @@ def close(name, got, want, dtype):
     assert error[worst] <= limit[worst], (name, worst, float(wide(got)[worst]), float(value[worst]))
 
 
+def beyond_32_bits(implementation, what, rows, columns):
+    """Two big bfloat16 arrays at most, of numbers whose products and sums are exact, held in full to a formula.
+
+    `what`: "forward", "sums" (the gradients of a row and a column) or "no sums" (that of a whole x).
+    """
+    op, half = functools.partial(lerp, implementation=implementation), jnp.asarray(0.5, "bfloat16")
+    # No power of 2 is a period of them, so that rows told wrong by one differ.
+    column = (7 * jnp.arange(rows) % 31 - 15).astype("bfloat16")[:, None]
+    row = (3 * jnp.arange(columns) % 7 - 2).astype("bfloat16")[None]
+    equal = jax.jit(lambda got, right: jnp.all(got == right()), static_argnums=1)
+    if what == "forward":
+        out = jax.jit(op)(row, column, half)
+        assert out.shape == (rows, columns)
+        assert equal(out, lambda: (row + column) * half)
+        return
+    ct = jax.jit(lambda: column * row)()
+    if what == "no sums":
+        (dx,) = jax.jit(lambda ct: jax.vjp(lambda x: op(x, column, half), jnp.broadcast_to(row, ct.shape))[1](ct))(ct)
+        assert equal(dx, lambda: column * row * half)
+        return
+    dx, dy = jax.jit(lambda ct: jax.vjp(lambda x, y: op(x, y, half), row, column)[1](ct))(ct)
+    for got, along, other in ((dx, row, column), (dy, column, row)):
+        total = 0.5 * np.asarray(along, np.float64) * np.asarray(other, np.float64).sum()
+        assert np.abs(total).max() < 2**23, "float32 has all partial sums"
+        np.testing.assert_array_equal(np.asarray(got), total.astype(got.dtype))
+
+
 def _axes(axes):
     return "".join("-" if a is None else str(a) for a in axes)
 
@@ -184,10 +211,9 @@ class LerpSuite:
         out, grads = self.step()(*args)
         for name, got in {"out": out, **grads}.items():
             close(name, got, wants[name], dtype)
-        close("out alone", jax.jit(self.op)(*args[:3]), wants["out"], dtype)
 
     @pytest.mark.parametrize("wanted", EVERY_WANTED, ids="".join)
-    @pytest.mark.parametrize("case", ["alike", "two sums", "channels"])
+    @pytest.mark.parametrize("case", ["alike", "channels"])
     def test_only_the_gradients_asked_for(self, case, wanted):
         args = operands(CASES[case], "float32")
         step = self.step(wanted)
@@ -250,7 +276,7 @@ class LerpSuite:
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
 
     @pytest.mark.parametrize("axes", [(0, N, N, 0), (N, 0, 0, 0), (1, 0, N, N), (N, N, 1, N), (N, N, N, 0)], ids=_axes)
-    @pytest.mark.parametrize("wanted", ["xyw", "xy", "w"])
+    @pytest.mark.parametrize("wanted", ["xyw", "y"])
     def test_a_batch_of_them(self, axes, wanted):
         """Of x, y, w and the cotangent: what is not batched is shared, and has a gradient for each of the batch."""
         shapes = ((3, 1, 8), (3, 5, 8), (5, 1), (3, 5, 8))
