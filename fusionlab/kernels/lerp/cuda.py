@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from ..arrays import is_explicitly_sharded
 from ..compile import NOT_INSTALLED
 from ..launch import launch
 from .axes import MAX_RANK, accumulator, result_shape
-from .plan import backward_passes, forward_plan
+from .plan import Pass, backward_passes, forward_plan
 from .reference import operand_shapes
 
 Array = Any
@@ -69,10 +69,18 @@ def cotangent(
     shapes = operand_shapes(broadcast, ct.shape)
     if not ct.size:
         return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
+    made = gradients(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
+    return [made[slot] for slot in wanted]
+
+
+def gradients(
+    passes: Iterable[Pass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """What the passes make, by slot; `shapes` are those of x, y and w."""
     made: dict[str, Array] = {}
-    for one in backward_passes(shapes, wanted, ct.dtype.name):
+    for one in passes:
         results = [jax.ShapeDtypeStruct(shapes[slot], ct.dtype) for slot in one.grads]
         results += [jax.ShapeDtypeStruct(shape, accumulator(ct.dtype.name)) for shape in one.scratch]
         found = launch(one.plan, [ct, *(saved[slot] for slot in one.reads)], results)
         made.update(zip(one.grads, found, strict=False))
-    return [made[slot] for slot in wanted]
+    return made
