@@ -62,7 +62,8 @@ CASES = {
 }
 # Many tiles of each kernel, several stages of shared memory, partial sums.
 LARGE = {
-    "large, alike": ((129, 4099), (129, 4099), (4099,)),
+    "large, alike": ((129, 4099), (129, 4099), (129, 4099)),
+    "large, w along the last axis": ((130, 4100), (130, 4100), (4100,)),
     "large, w [1]": ((515, 4096), (515, 4096), (1,)),
     "large, sum over leading": ((1, 1024), (4097, 1024), (1,)),
     "large, sum over leading, odd": ((1001,), (4097, 1001), (4097, 1)),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...device import Device
 from ..arrays import is_explicitly_sharded
-from ..compile import NOT_INSTALLED
+from ..compile import refuses_device
 from ..launch import launch
 from .axes import MAX_RANK, accumulator, result_shape
 from .plan import Pass, backward_passes, forward_plan
@@ -18,7 +18,6 @@ from .reference import operand_shapes
 
 Array = Any
 
-MIN_CAPABILITY = 75
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -36,14 +35,6 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
     if len(dtypes := {jnp.dtype(shape.dtype).name for shape in shapes.values()}) > 1:
         return f"the kernels take one dtype, not {' and '.join(sorted(dtypes))}"
     return None
-
-
-def refuses_device(device: Device) -> str | None:
-    if device.platform != "cuda":
-        return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that the CUDA compiler builds for"
-    return NOT_INSTALLED if "cupy" in device.missing else None
 
 
 def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[Array]:
