@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -281,6 +282,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tune", action="store_true", help="time other tilings of the backward, and print them")
     options = parser.parse_args(argv)
 
+    # Both JAX and torch hold arrays of several GiB: JAX, which takes three quarters of the memory otherwise, leaves torch enough.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     import jax
 
     from fusionlab.device import Device

@@ -72,10 +72,11 @@ def differences(a: Any, b: Any) -> float:
     import jax
 
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(_difference(x, y)) for x, y in pairs)
+    return max(float(_difference()(x, y)) for x, y in pairs)
 
 
-def _difference(x: Any, y: Any) -> Any:
+@functools.cache
+def _difference() -> Callable[[Any, Any], Any]:
     """Where the arrays are: some are larger than what a host should copy."""
     import jax
     import jax.numpy as jnp
@@ -85,7 +86,7 @@ def _difference(x: Any, y: Any) -> Any:
         x, y = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, y))
         return jnp.sqrt(jnp.sum(jnp.square(y - x)) / jnp.sum(jnp.square(x)))
 
-    return of(x, y)
+    return of
 
 
 # Times.
