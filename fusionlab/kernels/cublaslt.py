@@ -1,8 +1,8 @@
 """One cuBLASLt product with an epilogue as a launch plan, through nvmath-python's bindings.
 
-cuBLASLt speaks column-major: D = epilogue(alpha op(A) op(B) + beta C), D of m x n. A row-major M x N result is its N x M matrix, so callers swap the
-operands (`row_major` does it). Source of every limit named here: the cuBLAS documentation, "cublasLtEpilogue_t" and
-"cublasLtMatmulDescAttributes_t" (https://docs.nvidia.com/cuda/cublas).
+cuBLASLt speaks column-major: D = epilogue(alpha op(A) op(B) + beta C), D of m x n. A row-major M x N result is its
+N x M matrix, so callers swap the operands (`row_major` does it). Source of every limit named here: the cuBLAS documentation,
+"cublasLtEpilogue_t" and "cublasLtMatmulDescAttributes_t" (https://docs.nvidia.com/cuda/cublas).
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class MatmulPlan:
     def read(cls, content: Mapping[str, Any]) -> MatmulPlan:
         content = _RARE | dict(content)
         given: dict[str, Any] = {f.name: content[f.name] for f in fields(cls)}
-        return cls(**given | {name: tuple(given[name]) for name in ("transposed", "leading", "strides")})
+        pairs: dict[str, Any] = {name: tuple(given[name]) for name in ("transposed", "leading", "strides")}
+        return cls(**given | pairs)
 
     @property
     def made(self) -> str:
