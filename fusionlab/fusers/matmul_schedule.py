@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +41,13 @@ class MatmulSchedulePass:
     formula: str = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
     needs: str = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
     options: Any = None
-    takes_the_rest: bool = True  # where it overlaps with another pass, that one wins
+    takes_the_rest: bool = (
+        True  # where it overlaps with another pass, that one wins, unless it would run XLA's own code
+    )
+    sample_for: tuple[str, Mapping[str, Any]] = (
+        "sm_90",
+        MappingProxyType({"library": True}),
+    )  # device and options of the sample
 
     def __post_init__(self) -> None:
         told = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
@@ -133,7 +140,7 @@ class Routed(Site):
         region = region_of(self, call)
         if escapes(region):
             raise NotARegion("an inner value is read outside of it")
-        notes = (_WIDENED.format(call.a.dtype),) if call.widened else ()
+        notes = tuple(_WIDENED.format(call.a.dtype) for _ in range(call.widened))
         plan = _plan(self, call, region.inputs)
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
         if not isinstance(outcome, Candidate) or not call.widened:
@@ -177,7 +184,8 @@ def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | No
       findings: whose candidates claim products.
     """
     claims = {n: c for c in findings.candidates if c.pass_name != _PASS.name for n in c.all_node_ids}
-    own = {n: c for c in findings.candidates if c.pass_name == _PASS.name for n in c.node_ids}
+    mine = [c for c in findings.candidates if c.pass_name == _PASS.name]
+    own = {n: c for c in mine for n in c.all_node_ids}
     rows = []
     for search, rule in searched:
         for node in search.block.nodes:
@@ -211,7 +219,12 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
             **about, formula=bare, reason=f"inside a {rule.primitive}, whose derivative is the user's own"
         )
     if is_backward(node.eqn):
-        return ProductRoute(**about, formula=bare, reason="of a backward pass that no fusion claims")
+        whose = (
+            f"of the backward pass of {own.id}, whose products stay XLA's"
+            if own
+            else "of a backward pass that no fusion claims"
+        )
+        return ProductRoute(**about, formula=bare, reason=whose, site=own.id if own else "")
     found = routed.decided()
     if found is None:
         return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")

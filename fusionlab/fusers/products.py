@@ -18,6 +18,7 @@ from ..graph.evaluate import is_float, narrows
 from ..graph.fingerprint import between
 from ..graph.ir import Node, Value
 from ..graph.region import CASTS, NotARegion, Region, dead_with, widens
+from ..kernels.arrays import is_explicitly_sharded
 from ..kernels.matmul.axes import Dimensions, Product, canonical
 from .epilogues import Epilogue
 from .site import Site
@@ -80,6 +81,8 @@ class Reader:
         if not (isinstance(a, Value) and isinstance(b, Value)) or not is_float(made.dtype):
             return None
         if np.dtype(a.dtype) != np.dtype(b.dtype) or node.params.get("out_sharding") is not None:
+            return None
+        if is_explicitly_sharded(a.aval) or is_explicitly_sharded(b.aval):
             return None
         dtype = np.dtype(made.dtype).name
         dimensions = canonical(node.params["dimension_numbers"])

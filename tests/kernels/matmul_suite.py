@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,12 @@ class MatmulSuite:
     implementation: str
     least = 0  # how many of all cases it takes in bfloat16
     mixed = 8  # of those whose results have other dtypes
-    every = {"bfloat16": 1, "float32": 3, "float16": 5, "float64": 5}  # of the cases, in a dtype
+    every: ClassVar[dict[str, int]] = {
+        "bfloat16": 1,
+        "float32": 3,
+        "float16": 5,
+        "float64": 5,
+    }  # of the cases, in a dtype
     slack = 1.0  # times the tolerances
 
     def refusal(self, operands: dict[str, Any], attrs: dict[str, Any]) -> str | None:

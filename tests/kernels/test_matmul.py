@@ -175,9 +175,9 @@ def test_other_refusals():
         ops.matmul(a, b.astype(jnp.bfloat16))
     with pytest.raises(ArgumentError, match="a has dtype int32, needed a float"):
         ops.matmul(a.astype(jnp.int32), b)
-    with pytest.raises(UnknownNameError, match="activation 'rely'.*Did you mean 'relu'"):
+    with pytest.raises(UnknownNameError, match=r"activation 'rely'.*Did you mean 'relu'"):
         ops.matmul(a, b, activation="rely")
-    with pytest.raises(BackendError, match="'cublaslt' cannot run this call on .*CPU.*: it needs a CUDA device"):
+    with pytest.raises(BackendError, match=r"'cublaslt' cannot run this call on .*CPU.*: it needs a CUDA device"):
         ops.matmul(a, b, implementation="cublaslt")
 
 
@@ -230,7 +230,7 @@ def test_the_decision_is_right_on_every_device_and_asks_nobody_before_its_suppor
         assert supported == ["library"] or library is False, (
             "measurements asked for before the library said what it supports"
         )
-        return None
+        return
 
     def watched(route):
         def supports(*args, **attrs):

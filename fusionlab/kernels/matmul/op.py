@@ -313,7 +313,8 @@ def matmul(
     precision: Any = None,
     library: bool | None = None,
     implementation: str | None = None,
-) -> Array:
+    return_residual: bool = False,
+) -> Any:
     """cast(act(alpha * (a @ b) + beta * bias)) as one op, differentiable to any order.
 
     Args:
@@ -327,12 +328,13 @@ def matmul(
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
       library: True: cuBLASLt where it can; False: never; None: where it was measured fastest.
       implementation: None may choose; "xla" is the plain jnp code, "cublaslt" one library call, "cuda" XLA's product and our kernel.
+      return_residual: also return what backward saves: relu's mask (bool, h > 0), or h, in the dtype `product`.
 
     Returns:
-      *B x M x N.
+      *B x M x N; with `return_residual`, `(out, residual)`.
 
     Raises:
-      ArgumentError: shapes, dtypes or numbers that do not fit; names the argument.
+      ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for where there is none; names the argument.
       UnknownNameError: no activation or implementation has that name.
       BackendError: the named implementation cannot run this call here.
 
@@ -340,17 +342,22 @@ def matmul(
     >>> matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.asarray([[0.0], [1.0]]), alpha=2.0)[:, 0].tolist()
     [6.0, 7.0]
     """
-    return MATMUL.call(
-        a,
-        b,
-        bias,
-        alpha=alpha,
-        beta=beta,
-        activation=activation,
-        product=product,
-        out=out,
-        dimensions=dimensions,
-        precision=precision,
-        library=library,
-        implementation=implementation,
-    )
+    attrs: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "activation": activation,
+        "product": product,
+        "out": out,
+        "dimensions": dimensions,
+        "precision": precision,
+        "library": library,
+        "implementation": implementation,
+    }
+    if not return_residual:
+        return MATMUL.call(a, b, bias, **attrs)
+    if activation == "none":
+        raise ArgumentError(
+            "matmul: return_residual=True with activation 'none', which saves nothing; needed another activation, or "
+            "return_residual=False"
+        )
+    return MATMUL.call_with_residuals(a, b, bias, **attrs)

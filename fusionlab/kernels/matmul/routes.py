@@ -60,7 +60,7 @@ class Answer:
     sentence: str
 
     def __str__(self) -> str:
-        return f"{self.route.name}: {'takes it' if self.takes else f'[{self.code}]'} {self.sentence}".rstrip()
+        return f"{self.route.name}: {'takes it:' if self.takes else f'[{self.code}]'} {self.sentence}"
 
 
 def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any) -> tuple[Answer, ...]:
