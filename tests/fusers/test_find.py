@@ -238,7 +238,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
 def test_a_node_in_no_site_says_which_passes_were_asked():
     found = fl.find(lambda x: jnp.sin(x), X)
     assert found.explain("%1").splitlines()[1] == (
-        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm, lerp) has its anchor here"
+        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm, lerp, matmul_schedule) has its anchor here"
     )
 
 
@@ -330,7 +330,7 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
         fl.find(model, X, passes=["gemm_epilog"])
     assert str(caught.value) == (
         "unknown pass 'gemm_epilog'; valid: dot_product_attention, dot_product_attention_grad, gemm_epilogue, "
-        "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad. Did you mean 'gemm_epilogue'?"
+        "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad, matmul_schedule, matmul_schedule_grad. Did you mean 'gemm_epilogue'?"
     )
     with pytest.raises(UnknownNameError, match="unknown pass 'attention'"):
         fl.fuse(model, passes="attention")
