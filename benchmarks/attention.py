@@ -15,19 +15,27 @@ What is measured:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from . import attention_cpu
-from .gemm_epilogue import RESULTS, _torch_samples, compiled, differences, line, normal
-from .gemm_epilogue import measured as on_device
+from .measuring import (
+    add,
+    compiled,
+    differences,
+    finish,
+    has_torch,
+    line,
+    measured,
+    new_record,
+    normal,
+    parser_of,
+    torch_samples,
+)
 
 NAMED = ("cuda", "cudnn", "xla_blockwise")
 
@@ -162,35 +170,6 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     return found
 
 
-def add(programs: dict[str, Callable], left_out: dict[str, str], name: str, fn: Callable, args: tuple) -> None:
-    """A rival, or why there is none."""
-    from fusionlab.errors import BackendError
-
-    try:
-        programs[name] = compiled(fn, *args)
-    except (BackendError, NotImplementedError, ValueError) as e:  # its own refusal of these sizes or dtypes
-        left_out[name] = str(e).partition("\n")[0]
-
-
-def measured(programs: Mapping[str, Callable], base: str, samples: int) -> dict[str, Any]:
-    """Device times on a CUDA device; elsewhere the host's, of one call each."""
-    import jax
-
-    from fusionlab.device import Device
-
-    if Device.current().platform == "cuda":
-        return on_device(programs, base, samples)
-    found: dict[str, Any] = {}
-    for name, run in programs.items():
-        times = []
-        for _ in range(samples):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - start)
-        found[name] = {"samples_s": times, "median_s": sorted(times)[samples // 2]}
-    return found
-
-
 def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
     """Each fused call of a program: its role, the implementation it takes and why."""
     import jax
@@ -236,7 +215,7 @@ def torch_attention(shape: Shape, samples: int) -> dict[str, Any]:
         out = attend(q, k, v, attn_mask=mask, is_causal=shape.masked == "causal")
         return torch.autograd.grad(out, (q, k, v), ct)
 
-    times = _torch_samples(step, samples)
+    times = torch_samples(step, samples)
     return {"torch sdpa": {"samples_s": times, "median_s": sorted(times)[samples // 2]}}
 
 
@@ -321,39 +300,23 @@ def memory(length: int) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of lines")
-    parser.add_argument(
-        "-o", "--output", type=Path, help="the record's file; a new one under benchmarks/results/h200 unless given"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer samples: a check that it runs, nothing to publish")
-    options = parser.parse_args(argv)
-
-    import jax
+    options = parser_of("attention", __doc__).parse_args(argv)
 
     from fusionlab.device import Device
-    from fusionlab.evidence.record import environment, save_json, to_json
 
     on_cuda = Device.current().platform == "cuda"
     if not on_cuda and not options.quick:
         print("JAX sees no CUDA device here: attention_cpu runs (--quick: tiny sizes of this one)", file=sys.stderr)
         return attention_cpu.main(["-o", str(options.output)] if options.output else [])
     samples = 40 if not options.quick else 6 if on_cuda else 3
-    has_torch = importlib.util.find_spec("torch") is not None
-    record: dict[str, Any] = {
-        "benchmark": "attention",
-        "command": "python -m benchmarks attention" + " --quick" * options.quick,
-        "environment": environment().to_dict(),
-        "attention": {},
-        "encoder": {},
-    }
+    record: dict[str, Any] = new_record("attention", options) | {"attention": {}, "encoder": {}}
 
     def say(name: str, found: Mapping[str, Any]) -> None:
         if not options.json:
             print(line(name, found), flush=True)
 
     for shape in SHAPES if on_cuda else TINY:
-        record["attention"][shape.name] = found = attention(shape, samples, has_torch)
+        record["attention"][shape.name] = found = attention(shape, samples, has_torch())
         say(shape.name, found)
     if importlib.util.find_spec("flax") is None:
         record["encoder"] = "flax is not installed"
@@ -363,13 +326,7 @@ def main(argv: list[str]) -> int:
             record["encoder"][f"dropout {rate}"] = found = encoder(size, rate, samples)
             say(f"encoder step, dropout {rate}", found)
     record["memory"] = memory(8192 if on_cuda else 1024)
-    if options.json:
-        print(to_json(record))
-    else:
+    if not options.json:
         print("scratch bytes, length 8192, causal:", record["memory"])
-    if options.output or on_cuda:
-        stamp = record["environment"]["time"][:10]
-        path = options.output or RESULTS / f"attention_{stamp}_jax{jax.__version__}.json"
-        save_json(path, record)
-        print(f"written to {path}", file=sys.stderr)
+    finish(record, options, on_cuda)
     return 0

@@ -14,16 +14,27 @@ What is measured:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "h200"
+from .measuring import (
+    compiled,
+    differences,
+    finish,
+    has_torch,
+    line,
+    measured,
+    new_record,
+    normal,
+    parser_of,
+    torch_samples,
+)
+
 MLPS = ((8192, 768, 3072), (8192, 4096, 16384))  # rows, features in and out, hidden
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
 TABLE = (  # rows, features in, features out
@@ -36,36 +47,6 @@ TABLE = (  # rows, features in, features out
     (32768, 1024, 4096),
 )
 LAUNCHES = 50
-
-
-def normal(seed: int, *shape: int, scale: float = 1.0) -> Any:
-    """Random bf16 data: zeros would run faster than real data does."""
-    import jax
-    import jax.numpy as jnp
-
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(jnp.bfloat16)
-
-
-def compiled(fn: Callable, *args: Any, **options: Any) -> Callable[[], Any]:
-    """The program on its arguments."""
-    import jax
-
-    program = jax.jit(fn).lower(*args).compile(compiler_options=options or None)
-    return functools.partial(program, *args)
-
-
-def measured(programs: Mapping[str, Callable], base: str, samples: int, calls: int = 8) -> dict[str, Any]:
-    """Samples of each, and the ratio of the base's median to each one's, with its interval."""
-    from fusionlab.evidence.device_clock import time_on_device
-    from fusionlab.evidence.timing import ratio_interval
-
-    timed = time_on_device(programs, samples=samples, calls=calls)
-    found = {}
-    for name, one in timed.items():
-        low, high = ratio_interval(timed[base].samples_s, one.samples_s)
-        ratio = timed[base].median_s / one.median_s
-        found[name] = one.to_dict() | {"ratio_to": base, "ratio": ratio, "interval": [low, high]}
-    return found
 
 
 # What a launch costs.
@@ -250,16 +231,6 @@ def _bare(ct: Any, x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
     return y, dh @ w1.T, x.T @ dh, h.T @ ct
 
 
-def differences(a: Any, b: Any) -> float:
-    """The largest ||b - a|| / ||a|| over outputs and gradients."""
-    import jax
-    import numpy as np
-
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    plain = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in pairs]
-    return max(float(np.linalg.norm(y - x) / np.linalg.norm(x)) for x, y in plain)
-
-
 def torch_mlp(name: str, m: int, k: int, n: int, samples: int) -> dict[str, Any]:
     """torch eager and torch.compile on the same step, in device time; apart from the others' turns."""
     import torch
@@ -285,27 +256,9 @@ def torch_mlp(name: str, m: int, k: int, n: int, samples: int) -> dict[str, Any]
         def step(f: Any = f) -> Any:
             return torch.autograd.grad(f(*args), args, ct)
 
-        found[label] = {"samples_s": _torch_samples(step, samples)}
+        found[label] = {"samples_s": torch_samples(step, samples)}
         found[label]["median_s"] = sorted(found[label]["samples_s"])[samples // 2]
     return found
-
-
-def _torch_samples(step: Callable[[], Any], samples: int, calls: int = 8) -> list[float]:
-    import torch
-
-    for _ in range(3):
-        step()
-    times = []
-    for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(20_000_000)  # some 10 ms, while the host queues the calls
-        start.record()
-        for _ in range(calls):
-            step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / calls)
-    return times
 
 
 def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
@@ -360,39 +313,14 @@ def _case_line(text: str, choice: Any) -> str:
     return f"{shape} {c['activation']} {what} packed={c['packed']}: {choice.implementation} [{times}]{settings}"
 
 
-def line(name: str, found: Mapping[str, Any]) -> str:
-    parts = []
-    for program, one in [*found.items(), *found.get("torch", {}).items()]:
-        if isinstance(one, dict) and "median_s" in one:
-            ratio = (
-                f" ({one['ratio']:.3f} [{one['interval'][0]:.3f}, {one['interval'][1]:.3f}])" if "ratio" in one else ""
-            )
-            parts.append(f"{program} {one['median_s'] * 1e6:.1f} us{ratio}")
-    taken = ", ".join(f"{r['role']} {r['activation']}: {r['implementation']}" for r in found.get("routes", ()))
-    return f"{name}: " + "; ".join(parts) + (f" | {taken}" if taken else "")
-
-
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gemm_epilogue", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of lines")
-    parser.add_argument(
-        "-o", "--output", type=Path, help="the record's file; a new one under benchmarks/results/h200 unless given"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer samples: a check that it runs, no record to publish"
-    )
+    parser = parser_of("gemm_epilogue", __doc__)
     parser.add_argument("--table", type=Path, help="measure and write the table of this architecture instead")
     options = parser.parse_args(argv)
 
-    import importlib.metadata
-    import importlib.util
-
-    import jax
-
     from fusionlab.device import Device
     from fusionlab.evidence.peaks import measure_peaks
-    from fusionlab.evidence.record import environment, save_json, to_json
 
     if Device.current().platform != "cuda":
         print("this benchmark needs a CUDA device; JAX sees none here", file=sys.stderr)
@@ -401,34 +329,13 @@ def main(argv: list[str]) -> int:
     if options.table:
         table(options.table, 4 if options.quick else 8, options.quick)
         return 0
-    peaks = measure_peaks()
-    has_torch = importlib.util.find_spec("torch") is not None
-    here = environment().to_dict()
-    if has_torch:
-        here["versions"]["torch"] = importlib.metadata.version("torch")
-    record: dict[str, Any] = {
-        "benchmark": "gemm_epilogue",
-        "command": "python -m benchmarks gemm_epilogue",
-        "environment": here,
-        "peaks": {"copy_bytes_per_s": peaks.copy_bytes_per_s, "bf16_flop_per_s": peaks.gemm_flop_per_s},
-        "launches": launches(samples),
-    }
-    if not options.json:
-        for name, one in record["launches"].items():
-            print(
-                line(name, one)
-                if isinstance(one, dict) and "xla" in one and isinstance(one["xla"], dict)
-                else f"{name}: {one}"
-            )
-    record["products"] = products(samples)
-    if not options.json:
-        for name, one in record["products"].items():
-            print(line(name, one), flush=True)
-    record["mlp"] = mlps(samples, has_torch, record["peaks"]["bf16_flop_per_s"])
-    if options.json:
-        print(to_json(record))
-    stamp = record["environment"]["time"][:10]
-    path = options.output or RESULTS / f"gemm_epilogue_{stamp}_jax{jax.__version__}.json"
-    save_json(path, record)
-    print(f"written to {path}", file=sys.stderr)
+    record, peaks = new_record("gemm_epilogue", options), measure_peaks()
+    record["peaks"] = {"copy_bytes_per_s": peaks.copy_bytes_per_s, "bf16_flop_per_s": peaks.gemm_flop_per_s}
+    for name, measure in (("launches", launches), ("products", products)):
+        record[name] = measure(samples)
+        for what, one in () if options.json else record[name].items():
+            told = isinstance(one, dict) and any(isinstance(t, dict) for t in one.values())
+            print(line(what, one) if told else f"{what}: {one}", flush=True)
+    record["mlp"] = mlps(samples, has_torch(), record["peaks"]["bf16_flop_per_s"])
+    finish(record, options, on_cuda=True)
     return 0

@@ -1,27 +1,41 @@
 """lerp and its gradients: FusionLab, jax.jit, a broadcast-then-sum composite and torch, in one run.
 
-    python -m benchmarks lerp [--json] [-o FILE] [--quick]
+    python -m benchmarks lerp [--json] [-o FILE] [--quick] [--table FILE] [--tune]
 
-Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). Beside them stands what the bytes alone
-would take at the copy rate measured in the same run. Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that
-it works.
+Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). What takes microseconds is repeated in one
+program, each time on the results of the time before. Beside the times stands what the bytes alone would take at the copy rate measured in
+the same run, and how many times faster than each rival FusionLab is, as shipped: what it takes comes from the table of the architecture.
+`--table` measures these cases and adds them to such a table instead; `--tune` times other ways to tile the backward (lerp_tiling.py).
+Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import functools
-import importlib.util
 import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .attention import add, measured
-from .gemm_epilogue import RESULTS, _torch_samples, compiled, differences, line
+from .measuring import (
+    CALLS,
+    compiled_at_once,
+    differences,
+    finish,
+    has_torch,
+    line,
+    measured,
+    new_record,
+    parser_of,
+    ratio_to,
+    refusal,
+    save,
+    timed,
+    torch_samples,
+)
 
 Shape = tuple[int, ...]
 
@@ -44,6 +58,16 @@ class Case:
         return tuple(np.broadcast_shapes(self.x, self.y, self.w))
 
     @property
+    def repeats(self) -> int:
+        """In one program: a launch on its own takes as long as the small ones do."""
+        return 8 if self.y == self.out and math.prod(self.out) < 1 << 24 else 1
+
+    @property
+    def calls(self) -> int:
+        """In a sample: fewer of those that take milliseconds."""
+        return CALLS if math.prod(self.out) < 1 << 28 else 3
+
+    @property
     def backward_bytes(self) -> int:
         """Read: the cotangent and w; written: the gradients of x and y."""
         import numpy as np
@@ -54,12 +78,13 @@ class Case:
 CASES = (
     Case("x (512,1,1024) y (512,1024,1024) w (1024,1)", (512, 1, 1024), (512, 1024, 1024), (1024, 1), bar=1.10),
     Case("x (1024,1,1024) y (1,1024,1024) w (1)", (1024, 1, 1024), (1, 1024, 1024), (1,), bar=1.10),
-    Case("(64,1024,1024), no broadcast", (64, 1024, 1024), (64, 1024, 1024), (64, 1024, 1024), bar=1.12),
+    Case("x and y (64,1024,1024) w (1)", (64, 1024, 1024), (64, 1024, 1024), (1,), bar=1.12),
     Case("(a) [16,102400] f32", (16, 102400), (16, 102400), (1,)),
     Case("(b) [16,204800] f64", (16, 204800), (16, 204800), (1,), "float64"),
     Case("(c) x [16,1,1,1] y [16,3,224,224] w [1]", (16, 1, 1, 1), (16, 3, 224, 224), (1,)),
     Case("(d) x [16,1,1,1] y [16,3,244,244] w [3,1,244]", (16, 1, 1, 1), (16, 3, 244, 244), (3, 1, 244)),
 )
+RIVALS = ("jax.jit", "broadcast, then sum", "torch eager", "torch.compile")
 TINY = (Case("tiny", (4, 1, 8), (4, 6, 8), (6, 1)), Case("tiny, f64", (4, 8), (4, 8), (1,), "float64"))
 
 
@@ -86,14 +111,24 @@ def total_of(fn: Callable) -> Callable:
     return step
 
 
-def naive_backward(ct: Any, x: Any, y: Any, w: Any) -> Any:
-    """As the original did before: w broadcast in full, full-size gradients, then sums."""
+def naive(x: Any, y: Any, w: Any) -> Any:
+    """As the original did before: w broadcast in full; its gradients full-size ones, then sums."""
     import jax
     import jax.numpy as jnp
 
-    whole = jax.lax.optimization_barrier(jnp.broadcast_to(w, ct.shape))
-    moved = jax.lax.optimization_barrier(((1 - whole) * ct, whole * ct))
-    return tuple(_sum_to(a, like.shape) for a, like in zip(moved, (x, y), strict=True))
+    shape = jnp.broadcast_shapes(x.shape, y.shape, w.shape)
+
+    @jax.custom_vjp
+    def of(x: Any, y: Any, w: Any) -> Any:
+        return blend(x, y, jax.lax.optimization_barrier(jnp.broadcast_to(w, shape)))
+
+    def backward(w: Any, ct: Any) -> Any:
+        whole = jax.lax.optimization_barrier(jnp.broadcast_to(w, shape))
+        moved = jax.lax.optimization_barrier(((1 - whole) * ct, whole * ct))
+        return *(_sum_to(a, like.shape) for a, like in zip(moved, (x, y), strict=True)), None
+
+    of.defvjp(lambda x, y, w: (of(x, y, w), w), backward)
+    return of(x, y, w)
 
 
 def _sum_to(a: Any, shape: Shape) -> Any:
@@ -102,110 +137,186 @@ def _sum_to(a: Any, shape: Shape) -> Any:
     return a.sum(axes, keepdims=True).reshape(shape)
 
 
-def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -> dict[str, Any]:
-    """Forward, backward and both of one case."""
+def repeated(part: str, fn: Callable, times: int) -> Callable:
+    """That many of them in one program, each on what the one before made of y and of the cotangent, which have the result's shape."""
+    import jax
+
+    apart = jax.lax.optimization_barrier  # else XLA makes one kernel of them all
+
+    def forward(x: Any, y: Any, w: Any) -> Any:
+        for _ in range(times):
+            y = apart(fn(x, y, w))
+        return y
+
+    def with_gradients(ct: Any, x: Any, y: Any, w: Any) -> Any:
+        sums = []
+        for _ in range(times):
+            *out, dx, ct = apart(fn(ct, x, y, w))
+            y = out[0] if out else y
+            sums.append(dx)
+        return y, sums, ct
+
+    return fn if times == 1 else forward if part == "forward" else with_gradients
+
+
+PARTS = {"forward": lambda fn: fn, "backward": backward_of, "total": total_of}
+
+
+def operands(case: Case) -> tuple[Any, ...]:
+    """The cotangent, x, y and w."""
     import jax
     import jax.numpy as jnp
 
+    shapes = enumerate((case.out, case.x, case.y, case.w))
+    return tuple(jax.random.normal(jax.random.key(i), s, jnp.dtype(case.dtype)) for i, s in shapes)
+
+
+def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -> dict[str, Any]:
+    """Forward, backward and both of one case."""
     from fusionlab.ops import lerp
 
-    x, y, w, ct = (
-        jax.random.normal(jax.random.key(i), s, jnp.dtype(case.dtype))
-        for i, s in enumerate((case.x, case.y, case.w, case.out))
-    )
-    found: dict[str, Any] = {}
-    for part, wrap, args in (
-        ("forward", lambda f: f, (x, y, w)),
-        ("backward", backward_of, (ct, x, y, w)),
-        ("total", total_of, (ct, x, y, w)),
-    ):
-        programs: dict[str, Callable] = {"jax.jit": compiled(wrap(blend), *args)}
-        programs["fusionlab"] = compiled(wrap(lerp), *args)
-        left_out: dict[str, str] = {}
-        add(programs, left_out, "op by cuda", wrap(functools.partial(lerp, implementation="cuda")), args)
-        if part == "backward":
-            programs["broadcast, then sum"] = compiled(naive_backward, *args)
-        reference = programs["jax.jit"]()
-        timed = measured(programs, "jax.jit", samples)
-        timed["difference to jax.jit"] = {n: differences(reference, f()) for n, f in programs.items()}
-        if torch:
-            timed["torch"] = torch_lerp(case, part, samples)
-        found[part] = timed | {"left out": left_out}
+    rivals = {
+        "jax.jit": blend,
+        "fusionlab": lerp,
+        "broadcast, then sum": naive,
+        "op by cuda": functools.partial(lerp, implementation="cuda"),
+    }
+    given, found = operands(case), {}
+    by_torch = torch_lerp(case, samples) if torch else {}
+    for part, wrap in PARTS.items():
+        args = given[1:] if part == "forward" else given
+        left_out = {n: why for n, f in rivals.items() if (why := refusal(wrap(f), args))}
+        taken = {n: wrap(f) for n, f in rivals.items() if n not in left_out}
+        once = compiled_at_once({n: (f, args) for n, f in taken.items()})
+        reference = once["jax.jit"]()
+        apart = {n: differences(reference, run()) for n, run in once.items()}
+        del reference
+        if case.repeats > 1:
+            once = compiled_at_once({n: (repeated(part, f, case.repeats), args) for n, f in taken.items()})
+        found[part] = measured(once, "jax.jit", samples, case.calls, case.repeats)
+        found[part]["torch"] = by_torch.get(part, {})
+        found[part]["fusionlab against"] = against(found[part])
+        found[part] |= {"difference to jax.jit": apart, "left out": left_out}
+        found[part]["routes"] = routes(wrap(lerp), *args)
     if copy_bytes_per_s:
         found["floor_s"] = case.backward_bytes / copy_bytes_per_s
+        found["backward to floor"] = found["backward"]["fusionlab"]["median_s"] / found["floor_s"]
     return found
 
 
-def torch_lerp(case: Case, part: str, samples: int) -> dict[str, Any]:
-    """torch.lerp eager and compiled; apart from the others' turns. Its w is broadcast as numpy's is."""
+def against(found: Mapping[str, Any]) -> dict[str, Any]:
+    """How many times faster than each rival FusionLab is."""
+    mine = found["fusionlab"]["samples_s"]
+    rivals = {n: t for n, t in (found | found["torch"]).items() if n in RIVALS}
+    return {name: ratio_to(name, its["samples_s"], mine) for name, its in rivals.items()}
+
+
+def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
+    """Each call of the op: its role, the implementation it takes and why."""
+    import jax
+
+    from fusionlab.device import Device
+    from fusionlab.evidence.tuning import calls_in
+
+    found = []
+    for call in calls_in(jax.make_jaxpr(fn)(*args).jaxpr):
+        role = call.primitive.role
+        name, why = call.primitive.op.preferred(role, dict(call.shapes), Device.current(), **dict(call.params))
+        found.append({"role": role, "activation": "lerp", "implementation": name, "why": why})
+    return found
+
+
+def torch_lerp(case: Case, samples: int) -> dict[str, dict[str, Any]]:
+    """torch.lerp eager and compiled, by part; apart from the others' turns. Its w is broadcast as numpy's is."""
     import torch
 
     make = functools.partial(torch.randn, device="cuda", dtype=getattr(torch, case.dtype))
     x, y = (make(s).requires_grad_() for s in (case.x, case.y))
     w, ct = make(case.w), make(case.out)
-    found = {}
-    for label, f in (("torch eager", torch.lerp), ("torch.compile", torch.compile(torch.lerp))):
+    torch.cuda.empty_cache()  # of the case before
+    torch._dynamo.reset()  # else it takes the shapes of the case before, and these, for one that varies
+    found: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for label, f in (("torch eager", torch.lerp), ("torch.compile", torch.compile(torch.lerp, dynamic=False))):
 
-        def step(f: Any = f) -> Any:
-            with torch.no_grad() if part == "forward" else contextlib.nullcontext():
-                out = f(x, y, w)
-            return out if part == "forward" else torch.autograd.grad(out, (x, y), ct)
+        def forward(f: Any = f) -> Any:
+            with torch.no_grad():
+                return f(x, y, w)
 
-        if part == "backward":  # the forward once, outside of what is timed
-            out = f(x, y, w)
+        def total(f: Any = f) -> Any:
+            return torch.autograd.grad(f(x, y, w), (x, y), ct)
 
-            def step(out: Any = out) -> Any:
-                return torch.autograd.grad(out, (x, y), ct, retain_graph=True)
+        out = f(x, y, w)  # once, outside of what is timed
 
-        times = _torch_samples(step, samples)
-        found[label] = {"samples_s": times, "median_s": sorted(times)[samples // 2]}
+        def backward(out: Any = out) -> Any:
+            return torch.autograd.grad(out, (x, y), ct, retain_graph=True)
+
+        for part, step in (("forward", forward), ("backward", backward), ("total", total)):
+            found[part][label] = timed(torch_samples(step, samples, case.calls), case.calls)
     return found
+
+
+def table(path: Path, samples: int) -> None:
+    """Measures the cases and adds what is best for each to a table."""
+    import jax
+
+    from fusionlab.device import Device
+    from fusionlab.evidence.tuning import calls_in, tune_calls
+    from fusionlab.kernels.choices import write
+    from fusionlab.ops import lerp
+
+    for case in CASES:
+        with jax.enable_x64(case.dtype == "float64"):
+            shapes = [jax.ShapeDtypeStruct(s, case.dtype) for s in (case.out, case.x, case.y, case.w)]
+            calls = calls_in(jax.make_jaxpr(total_of(lerp))(*shapes).jaxpr)
+            found = tune_calls(calls, samples=samples)
+        write(path, Device.current().arch, found)
+        for choice in found.cases.values():
+            print(f"{case.name}: {choice.implementation}, {choice.reason}", flush=True)
 
 
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks lerp", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of lines")
-    parser.add_argument(
-        "-o", "--output", type=Path, help="the record's file; a new one under benchmarks/results/h200 unless given"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer samples: a check that it runs, nothing to publish")
+    parser = parser_of("lerp", __doc__)
+    parser.add_argument("--table", type=Path, help="measure the cases and add them to the table of this architecture")
+    parser.add_argument("--tune", action="store_true", help="time other tilings of the backward, and print them")
     options = parser.parse_args(argv)
 
     import jax
 
     from fusionlab.device import Device
     from fusionlab.evidence.peaks import measure_peaks
-    from fusionlab.evidence.record import environment, save_json, to_json
 
     on_cuda = Device.current().platform == "cuda"
     if not on_cuda and not options.quick:
         print("this benchmark needs a CUDA device (JAX sees none here), or --quick for tiny sizes", file=sys.stderr)
         return 2
     samples = 40 if not options.quick else 6 if on_cuda else 3
-    torch = on_cuda and importlib.util.find_spec("torch") is not None
-    record: dict[str, Any] = {
-        "benchmark": "lerp",
-        "command": "python -m benchmarks lerp" + " --quick" * options.quick,
-        "environment": environment().to_dict(),
-        "cases": {},
-    }
+    if options.table:
+        table(options.table, samples // 4)
+        return 0
     rate = measure_peaks().copy_bytes_per_s if on_cuda else None
-    record["peaks"] = {"copy_bytes_per_s": rate}
+    if options.tune:
+        from . import lerp_tiling
+
+        lerp_tiling.tune(CASES, rate, samples // 4)
+        return 0
+    record: dict[str, Any] = new_record("lerp", options) | {"peaks": {"copy_bytes_per_s": rate}, "cases": {}}
     for case in CASES if on_cuda else TINY:
+        start = time.perf_counter()
         with jax.enable_x64(case.dtype == "float64"):
-            found = one(case, samples, rate, torch)
-        record["cases"][case.name] = found | {"bar": case.bar}
+            found = one(case, samples, rate, on_cuda and has_torch())
+        record["cases"][case.name] = found | {"bar": case.bar, "wall_s": time.perf_counter() - start}
         if not options.json:
-            for part in ("forward", "backward", "total"):
-                print(line(f"{case.name}, {part}", found[part]), flush=True)
-            if "floor_s" in found:
-                print(f"  bytes of the backward at the copy rate: {found['floor_s'] * 1e6:.1f} us", flush=True)
-    if options.json:
-        print(to_json(record))
-    if options.output or on_cuda:
-        stamp = record["environment"]["time"][:10]
-        path = options.output or RESULTS / f"lerp_{stamp}_jax{jax.__version__}.json"
-        save_json(path, record)
-        print(f"written to {path}", file=sys.stderr)
+            told(case, record["cases"][case.name])
+        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+    finish(record, options, on_cuda)
     return 0
+
+
+def told(case: Case, found: Mapping[str, Any]) -> None:
+    for part in PARTS:
+        print(line(f"{case.name}, {part}", found[part]), flush=True)
+    if "floor_s" in found:
+        bar = f" (at most {case.bar})" if case.bar else ""
+        print(f"  bytes of the backward at the copy rate: {found['floor_s'] * 1e6:.1f} us", end="; ")
+        print(f"fusionlab takes {found['backward to floor']:.3f} of it{bar}", flush=True)

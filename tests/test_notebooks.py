@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-NAMES = ("00_tour", "02_attention")
+NAMES = ("00_tour", "02_attention", "04_lerp")
 
 
 def test_the_notebooks_are_those_that_are_run_here():
@@ -35,6 +35,11 @@ def tour():
 @pytest.fixture(scope="module")
 def attention():
     return executed("02_attention")
+
+
+@pytest.fixture(scope="module")
+def lerp():
+    return executed("04_lerp")
 
 
 def code_cells(notebook):
@@ -88,6 +93,37 @@ def test_attention_s_numbers_hold(attention):
     (memory,) = [text_of(c) for c in code_cells(attention) if "memory_analysis" in c.source]
     before, after = map(int, re.search(r"'jax.jit': (\d+), 'fl.fuse': (\d+)", memory).groups())
     assert after < before / 6
+
+
+def test_lerp_runs_and_shows_its_story(lerp):
+    cells = code_cells(lerp)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "lerp@#1: x + w * (y - x) (In[1]:10), 4 nodes -> 5",
+        "is x * (1 - w) + y * w, which rounds differently from x + w * (y - x)",
+        "edit: write x + w * (y - x), or allow it: passes=Strategy(lerp=dict(reassociate=True), ...)",
+        "written as x * (1 - w) + y * w: the fused op rounds as x + w * (y - x) does",
+        "{'lerp': 1, 'lerp_grad': 1}",
+        "weighted_model: forward",
+        "error against float64, worst gradient",
+        "cuda: possible, kernels of our own",
+    ):
+        assert said in everything, said
+    assert everything.count("[rounding] lerp@#1") == 2
+    pictures = [o for c in cells for o in c.outputs if {"text/html", "image/svg+xml"} & set(o.get("data", {}))]
+    assert len(pictures) == 4  # the graph, bytes, times, errors
+
+
+def test_lerp_s_numbers_hold(lerp):
+    (kernels,) = [text_of(c) for c in code_cells(lerp) if "as_text" in c.source]
+    count, reading = map(int, re.search(r"(\d+) kernels, of which (\d+) read the cotangent", kernels).groups())
+    assert count >= reading >= 2
+    (told,) = [text_of(c) for c in code_cells(lerp) if "cost_analysis" in c.source]
+    found = re.findall(r"XLA ([\d.]+), plan ([\d.]+) \((.+)\)", told)
+    assert len(found) == 5
+    for xla, plan, launched in found:
+        assert float(plan) < 1.2 < float(xla)
+        assert launched in ("lerp_backward_flat", "lerp_backward, lerp_sum")
 
 
 def test_no_cell_defines_a_helper_or_reaches_outside():

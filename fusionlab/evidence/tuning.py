@@ -71,17 +71,26 @@ class Tuned:
             why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
             return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
         lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
-        for text, choice in self.measured.cases.items():
-            c = json.loads(text)
-            role = {"call": "forward", "cotangent": "backward"}[c["role"]]
-            role += ", keeping residuals" if c.get("residuals") else ""
-            shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
-            times = ", ".join(f"{n} {t:.4g} us" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
-            packed = ", mask in bits" if c["packed"] else ""
-            lines.append(
-                f"  {c['op']} {c['activation']} {shape} {c['dtype']} {role}{packed}: {choice.implementation} ({times})"
-            )
+        lines += [f"  {_told(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
         return "\n".join(lines)
+
+
+def _told(text: str) -> str:
+    """A case for a reader: the op, its sizes, what it is asked for."""
+    c = json.loads(text)
+    op, role = c.pop("op"), {"call": "forward", "cotangent": "backward"}[c.pop("role")]
+    role += ", keeping residuals" if c.pop("residuals", False) else ""
+    if op == "gemm_epilogue":
+        shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
+        return f"{op} {c['activation']} {shape} {c['dtype']} {role}" + (", mask in bits" if c["packed"] else "")
+    lists = {k: (" " if k == "wanted" else "x").join(map(str, v)) for k, v in c.items() if isinstance(v, list)}
+    told = (f"{k} {lists.get(k, v)}" for k, v in c.items() if v is not False)
+    return f"{op} {', '.join(told)}, {role}"
+
+
+def _with_times(choice: Choice) -> str:
+    times = ", ".join(f"{n} {t:.4g} us" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
+    return f"{choice.implementation} ({times})"
 
 
 @dataclass(frozen=True)

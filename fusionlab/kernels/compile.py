@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..device import Device
 from ..errors import ArgumentError, CompileError, MissingDependencyError, OutputError
 from ..output import write_file
 
@@ -293,6 +294,15 @@ def _nvrtc() -> Any:
 def why_missing() -> str | None:
     """Why nothing can be compiled in this process, without loading anything; None where CuPy is installed."""
     return NOT_INSTALLED if importlib.util.find_spec("cupy") is None else None
+
+
+def refuses_device(device: Device) -> str | None:
+    """Why no kernel of this package's own can run on a device, or None where one that asks for no more than the compiler does can."""
+    if device.platform != "cuda":
+        return f"it needs a CUDA device, this is {device}"
+    if device.arch and device.capability < int(ARCHS[0].removeprefix("sm_")):
+        return f"{device.arch} is older than {ARCHS[0]}, the oldest that the CUDA compiler builds for"
+    return NOT_INSTALLED if "cupy" in device.missing else None
 
 
 def _check_arch(source: Source, arch: str) -> None:

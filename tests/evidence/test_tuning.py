@@ -86,6 +86,16 @@ def test_the_result_prints_a_line_for_each_case_with_all_times(bench):
         assert any(role in line for line in lines), role
 
 
+def test_cases_of_every_op_are_printed(bench):
+    def blend(x, y, w):
+        return x + w * (y - x)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4, 1, 8), (4, 6, 8), (1,))]
+    lines = repr(fl.tune(blend, *shapes)).splitlines()[1:]
+    case = "  lerp dtype float32, w 1x1x1, {}x 4x1x8, y 4x6x8, {}: cuda (cuda 20 us, xla 30 us)"
+    assert lines == [case.format("", "forward"), case.format("wanted x y w, ", "backward")]
+
+
 @pytest.mark.parametrize("records", [False, True])
 def test_the_quickest_algorithm_is_kept_for_each_product(bench, monkeypatch, records):
     monkeypatch.setattr(launch, "LAUNCHER", SimpleNamespace(records=records))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.kernels.lerp import cuda, plan, tiling
-from fusionlab.kernels.lerp.axes import SLOTS, Axis, accumulator, collapse, power_of_2, result_shape, vector
+from fusionlab.kernels.lerp.axes import SLOTS, Axis, accumulator, collapse, result_shape
 from fusionlab.kernels.lerp.plan import backward_passes, forward_plan
 from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
 
@@ -217,16 +216,6 @@ def test_any_shapes(emulator, shapes, dtype, wanted):
     check_backward(emulator, shapes, tuple(s for s in SLOTS if s in wanted), dtype)
 
 
-def all_tilings(shapes, grads, dtype):
-    """All that the cost model chooses from, of one pass."""
-    reads = (("w",) if {"x", "y"} & set(grads) else ()) + (("x", "y") if "w" in grads else ())
-    axes = collapse(shapes, tuple(s for s in SLOTS if s in (*grads, *reads)))
-    lanes = power_of_2(axes[-1].size // vector(axes[-1].size, dtype))
-    call = tiling.Call(axes, grads, reads, dtype, min(tiling.MAX_LANES, lanes))
-    fewer = [n for n in (8, 16) if n < call.lanes]
-    return [t for n in (call.lanes, *fewer) for t in tiling.tilings(dataclasses.replace(call, lanes=n))]
-
-
 def kind_of(one):
     """What of a tiling changes the code: which sums each gradient is, whether it is partial, and how rows are held."""
     sums = tuple((*one.sums_over[s], one.parts(s) > 1) for s in one.call.grads)
@@ -248,7 +237,7 @@ def test_every_kind_of_tiling_is_right_and_not_only_the_one_chosen(emulator, cas
     shapes = shapes_of(*CASES[case])
     values, ct = arrays(shapes, dtype)
     kinds = {}
-    for t in all_tilings(shapes, grads, dtype):
+    for t in plan.all_tilings(plan.call_of(shapes, grads, dtype)):
         kinds.setdefault(kind_of(t), t)
     # Spread over all kinds, in the order in which they came.
     taken = list(kinds.values())[:: max(1, len(kinds) // most)]

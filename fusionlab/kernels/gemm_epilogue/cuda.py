@@ -15,15 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...device import Device
-from ..compile import NOT_INSTALLED
+from ..compile import refuses_device
 from ..launch import launch
 from . import reference
 from .activations import ACTIVATIONS
 from .elementwise import KERNEL_ACTIVATIONS, accumulator, backward_plan, forward_plan
 
 Array = Any
-
-MIN_CAPABILITY = 75
 
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
@@ -36,14 +34,6 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
     if activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
     return None
-
-
-def refuses_device(device: Device) -> str | None:
-    if device.platform != "cuda":
-        return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that the CUDA compiler builds for"
-    return NOT_INSTALLED if "cupy" in device.missing else None
 
 
 def saves_of(activation: str, packed: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,15 +10,14 @@ import jax.numpy as jnp
 
 from ...device import Device
 from ..arrays import is_explicitly_sharded
-from ..compile import NOT_INSTALLED
+from ..compile import refuses_device
 from ..launch import launch
 from .axes import MAX_RANK, accumulator, result_shape
-from .plan import backward_passes, forward_plan
+from .plan import Pass, backward_passes, forward_plan
 from .reference import operand_shapes
 
 Array = Any
 
-MIN_CAPABILITY = 75
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -36,14 +35,6 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
     if len(dtypes := {jnp.dtype(shape.dtype).name for shape in shapes.values()}) > 1:
         return f"the kernels take one dtype, not {' and '.join(sorted(dtypes))}"
     return None
-
-
-def refuses_device(device: Device) -> str | None:
-    if device.platform != "cuda":
-        return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that the CUDA compiler builds for"
-    return NOT_INSTALLED if "cupy" in device.missing else None
 
 
 def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[Array]:
@@ -69,10 +60,18 @@ def cotangent(
     shapes = operand_shapes(broadcast, ct.shape)
     if not ct.size:
         return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
+    made = gradients(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
+    return [made[slot] for slot in wanted]
+
+
+def gradients(
+    passes: Iterable[Pass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """What the passes make, by slot; `shapes` are those of x, y and w."""
     made: dict[str, Array] = {}
-    for one in backward_passes(shapes, wanted, ct.dtype.name):
+    for one in passes:
         results = [jax.ShapeDtypeStruct(shapes[slot], ct.dtype) for slot in one.grads]
         results += [jax.ShapeDtypeStruct(shape, accumulator(ct.dtype.name)) for shape in one.scratch]
         found = launch(one.plan, [ct, *(saved[slot] for slot in one.reads)], results)
         made.update(zip(one.grads, found, strict=False))
-    return [made[slot] for slot in wanted]
+    return made

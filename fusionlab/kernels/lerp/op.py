@@ -16,6 +16,7 @@ from ..choices import CHOICES, case_text
 from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
+from ..primitive import wanted_of
 from . import cuda, reference
 
 Array = Any
@@ -65,16 +66,21 @@ class Lerp(Op):
     def batch(
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
-        """One more leading axis, of size 1 where an operand is not batched."""
+        """One more leading axis, of size 1 where neither an operand nor its tangent is batched.
+
+        A gradient has the whole batch, also that of an operand the batch shares. `broadcast` says one shape for an operand, its tangent and
+        its gradient: one that is not batched but has one of these that is becomes a batch of the same.
+        """
         size = batch_size(values, dims)
-        pairs = list(zip(names, values, dims, strict=True))
-        result = [a[None] if d is None else jnp.moveaxis(a, d, 0) for _, a, d in pairs]
-        if role == "cotangent":  # a gradient for each of the batch, also of an operand they share
-            sizes = dict.fromkeys(self.slots, size)
-        else:
-            prefix = "d_" if role == "tangent" else ""
-            sizes = {n.removeprefix("d_"): size for n, _, d in pairs if n.startswith(prefix) and d is not None}
-        broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
+        moves = {name.removeprefix("d_") for name, d in zip(names, dims, strict=True) if d is not None}
+        if role == "cotangent":
+            moves |= {"ct", *wanted_of(params)}
+        result = []
+        for name, a, d in zip(names, values, dims, strict=True):
+            one = a[None] if d is None else jnp.moveaxis(a, d, 0)
+            whole = name.removeprefix("d_") in moves
+            result.append(jnp.broadcast_to(one, (size, *one.shape[1:])) if whole else one)
+        broadcast = tuple((s, (size if s in moves else 1, *shape), dtype) for s, shape, dtype in params["broadcast"])
         return result, params | {"broadcast": broadcast}
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:

@@ -118,18 +118,29 @@ def _groupings(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
             yield ((first, *others), *groups)
 
 
-def _one_pass(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, Pass]:
+def call_of(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> Call:
+    """One pass that makes these gradients, with as many lanes as there are neighbours for."""
     reads = (("w",) if "x" in grads or "y" in grads else ()) + (("x", "y") if "w" in grads else ())
     axes = collapse(shapes, tuple(slot for slot in SLOTS if slot in grads or slot in reads))
     lanes = power_of_2(axes[-1].size // vector(axes[-1].size, dtype))
-    call = Call(axes, grads, reads, dtype, min(tiling.MAX_LANES, lanes))
-    if all(slot in axis.slots for axis in axes for slot in grads):
+    return Call(axes, grads, reads, dtype, min(tiling.MAX_LANES, lanes))
+
+
+def all_tilings(call: Call) -> Iterator[Tiling]:
+    """Every way that is tried, with those lanes and with fewer."""
+    lanes = (n for n in powers_of_2(call.lanes) if n == call.lanes or n >= tiling.MIN_LANES)
+    return itertools.chain.from_iterable(tiling.tilings(replace(call, lanes=n)) for n in lanes)
+
+
+def _one_pass(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, Pass]:
+    call = call_of(shapes, grads, dtype)
+    if all(slot in axis.slots for axis in call.axes for slot in grads):
         addresses = tuple(("result", grads.index(s)) if s in grads else ("null", 0) for s in SLOTS)
-        total = math.prod(a.size for a in axes)
-        plan = _flat(1, "lerp_backward_flat", axes, reads, dtype, (*call.operands, *addresses), total, grads)
-        return call.base_bytes, Pass(plan, reads, grads, ())
-    calls = [replace(call, lanes=n) for n in powers_of_2(call.lanes) if n == call.lanes or n >= tiling.MIN_LANES]
-    best = min(((tiling.cost(t), t) for c in calls for t in tiling.tilings(c)), key=lambda pair: pair[0])
+        plan = _flat(
+            1, "lerp_backward_flat", call.axes, call.reads, dtype, (*call.operands, *addresses), call.elements, grads
+        )
+        return call.base_bytes, Pass(plan, call.reads, grads, ())
+    best = min(((tiling.cost(t), t) for t in all_tilings(call)), key=lambda pair: pair[0])
     return best[0], tiled_pass(best[1])
 
 
