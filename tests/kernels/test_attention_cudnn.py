@@ -47,7 +47,13 @@ REFUSED = {
     "another value": (shapes(h=64, hv=32), {}, "values have other features than keys (32, 64)"),
     "an old device": (shapes(), {"device": "sm_75"}, "older than sm_80"),
     "a CPU": (shapes(), {"device": "cpu"}, "needs a CUDA device"),
-    "a mask": ((*shapes(), None, MASK), {}, "a boolean mask"),
+    "a mask of odd lengths": (
+        (*shapes(t=99, s=77), None, jax.ShapeDtypeStruct((1, 1, 99, 77), jnp.bool_)),
+        {},
+        "even lengths alone",
+    ),
+    "a mask that hides little": ((*shapes(), None, MASK), {"mask_value": -100.0}, "leaves masked keys a weight"),
+    "a mask of 256 features": ((*shapes(h=256), None, MASK), {}, "may leave a query no key"),
     "factors": ((*shapes(), None, None, MASK), {}, "factors"),
     "softcap": (shapes(), {"softcap": 30.0}, "softcap"),
     "a wide bias": (
@@ -114,10 +120,56 @@ def test_a_mask_of_keys_needs_both_routes_and_a_value_that_masks():
 
     assert masked((2, 1, 1, 128)).verdict != "unavailable"
     assert masked((1, 128)).verdict != "unavailable"
-    assert "one row of keys" in masked((2, 2, 1, 128)).reason
+    assert masked((2, 2, 1, 128)).verdict != "unavailable"
     assert "leaves masked keys a weight" in masked((1, 128), mask_value=-100.0).reason
     mask = jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)
     assert "256 features" in verdict(*shapes(h=256), None, mask).reason
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 128, 128), (128, 128), (2, 2, 1, 128), (1, 2, 128, 128)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_of_scores_is_a_bias_where_every_query_sees_a_key(on_hopper, shape, is_causal):
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+    def loss(q, k, v, mask):
+        out = dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2)))
+    text = step.trace(*shapes(), mask).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.case") == 2
+    for name in ("@__cudnn$fmhaScaleBiasSoftmax(", "@__cudnn$fmhaScaleBiasSoftmaxBackward("):
+        assert text.count(name) == 1
+    for entry in ("attention_forward", "attention_query", "attention_keys"):
+        assert text.count(f"{entry}\\22") == 1
+    assert "mask_probe" not in text
+
+
+def test_whether_every_query_sees_a_key_is_asked_of_what_it_may_see():
+    def sees(mask, queries, is_causal=False):
+        return bool(cudnn._all_see(jnp.asarray(mask), queries, is_causal))
+
+    assert sees([[[1, 0], [0, 1]]], 2)
+    assert not sees([[[1, 0], [0, 0]]], 2)
+    assert sees([[[1, 0], [0, 1]]], 2, True)
+    assert not sees([[[0, 1], [1, 1]]], 2, True)  # the first query sees the first key alone
+    assert sees([[[1, 1]]], 2, True)
+    assert not sees([[[0, 1]]], 2, True)  # one row for both queries
+    assert sees([[[0, 1]]], 2)
+
+
+def test_a_mask_as_a_bias_has_all_scores_and_stays_finite():
+    from fusionlab.kernels.dot_product_attention.layouts import Sizes
+
+    q = Sizes.of((2, 3, 4, 1, 8), "BTNH")
+    for shape, first in (((4, 6), 1), ((2, 1, 1, 4, 6), 6), ((1, 3, 1, 1, 6), 6)):
+        mask = jnp.zeros((1,) * (5 - len(shape)) + shape, bool)
+        for dtype in (jnp.bfloat16, jnp.float16):
+            bias = cudnn._as_bias(mask, q, dtype)
+            assert bias.shape == (first, 1, 4, 6)
+            assert bias.dtype == dtype
+            assert jnp.isfinite(bias).all()
+            assert float(bias.max()) < -40000
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])

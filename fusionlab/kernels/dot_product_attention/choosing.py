@@ -97,6 +97,8 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 
 def _slower(name: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
     """Why an implementation that could run is left alone: it was measured slower than XLA's code."""
+    if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
+        return "a mask of all scores as its bias was not measured yet (implementation='cudnn' takes it)"
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
