@@ -26,12 +26,13 @@ FIELDS = ("query", "key", "value", "bias", "mask", "factors", "dropout_key")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
+    """Sizes (k: heads of key and value, where they are fewer), operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
 
     batch: tuple[int, ...] = (2,)
     t: int = 70
     s: int = 90
     n: int = 2
+    k: int | None = None
     d: int = 64
     dv: int | None = None
     given: tuple[str, ...] = ()
@@ -126,6 +127,13 @@ CASES = {
     "128 features": Case(d=128, attrs={"is_causal": True}),
     "128 features, mask": Case(d=128, given=("random",), attrs=FINITE),
     "other values": Case(d=64, dv=24),
+    "key heads shared": Case(n=4, k=2, attrs={"is_causal": True}),
+    "one key head, lengths": Case(n=3, k=1, d=24, given=("lengths",)),
+    "key heads shared, bias, dropout": Case(n=6, k=2, t=33, s=40, given=("bias", "dropout")),
+    "key heads shared, dropout by key": Case(
+        batch=(2, 2), n=4, k=2, t=20, s=33, given=("dropout by key",), attrs={"keep": 0.7}
+    ),
+    "key heads shared, a row of nothing": Case(n=4, k=2, d=80, given=("a row of nothing",), attrs={"is_causal": True}),
     "one row": Case(t=1, s=300),
     "one key": Case(t=130, s=1),
 }
@@ -135,10 +143,16 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
     """Operands by slot, a cotangent, and the same numbers as float64 in BTNH."""
     rng = np.random.default_rng(seed)
     dv = case.dv or case.d
-    shapes = {"query": (case.t, case.d), "key": (case.s, case.d), "value": (case.s, dv), "ct": (case.t, dv)}
+    k = case.k or case.n
+    shapes = {
+        "query": (case.t, case.n, case.d),
+        "key": (case.s, k, case.d),
+        "value": (case.s, k, dv),
+        "ct": (case.t, case.n, dv),
+    }
     plain, made = {}, {}
-    for slot, (length, features) in shapes.items():
-        a = jnp.asarray(rng.standard_normal((*case.batch, length, case.n, features)) * case.spread, dtype)
+    for slot, sizes in shapes.items():
+        a = jnp.asarray(rng.standard_normal((*case.batch, *sizes)) * case.spread, dtype)
         plain[slot] = np.asarray(a, np.float64)
         made[slot] = jnp.swapaxes(a, -2, -3) if layout == "BNTH" else a
     for name in case.given:
@@ -156,6 +170,9 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
 def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     """[out, dquery, dkey, dvalue] in float64, BTNH."""
     q, k, v, ct = (plain[n] for n in ("query", "key", "value", "ct"))
+    heads = k.shape[-2]
+    k, v = (np.repeat(a, q.shape[-2] // heads, axis=-2) for a in (k, v))
+    shared = lambda g: g.reshape(*g.shape[:-2], heads, -1, g.shape[-1]).sum(-2)  # noqa: E731
     scale = attrs.get("scale", 1 / math.sqrt(q.shape[-1]))
     s, slope, seen = np.einsum("...tnh,...snh->...nts", q, k) * scale, 1.0, True
     if "softcap" in attrs:
@@ -176,8 +193,8 @@ def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     return [
         np.einsum("...nts,...snh->...tnh", w, v),
         np.einsum("...nts,...snh->...tnh", ds, k),
-        np.einsum("...nts,...tnh->...snh", ds, q),
-        np.einsum("...nts,...tnh->...snh", w, ct),
+        shared(np.einsum("...nts,...tnh->...snh", ds, q)),
+        shared(np.einsum("...nts,...tnh->...snh", w, ct)),
     ]
 
 

@@ -508,6 +508,27 @@ def blend_of(implementation: str) -> Callable[..., Array]:
 
 
 @trial
+def query_heads_are_split_with_the_key_heads_that_they_share() -> None:
+    attend = lambda name: everything(partial(fl.ops.dot_product_attention, is_causal=True, implementation=name))  # noqa: E731
+    heads = P(None, None, "d")
+    for key_heads, kind, there in (
+        (4, AxisType.Auto, (2, 1)),
+        (2, AxisType.Auto, (8, 2)),  # four devices have no part of two heads each
+        (1, AxisType.Auto, (8, 1)),
+        (4, AxisType.Explicit, (2, 1)),
+        (1, AxisType.Explicit, (8, 1)),
+    ):
+        shape = (2, 6, key_heads, 4)
+        args = arrays((2, 5, 8, 4), shape, shape)
+        want = jax.jit(attend("xla"))(*args)
+        specs = heads, *[heads if key_heads % 4 == 0 else P()] * 2
+        for name in ("xla", "opaque"):
+            got, _ = compiled(attend(name), placed(mesh_of(LINE, kind), *specs, args=args))
+            close(got, want, (key_heads, kind, name))
+        assert (local("call")["query"][2], local("call")["key"][2]) == there, (key_heads, kind)
+
+
+@trial
 def an_op_that_names_no_axes_is_computed_whole() -> None:
     attention = type(DOT_PRODUCT_ATTENTION)
     named, attention.axes = attention.axes, Op.axes

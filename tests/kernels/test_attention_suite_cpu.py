@@ -15,6 +15,7 @@ FEW = (
     "dropout by key",
     "128 features",
     "other values",
+    "key heads shared, bias, dropout",
 )
 
 
@@ -57,6 +58,7 @@ class TestCudaEmulated(AttentionSuite):
             "dropout and mask",
             "128 features",
             "other values",
+            "key heads shared",
         )
         return tuple(CASES) if dtype == "bfloat16" else few
 

@@ -257,7 +257,9 @@ def test_lowering_for_cuda_works_without_one_and_is_the_composite():
 BAD = {
     "query of rank 2": (((4, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, ["query has shape (4, 8)", "rank 3"]),
     "another batch": (((2, 4, 2, 8), (1, 4, 2, 8), (2, 4, 2, 8)), {}, ["key (1, 4, 2, 8)", "batch axes"]),
-    "another head count": (((1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, ["key", "2 heads", "4"]),
+    "another head count": (((1, 4, 4, 8), (1, 4, 3, 8), (1, 4, 3, 8)), {}, ["key", "3 heads", "4", "divides"]),
+    "more key heads": (((1, 4, 2, 8), (1, 4, 4, 8), (1, 4, 4, 8)), {}, ["key", "4 heads", "2", "divides"]),
+    "no key heads": (((1, 4, 2, 8), (1, 4, 0, 8), (1, 4, 0, 8)), {}, ["key", "0 heads"]),
     "value with other heads": (((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 1, 8)), {}, ["value", "1 heads"]),
     "other features": (((1, 4, 2, 8), (1, 4, 2, 6), (1, 4, 2, 8)), {}, ["6 features", "same H"]),
     "other length": (((1, 4, 2, 8), (1, 5, 2, 8), (1, 4, 2, 8)), {}, ["value", "length 4", "same S"]),
@@ -341,5 +343,5 @@ def test_another_layout_is_refused():
     a = jnp.zeros((1, 4, 2, 8))
     with pytest.raises(UnknownNameError, match="layout"):
         dot_product_attention(a, a, a, layout="TBNH")
-    with pytest.raises(ArgumentError, match=r"key \(1, 2, 4, 8\) has 2 heads at axis -3, query \(1, 4, 2, 8\) has 4"):
+    with pytest.raises(ArgumentError, match=r"value \(1, 4, 2, 8\) has 4 heads at axis -3, key \(1, 2, 4, 8\) has 2"):
         dot_product_attention(a, a.swapaxes(1, 2), a, layout="BNTH")

@@ -97,13 +97,17 @@ def add_keys(whole: Array, part: Array) -> Array:
 
 
 def scan_heads(function: Callable, size: int, arrays: Any, carry: Any) -> tuple[Any, Any]:
-    """`(carry, results) = function(carry, arrays)` over groups of `size` heads; `size` divides their number."""
+    """`(carry, results) = function(carry, arrays)` over groups of `size` heads of the first array; `size` divides their number.
+
+    Arrays of fewer heads, which several of those share, and results are cut into as many parts.
+    """
     count = jax.tree.leaves(arrays)[0].shape[0]
     if count == size:
         return function(carry, arrays)
-    grouped = jax.tree.map(lambda a: a.reshape(count // size, size, *a.shape[1:]), arrays)
+    parts = count // size
+    grouped = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), arrays)
     carry, results = lax.scan(function, carry, grouped)
-    return carry, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), results)
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)
 
 
 def scan_rows(step: Callable, start: int, rows: int, arrays: Any, carry: Any) -> Any:

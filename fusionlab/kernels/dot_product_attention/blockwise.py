@@ -42,17 +42,19 @@ _CAUSAL_GROUPS = 8
 _LEAST_ROWS = 16
 
 
-def block_shape(heads: int, t: int, s: int, is_causal: bool, scores: int) -> tuple[int, int]:
+def block_shape(heads: int, t: int, s: int, is_causal: bool, scores: int, group: int = 1) -> tuple[int, int]:
     """(heads, query rows) of a block of about `scores` scores: whole heads where they fit, else rows of one head.
+
+    The `group` heads that read one head of key and value stay together: one product serves them all, as if they were more rows.
 
     With `is_causal` a block has at most T/16 rows, so that each of the groups has two: XLA shares the scratch of a loop
     between loops, but gives straight-line blocks their own.
     """
     rows = power_of_two(max(_LEAST_ROWS, t // (2 * _CAUSAL_GROUPS))) if is_causal else t
     rows = max(1, min(t, rows))
-    if rows * s <= scores:
-        return divisor(heads, scores // (rows * s)), rows
-    return 1, min(rows, power_of_two(max(_LEAST_ROWS, scores // s)))
+    if group * rows * s <= scores:
+        return group * divisor(heads // group, scores // (group * rows * s)), rows
+    return group, min(rows, power_of_two(max(_LEAST_ROWS // group, scores // (group * s), 1)))
 
 
 def forward(
@@ -73,7 +75,7 @@ def forward(
     wide = statistics_dtype(query.dtype)
     q = heads(query, wide) * form.scale
     kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors})
-    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES)
+    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES, form.group)
     can_be_blind = bool({"bias", "mask"} & set(kinds))  # else every row sees its first key
 
     def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
@@ -89,7 +91,7 @@ def forward(
                 scores, _ = _scores(q, k, first, cut, form)
                 top, total, p = _softmax(scores, can_be_blind)
                 factors = cut("factors", first, p.shape)
-                sums = _mm(weigh(p, factors, form), v, form)
+                sums = _by_key(weigh(p, factors, form), v, form)
                 out = sums / total
                 if factors is not None and factors.dtype == jnp.bool_:  # 0 also where what is left out is NaN
                     out = jnp.where(sums == 0, sums, out)
@@ -133,12 +135,12 @@ def cotangent(
     kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors")})
     summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in broadcast if slot in wanted}
     kinds = {**kinds, **summed}
-    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES)
+    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES, form.group)
 
     def some_heads(shared: dict[str, Array], operands: tuple) -> tuple[dict[str, Array], dict[str, Array]]:
         rows_of, keys_of, entries = operands
         cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
-        sums = _zero_sums(wanted, rows_of, s) | shared
+        sums = _zero_sums(wanted, rows_of, s, form.group) | shared
         for start, stop, keys in _groups(t, s, rows, form.is_causal):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
             step = _backward_step({n: a[:, :keys] for n, a in keys_of.items()}, cut, wanted, form)
@@ -163,10 +165,10 @@ def _backward_step(keys_of: dict[str, Array], cut: Cut, wanted: tuple[str, ...],
         factors = cut("factors", first, p.shape)
         found = dict(sums)
         if "value" in wanted:
-            found["value"] = add_keys(sums["value"], _mm(_t(part["ct"]), weigh(p, factors, form), form))
+            found["value"] = add_keys(sums["value"], _over_rows(part["ct"], weigh(p, factors, form), form))
         if wanted == ("value",):
             return found
-        dw = _mm(part["ct"], _t(keys_of["v"]), form)
+        dw = _by_key(part["ct"], _t(keys_of["v"]), form)
         if "factors" in wanted:
             found["factors"] = cut.add("factors", sums["factors"], weigh(p, dw, form), first)
         if "delta" not in part:
@@ -176,9 +178,9 @@ def _backward_step(keys_of: dict[str, Array], cut: Cut, wanted: tuple[str, ...],
             found["bias"] = cut.add("bias", sums["bias"], ds, first)
         ds = through_softcap(ds, tanh)
         if "key" in wanted:
-            found["key"] = add_keys(sums["key"], _mm(_t(part["q"]), ds, form))  # the scale is in q
+            found["key"] = add_keys(sums["key"], _over_rows(part["q"], ds, form))  # the scale is in q
         if "query" in wanted:
-            found["query"] = put_rows(sums["query"], _mm(ds, keys_of["k"], form), first)
+            found["query"] = put_rows(sums["query"], _by_key(ds, keys_of["k"], form), first)
         return found
 
     return step
@@ -201,9 +203,10 @@ def _heads_together(query: Array, kinds: Mapping[str, Broadcast]) -> int:
     return heads if kinds else heads * math.prod(batch)
 
 
-def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int) -> dict[str, Array]:
+def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int, group: int) -> dict[str, Array]:
     q, ct = rows_of["q"], rows_of["ct"]
-    shapes = {"query": q.shape, "key": (q.shape[0], q.shape[2], s), "value": (q.shape[0], ct.shape[2], s)}
+    heads = q.shape[0] // group
+    shapes = {"query": q.shape, "key": (heads, q.shape[2], s), "value": (heads, ct.shape[2], s)}
     # Made from the operand, so that inside shard_map it varies over the same mesh axes.
     return {n: jnp.zeros_like(q, shape=shapes[n]) for n in wanted if n in shapes}
 
@@ -221,7 +224,7 @@ def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, i
 
 def _scores(q: Array, k: Array, first: Array, cut: Cut, form: Form) -> tuple[Array, Array | None]:
     """Scores of a block of rows, the first of which is row `first`, and the tanh of the softcap; the scale is in q already."""
-    scores, tanh = _mm(q, _t(k), form), None
+    scores, tanh = _by_key(q, _t(k), form), None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
         scores = form.softcap * tanh
@@ -266,8 +269,16 @@ def _causal(shape: tuple[int, ...], first: Array) -> Array:
     return lax.broadcasted_iota(jnp.int32, shape, 2) <= row
 
 
-def _mm(a: Array, b: Array, form: Form) -> Array:
-    return jnp.matmul(a, b, precision=form.precision)
+def _by_key(rows: Array, keys: Array, form: Form) -> Array:
+    """rows @ keys, where `form.group` heads of rows meet one of keys: they are more rows to it."""
+    a = rows.reshape(keys.shape[0], form.group * rows.shape[1], rows.shape[2])
+    return jnp.matmul(a, keys, precision=form.precision).reshape(*rows.shape[:-1], keys.shape[-1])
+
+
+def _over_rows(a: Array, b: Array, form: Form) -> Array:
+    """a^T @ b, summed over the rows of all heads that share one of keys."""
+    a, b = (x.reshape(x.shape[0] // form.group, form.group * x.shape[1], x.shape[2]) for x in (a, b))
+    return jnp.matmul(_t(a), b, precision=form.precision)
 
 
 def _t(a: Array) -> Array:

@@ -33,11 +33,15 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
                 f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
                 f"the same: broadcast them"
             )
-        if shape[heads] != q[heads]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has {shape[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
-                f"the same: repeat the {slot}'s heads"
-            )
+    if v[heads] != k[heads]:
+        raise ArgumentError(
+            f"dot_product_attention: value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same"
+        )
+    if k[heads] != q[heads] and (k[heads] == 0 or q[heads] % k[heads]):
+        raise ArgumentError(
+            f"dot_product_attention: key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
+            f"as many, or a number that divides them: each key head is then read by as many neighbouring query heads"
+        )
     if k[-1] != q[-1]:
         raise ArgumentError(
             f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
@@ -48,6 +52,12 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
         )
     if k[length] < 1 or q[-1] < 1:
         raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
+
+
+def heads_sharing(query: Any, key: Any, layout: str) -> int:
+    """How many query heads read one head of key and value."""
+    q, k = (Sizes.of(a.shape, layout).heads for a in (query, key))
+    return q // k if k else 1
 
 
 def scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:

@@ -199,6 +199,7 @@ def _described(
         key=_strides(k, layout),
         value=_strides(v, layout),
         out=_strides(q._replace(features=v.features), layout),
+        group=q.heads // k.heads,
         scale=attrs["scale"],
         is_causal=attrs["is_causal"],
         softcap=attrs["softcap"],

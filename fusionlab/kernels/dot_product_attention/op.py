@@ -17,7 +17,15 @@ from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
 from . import blockwise, choosing, cuda, cudnn, dropout, reference
-from .checks import DTYPES, check_broadcast, check_numbers, check_shapes, checked_dropout_shape, scores_shape
+from .checks import (
+    DTYPES,
+    check_broadcast,
+    check_numbers,
+    check_shapes,
+    checked_dropout_shape,
+    heads_sharing,
+    scores_shape,
+)
 from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 
 Array = Any
@@ -94,6 +102,7 @@ class DotProductAttention(Op):
                 raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
         check_numbers(full, given["query"].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
+        full["group"] = heads_sharing(given["query"], given["key"], full["layout"])
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
         full["broadcast"] = tuple(
             (slot, tuple(present[slot].shape), np.dtype(present[slot].dtype).name)
@@ -160,11 +169,15 @@ class DotProductAttention(Op):
         batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
         # The bits of a dropout mask hang on where an entry stands among all that are drawn.
         drawn = zip((*batch, "h"), attrs["dropout_shape"] or (), strict=False)
-        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
+        labels = _labels(batch, attrs["layout"], "h" if attrs["group"] == 1 else f"h/{attrs['group']}")
+        return Axes(labels, frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
-        """Batch "b", heads "h", queries "t", keys "s", their features "c", those of the values "d"."""
-        axes = _labels(tuple(f"b{i}" for i in range(len(shapes["query"]) - 3)), attrs["layout"])
+        """Batch "b", heads "h" (of keys and values "g", where they are fewer), queries "t", keys "s", their features "c", those of the
+        values "d"."""
+        group = attrs["group"]
+        batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
+        axes = _labels(batch, attrs["layout"], "h" if group == 1 else "g")
         of_operand = (
             ("mask", "mask_value"),
             ("factors", "factors_scale"),
@@ -174,7 +187,8 @@ class DotProductAttention(Op):
         known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
         numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
         drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
-        traits = (("is_causal", attrs["is_causal"]), *drawn)
+        shared = (("group", group),) if group > 1 else ()
+        traits = (("is_causal", attrs["is_causal"]), *drawn, *shared)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
@@ -220,10 +234,11 @@ class DotProductAttention(Op):
         return f"{text} @ v"
 
 
-def _labels(batch: tuple[str, ...], layout: str) -> dict[str, tuple[str, ...]]:
+def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:
     scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
     statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum"), (*batch, *"ht"))
-    btnh = (("query", "thc"), ("key", "shc"), ("value", "shd"), ("out", "thd"))
+    k = key_heads
+    btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"))
     swapped = layout == "BNTH"
     laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
     return scores | statistics | laid_out | {"dropout_key": ("w",)}
@@ -257,8 +272,9 @@ def dot_product_attention(
 
     Args:
       query: *B x T x N x H: any number of batch axes (also none), length, heads, features.
-      key: *B x S x N x H.
-      value: *B x S x N x Hv.
+      key: *B x S x K x H. N is a multiple of K: query head n reads key head n // (N / K), as in grouped-query (K < N) and
+        multi-query (K = 1) attention. Nothing is repeated in memory, and the gradients have K heads.
+      value: *B x S x K x Hv.
       bias: float, added to the scores (after the softcap); as mask and factors it broadcasts to *B x N x T x S.
       mask: bool; a score becomes `mask_value` where it is False, and has no gradient there.
       factors: float or bool; multiplies the probabilities (a dropout mask, weights on heads).

@@ -1,7 +1,8 @@
 """The meaning of `dot_product_attention` in plain jnp, its tangent and its cotangent.
 
-Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S N H, value is *B S N Hv, out is *B T N Hv; scores
+Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S K H, value is *B S K Hv, out is *B T N Hv; scores
 s and probabilities p are *B N T S. bias, mask and factors have the rank of the scores; their axes of size 1 broadcast.
+Query head n reads head n // (N / K) of key and value; the gradients of those are summed over the query heads that read them.
 
     s = scale * query @ key^T                 s = softcap * tanh(s / softcap), s + bias, where(mask, s, mask_value): each if given
     p = softmax(s)                            s = -inf where t < s, if is_causal: after all else
@@ -22,6 +23,8 @@ Dao et al. 2022, arXiv:2205.14135, appendix B.2.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +49,7 @@ class Form:
     mask_value: float = -float("inf")
     factors_scale: float = 1.0
     precision: Any = None
+    group: int = 1  # query heads that read one head of key and value: N / K
     device: Device | None = None
 
     @classmethod
@@ -67,18 +71,33 @@ def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
 
 
 def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any) -> Array:
-    """einsum in `dtype`. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
+    """einsum in `dtype`, where n are query heads and k those of key and value. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
     layout. The numbers are the same, since products of 16-bit floats are exact in float32.
     """
     if form.device is None or form.device.platform == "cpu":
         a, b = a.astype(dtype), b.astype(dtype)
-    return jnp.einsum(axes, a, b, precision=form.precision, preferred_element_type=dtype)
+    product = functools.partial(jnp.einsum, precision=form.precision, preferred_element_type=dtype)
+    if form.group == 1:
+        return product(axes.replace("k", "n"), a, b)
+    *sides, made = re.split(",|->", axes)
+    a, b = (_by_key_head(x, side, form.group) if "n" in side else x for x, side in zip((a, b), sides, strict=True))
+    out = product(axes.replace("n", "kg"), a, b)
+    if "n" not in made:
+        return out
+    at = made.index("n") - len(made)  # never the last axis
+    return out.reshape(*out.shape[: at - 1], out.shape[at - 1] * out.shape[at], *out.shape[at + 1 :])
+
+
+def _by_key_head(x: Array, axes: str, group: int) -> Array:
+    """With the axis n of query heads as two: heads of the key, and the query heads that read each."""
+    at = x.ndim + axes.index("n") - len(axes)
+    return x.reshape(*x.shape[:at], x.shape[at] // group, group, *x.shape[at + 1 :])
 
 
 def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, form: Form) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
     dtype = statistics_dtype(query.dtype)
-    scores = _dot(query, key, "...tnh,...snh->...nts", form, dtype) * form.scale
+    scores = _dot(query, key, "...tnh,...skh->...nts", form, dtype) * form.scale
     tanh = None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
@@ -119,7 +138,7 @@ def forward(
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
-    out = _dot(weights, value, "...nts,...snh->...tnh", form, statistics_dtype(value.dtype))
+    out = _dot(weights, value, "...nts,...skh->...tnh", form, statistics_dtype(value.dtype))
     out = out.astype(value.dtype)
     if not residuals:
         return [out]
@@ -164,7 +183,7 @@ def tangent(
     parts = []
     if "value" in tangents:
         weights = weigh(p, factors, form)
-        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...snh->...tnh", form, dtype))
+        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...skh->...tnh", form, dtype))
     moved = []
     ds = _tangent_of_scores(saved, tangents, tanh, dtype, form)
     if ds is not None:
@@ -173,7 +192,7 @@ def tangent(
         moved.append(weigh(p, tangents["factors"], form))
     if moved:
         values = saved["value"].astype(dtype)
-        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...snh->...tnh", form, dtype))
+        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...skh->...tnh", form, dtype))
     return sum(parts[1:], parts[0]).astype((tangents if "value" in tangents else saved)["value"].dtype)
 
 
@@ -188,7 +207,7 @@ def _tangent_of_scores(
         pairs.append((saved["query"], tangents["key"]))
     parts = []
     if pairs:
-        moved = [_dot(q, k, "...tnh,...snh->...nts", form, dtype) * form.scale for q, k in pairs]
+        moved = [_dot(q, k, "...tnh,...skh->...nts", form, dtype) * form.scale for q, k in pairs]
         parts.append(through_softcap(sum(moved[1:], moved[0]), tanh))
     if "bias" in tangents:
         parts.append(tangents["bias"].astype(dtype))
@@ -237,9 +256,9 @@ def cotangent(
     ct_wide = ct.astype(dtype)
     grads = {}
     if "value" in wanted:
-        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...snh", form, dtype)
+        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...skh", form, dtype)
     if wanted != ("value",):
-        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", form, dtype)
+        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...skh->...nts", form, dtype)
         if "factors" in wanted:
             grads["factors"] = weigh(p, dw, form)
         if {"query", "key", "bias"} & set(wanted):
@@ -247,9 +266,9 @@ def cotangent(
             grads["bias"] = ds
             ds = through_softcap(ds, tanh) * form.scale
             if "query" in wanted:
-                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", form, dtype)
+                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...skh->...tnh", form, dtype)
             if "key" in wanted:
-                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", form, dtype)
+                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...skh", form, dtype)
     narrow = {slot: own for slot, _, own in broadcast}
     for slot, shape, _ in broadcast:
         if slot in wanted:
