@@ -45,10 +45,21 @@ def test_importing_fusionlab_prints_nothing_and_starts_no_backend():
 
 def test_importing_fusionlab_loads_only_what_matching_and_fusing_need():
     # What an import costs, as counts: its time is the machine's (0.3 s after jax, on the machine where jax takes from 0.4 to 1.7 s).
-    code = "import sys, json, jax, jax.numpy, jax.extend, jax.experimental; before = set(sys.modules); import fusionlab\n"
+    code = (
+        "import sys, json, jax, jax.numpy, jax.extend, jax.experimental; before = set(sys.modules); import fusionlab\n"
+    )
     new = json.loads(run(code + "print(json.dumps(sorted(set(sys.modules) - before)))"))
     ours = [m for m in new if m.partition(".")[0] == "fusionlab"]
-    late = ("viz", "demo", "cli", "models", "explorer", "catalogue", "dump", "evidence.tuning")  # each loaded by the call that needs it
+    late = (
+        "viz",
+        "demo",
+        "cli",
+        "models",
+        "explorer",
+        "catalogue",
+        "dump",
+        "evidence.tuning",
+    )  # each loaded by the call that needs it
     assert [m for m in ours if m.startswith(tuple(f"fusionlab.{name}" for name in late))] == []
     others = set(new) - set(ours)
     assert {m.partition(".")[0] for m in others} <= {"jax", "jaxlib", *sys.stdlib_module_names}

@@ -135,6 +135,31 @@ def test_forward_and_backward_are_one_call_each_and_no_copy_in_between(on_hopper
     assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [a.shape for a in shapes(batch=batch)]
 
 
+def test_key_heads_that_are_shared_are_handed_on_as_they_are(on_hopper):
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+
+    def loss(q, k, v):
+        return dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if "__cudnn$fmha" in line]
+    assert len(calls) == 2
+    for line in calls:
+        assert "(tensor<2x128x8x64xbf16>, tensor<2x128x2x64xbf16>, tensor<2x128x2x64xbf16>" in line
+    assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [q.shape, k.shape, k.shape]
+    assert verdict(q, k, k).verdict != "unavailable"
+
+
+def test_what_was_measured_for_as_many_key_heads_is_not_taken_for_fewer():
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    cases = []
+    for key in (q, k):
+        present, full = OP._prepared((q, key, key), {}, Device.of("sm_90"))
+        cases.append(choosing.case("call", present, {**full, "residuals": False}))
+    assert "key heads" not in cases[0]
+    assert '"key heads":2' in cases[1]
+
+
 def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):
     def loss(wanted):
         def of(q, k, v):

@@ -71,6 +71,69 @@ def test_blockwise_takes_the_transformations_too(name, x64, small_blocks):
     assert_agree(functools.partial(dot_product_attention, implementation="xla_blockwise"), plain, args, (name,), 1e-11)
 
 
+def shared(key_heads, t=5, s=6, n=4, h=2, hv=3, batch=()):
+    """Query, key and value, with fewer heads of key and value."""
+    q, *_ = data(batch, t, s, n, h, hv)
+    return q, *data(batch, t, s, key_heads, h, hv, seed=1)[1:]
+
+
+def repeated(f):
+    """As most programs write it: the heads of key and value are repeated."""
+
+    def run(q, k, v):
+        return f(q, *(jnp.repeat(a, q.shape[-2] // a.shape[-2], axis=-2) for a in (k, v)))
+
+    return run
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_transformation_of_heads_that_share_keys_equals_repeated_ones(name, x64):
+    args = shared(2, t=3, s=4, h=2, hv=2)
+    want = repeated(functools.partial(plain, scale=0.7, is_causal=True))
+    assert_agree(functools.partial(dot_product_attention, scale=0.7, is_causal=True), want, args, (name,), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["jit", "grad", "jvp", "vmap_of_grad", "grad_of_vmap", "scan", "checkpoint"])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_blockwise_takes_heads_that_share_keys_too(name, key_heads, x64, small_blocks):
+    args = shared(key_heads, t=9, s=7)
+    fused = functools.partial(dot_product_attention, implementation="xla_blockwise")
+    assert_agree(fused, repeated(plain), args, (name,), 1e-11)
+
+
+def test_blocks_keep_the_heads_together_that_share_keys(small_blocks):
+    limit = blockwise._FORWARD_SCORES
+    assert blockwise.block_shape(12, 37, 53, False, limit, group=2) == (2, 2)
+    assert blockwise.block_shape(12, 37, 53, False, limit, group=12) == (12, 1)
+    assert blockwise.block_shape(12, 4, 5, False, limit, group=2) == (6, 4)
+
+
+def test_repeated_keys_exist_nowhere():
+    q, k = (jax.ShapeDtypeStruct((1, *rest, 48), jnp.float32) for rest in ((512, 16), (768, 1)))
+
+    def text(f):
+        step = jax.jit(jax.grad(lambda *a: f(*a).sum(), (0, 1, 2)))
+        return step.trace(q, k, k).lower().as_text()
+
+    assert any(shape in text(repeated(plain)) for shape in ("768x16x48", "16x768x48"))
+    for implementation in IMPLEMENTATIONS:
+        found = text(functools.partial(dot_product_attention, implementation=implementation))
+        assert not any(shape in found for shape in ("768x16x48", "16x768x48", "16x48x768"))
+
+
+def test_the_gradient_of_a_shared_head_is_summed_before_it_is_rounded(x64):
+    q, k, v = (a.astype(jnp.bfloat16) for a in shared(1, t=8, s=8, n=2, h=8, hv=8, batch=(2,)))
+    q = q * 0.01
+    ct = jnp.broadcast_to(jnp.asarray([1, -1], jnp.bfloat16)[:, None], q.shape)  # what the two give is nearly the same
+    want = out_and_gradients(repeated(plain))(*(a.astype("float64") for a in (q, k, v, ct)))[3]
+    fused = functools.partial(
+        dot_product_attention, implementation="xla_blockwise"
+    )  # which keeps no rounded probabilities
+    got = out_and_gradients(fused)(q, k, v, ct)[3]
+    assert got.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(got, np.float64) - want).max() < 2**-8 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("batch", "t", "s"), [((2,), 37, 53), ((), 53, 37), ((1, 2), 37, 37)])
 def test_odd_sizes_agree_forward_and_backward(batch, t, s, is_causal, x64, small_blocks):

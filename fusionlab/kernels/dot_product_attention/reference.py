@@ -70,8 +70,9 @@ def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
     return ("logsumexp",) if saves == "logsumexp" else ("row_max", "log_sum")
 
 
-def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any) -> Array:
-    """einsum in `dtype`, where n are query heads and k those of key and value. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
+def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = None) -> Array:
+    """einsum in `dtype`, where n are query heads and k those of key and value; `sharding` says, on explicit mesh axes, what becomes of a
+    sum over the query heads that share one. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
     layout. The numbers are the same, since products of 16-bit floats are exact in float32.
     """
     if form.device is None or form.device.platform == "cpu":
@@ -81,9 +82,9 @@ def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any) -> Array:
         return product(axes.replace("k", "n"), a, b)
     *sides, made = re.split(",|->", axes)
     a, b = (_by_key_head(x, side, form.group) if "n" in side else x for x, side in zip((a, b), sides, strict=True))
-    out = product(axes.replace("n", "kg"), a, b)
     if "n" not in made:
-        return out
+        return product(axes.replace("n", "kg"), a, b, out_sharding=sharding)
+    out = product(axes.replace("n", "kg"), a, b)
     at = made.index("n") - len(made)  # never the last axis
     return out.reshape(*out.shape[: at - 1], out.shape[at - 1] * out.shape[at], *out.shape[at + 1 :])
 
@@ -256,7 +257,8 @@ def cotangent(
     ct_wide = ct.astype(dtype)
     grads = {}
     if "value" in wanted:
-        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...skh", form, dtype)
+        weights = weigh(p, factors, form)
+        grads["value"] = _dot(weights, ct_wide, "...nts,...tnh->...skh", form, dtype, shardings.get("value"))
     if wanted != ("value",):
         dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...skh->...nts", form, dtype)
         if "factors" in wanted:
@@ -268,7 +270,8 @@ def cotangent(
             if "query" in wanted:
                 grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...skh->...tnh", form, dtype)
             if "key" in wanted:
-                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...skh", form, dtype)
+                queries = saved["query"].astype(dtype)
+                grads["key"] = _dot(ds, queries, "...nts,...tnh->...skh", form, dtype, shardings.get("key"))
     narrow = {slot: own for slot, _, own in broadcast}
     for slot, shape, _ in broadcast:
         if slot in wanted:
