@@ -103,13 +103,15 @@ class Labels:
         unsplit: dict[str, None] = {}
 
         def factor(axis: Axis | None) -> str:
-            hidden = axis is None or (axis.per > 1 and axis.label not in packed)
-            name = f"whole{next(alone)}" if hidden else axis.label
-            if hidden or name in self.whole:
+            if axis is None or (axis.per > 1 and axis.label not in packed):
+                name = f"whole{next(alone)}"
                 unsplit[name] = None
-            if hidden or axis.per == packed.get(name, 1):
                 return name
-            return f"({name} {name}_{packed[name]})"
+            if axis.label in self.whole:
+                unsplit[axis.label] = None
+            if axis.per == packed.get(axis.label, 1):
+                return axis.label
+            return f"({axis.label} {axis.label}_{packed[axis.label]})"
 
         sides = [", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.operands, self.results)]
         return " -> ".join(sides), tuple(unsplit), sizes

@@ -71,9 +71,11 @@ def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
 
 
 def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = None) -> Array:
-    """einsum in `dtype`, where n are query heads and k those of key and value; `sharding` says, on explicit mesh axes, what becomes of a
-    sum over the query heads that share one. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
-    layout. The numbers are the same, since products of 16-bit floats are exact in float32.
+    """einsum in `dtype`, where n are query heads and k those of key and value.
+
+    `sharding` says, on explicit mesh axes, what becomes of a sum over the query heads that share one. 16-bit operands are widened first,
+    unless the device is known to take them: a CPU has no such product for every layout. The numbers are the same, since products of 16-bit
+    floats are exact in float32.
     """
     if form.device is None or form.device.platform == "cpu":
         a, b = a.astype(dtype), b.astype(dtype)
