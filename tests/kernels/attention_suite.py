@@ -26,7 +26,7 @@ FIELDS = ("query", "key", "value", "bias", "mask", "factors", "dropout_key")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes (k: heads of the keys, where they are fewer), operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
+    """Sizes (k: heads of keys, where they are fewer), operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
 
     batch: tuple[int, ...] = (2,)
     t: int = 70
