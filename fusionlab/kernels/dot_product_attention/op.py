@@ -221,9 +221,11 @@ class DotProductAttention(Op):
         factors: bool = False,
         dropout_key: bool = False,
         keep: float = 1.0,
+        group: int = 1,
         **_: Any,
     ) -> str:
-        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"; the last five but `keep` say which operands there are."""
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v, 8 query heads a key head"; `bias`, `mask`, `factors` and `dropout_key` say
+        which operands there are."""
         scores = f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
@@ -231,7 +233,7 @@ class DotProductAttention(Op):
         if factors or dropout_key:
             what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
             text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
-        return f"{text} @ v"
+        return f"{text} @ v" if group == 1 else f"{text} @ v, {group} query heads a key head"
 
 
 def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:
