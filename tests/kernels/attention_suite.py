@@ -134,6 +134,15 @@ CASES = {
         batch=(2, 2), n=4, k=2, t=20, s=33, given=("dropout by key",), attrs={"keep": 0.7}
     ),
     "key heads shared, a row of nothing": Case(n=4, k=2, d=80, given=("a row of nothing",), attrs={"is_causal": True}),
+    "local": Case(t=200, s=230, attrs={"window": (40, 20)}),
+    "local, causal": Case(t=200, s=200, d=24, attrs={"window": 33, "is_causal": True}),
+    "local, causal, few keys": Case(t=150, s=70, attrs={"window": (30, 0)}),  # the last rows see nothing
+    "local, rows that see nothing": Case(t=290, s=40, d=24, attrs={"window": (20, 5)}),
+    "local, key heads shared, bias, dropout": Case(
+        n=4, k=2, t=130, s=130, d=24, given=("bias", "dropout"), attrs={"window": (25, 17)}
+    ),
+    "local, mask, finite": Case(t=100, s=130, d=24, given=("random",), attrs={"window": (40, 70), **FINITE}),
+    "local, every other one": Case(t=33, s=20, d=24, given=("dropout by key",), attrs={"window": 0, "keep": 0.6}),
     "one row": Case(t=1, s=300),
     "one key": Case(t=130, s=1),
 }
@@ -167,6 +176,14 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
     return made, made.pop("ct"), plain
 
 
+def visible(t: int, s: int, attrs: dict[str, Any]) -> np.ndarray:
+    """True where a row may see a key for its number."""
+    distance = np.arange(s) - np.arange(t)[:, None]
+    window = attrs.get("window", (t, s))
+    left, right = window if isinstance(window, tuple) else (window, window)
+    return (distance >= -left) & (distance <= (0 if attrs.get("is_causal") else right))
+
+
 def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     """[out, dquery, dkey, dvalue] in float64, BTNH."""
     q, k, v, ct = (plain[n] for n in ("query", "key", "value", "ct"))
@@ -181,9 +198,8 @@ def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     s = s + plain.get("bias", 0.0)
     if "mask" in plain:
         s, seen = np.where(plain["mask"], s, attrs.get("mask_value", -np.inf)), plain["mask"]
-    if attrs.get("is_causal"):
-        tril = np.tril(np.ones(s.shape[-2:], bool))
-        s, seen = np.where(tril, s, -np.inf), seen & tril
+    near = visible(*s.shape[-2:], attrs)
+    s, seen = np.where(near, s, -np.inf), seen & near
     top = s.max(-1, keepdims=True)
     p = np.exp(s - np.where(top == -np.inf, 0, top))
     p /= np.where(top == -np.inf, 1, p.sum(-1, keepdims=True))  # a row that sees no key weighs nothing

@@ -16,6 +16,8 @@ FEW = (
     "128 features",
     "other values",
     "key heads shared, bias, dropout",
+    "local",
+    "local, causal, few keys",
 )
 
 
@@ -59,6 +61,7 @@ class TestCudaEmulated(AttentionSuite):
             "128 features",
             "other values",
             "key heads shared",
+            "local, causal, few keys",
         )
         return tuple(CASES) if dtype == "bfloat16" else few
 

@@ -129,6 +129,26 @@ def checked_dropout_shape(
     return (1,) * (len(scores) - len(shape)) + shape
 
 
+def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, tuple[int, int] | None]:
+    """(is_causal, window) as the implementations take them: a window that ends at the row is causal, one that hides nothing more than
+    `is_causal` does is none, and it reaches no further than there are rows and keys.
+    """
+    if window is None:
+        return is_causal, None
+    try:
+        left, right = (operator.index(n) for n in (window if isinstance(window, tuple | list) else (window, window)))
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(
+            f"dot_product_attention: window is {window!r}, needed a number of keys on either side, a pair (left, right), or None"
+        ) from e
+    if min(left, right) < 0:
+        raise ArgumentError(f"dot_product_attention: window is {window!r}, needed numbers of keys from 0 on")
+    is_causal = is_causal or right == 0
+    left, right = min(left, max(t - 1, 0)), 0 if is_causal else min(right, s - 1)
+    hides = left < t - 1 or (not is_causal and right < s - 1)
+    return is_causal, (left, right) if hides else None
+
+
 def check_numbers(full: dict[str, Any], features: int) -> None:
     """Puts the numbers among the attributes in canonical form: floats, or None for no softcap."""
     scale = full["scale"]

@@ -155,6 +155,8 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         "queries": q.length,
         "keys": k.length,
     }
+    if attrs.get("window") is not None:
+        content["window"] = list(attrs["window"])
     if k.heads != q.heads:
         content["key heads"] = k.heads
     for slot in ("bias", "mask", "factors"):

@@ -202,6 +202,7 @@ def _described(
         group=q.heads // k.heads,
         scale=attrs["scale"],
         is_causal=attrs["is_causal"],
+        window=attrs["window"],
         softcap=attrs["softcap"],
         mask_value=attrs["mask_value"],
         factors_scale=attrs["factors_scale"] if "factors" in scores or by_key else 1.0,

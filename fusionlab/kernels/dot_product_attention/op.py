@@ -23,6 +23,7 @@ from .checks import (
     check_numbers,
     check_shapes,
     checked_dropout_shape,
+    checked_window,
     heads_sharing,
     scores_shape,
 )
@@ -42,6 +43,7 @@ class DotProductAttention(Op):
     defaults: ClassVar[Mapping[str, Any]] = {
         "scale": None,
         "is_causal": False,
+        "window": None,
         "softcap": None,
         "mask_value": -math.inf,
         "factors_scale": 1.0,
@@ -100,6 +102,7 @@ class DotProductAttention(Op):
         for name in ("is_causal", "deterministic"):
             if not isinstance(full[name], bool):
                 raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
+        full["is_causal"], full["window"] = checked_window(full["window"], full["is_causal"], *scores[-2:])
         check_numbers(full, given["query"].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
         full["group"] = heads_sharing(given["query"], given["key"], full["layout"])
@@ -188,7 +191,8 @@ class DotProductAttention(Op):
         numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
         drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
         shared = (("group", group),) if group > 1 else ()
-        traits = (("is_causal", attrs["is_causal"]), *drawn, *shared)
+        local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
+        traits = (("is_causal", attrs["is_causal"]), *drawn, *shared, *local)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
@@ -214,6 +218,7 @@ class DotProductAttention(Op):
         *,
         scale: float | None = None,
         is_causal: bool = False,
+        window: tuple[int, int] | None = None,
         softcap: float | None = None,
         factors_scale: float = 1.0,
         bias: bool = False,
@@ -229,7 +234,8 @@ class DotProductAttention(Op):
         scores = f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
-        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal})"
+        local = "" if window is None else f", local window of {sum(window) + 1} keys"
+        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local})"
         if factors or dropout_key:
             what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
             text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
@@ -260,6 +266,7 @@ def dot_product_attention(
     dropout_key: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     mask_value: float = -math.inf,
     factors_scale: float = 1.0,
@@ -285,6 +292,8 @@ def dot_product_attention(
         `keep`, also where 64 bits are enabled).
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
+      window: (left, right), or one number for both: row t sees keys t - left to t + right alone, with is_causal up to t, aligned as that
+        is; what is outside is not computed, but for the rest of a block. A row for which that leaves no key is 0. None: no such limit.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
       mask_value: -inf, or a finite number. A query row that sees no key (all its scores are -inf) is 0, and so are its gradients,
         where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
@@ -327,6 +336,7 @@ def dot_product_attention(
         dropout_key,
         scale=scale,
         is_causal=is_causal,
+        window=window,
         softcap=softcap,
         mask_value=mask_value,
         factors_scale=factors_scale,

@@ -5,7 +5,8 @@ s and probabilities p are *B N T S. bias, mask and factors have the rank of the 
 Query head n reads head n // (N / K) of key and value; the gradients of those are summed over the query heads that read them.
 
     s = scale * query @ key^T                 s = softcap * tanh(s / softcap), s + bias, where(mask, s, mask_value): each if given
-    p = softmax(s)                            s = -inf where t < s, if is_causal: after all else
+    p = softmax(s)                            s = -inf where t < s, if is_causal: after all else; and, with a window
+                                              (left, right), where s < t - left or s > t + right
     out = (p * factors * factors_scale) @ value
 A row all of whose scores are -inf, which sees no key, has p = 0: its result is 0 and so are its gradients, where a softmax is 0 / 0.
 
@@ -45,12 +46,22 @@ class Form:
 
     scale: float
     is_causal: bool = False
+    window: tuple[int, int] | None = None
     softcap: float | None = None
     mask_value: float = -float("inf")
     factors_scale: float = 1.0
     precision: Any = None
     group: int = 1  # query heads that read one head of key and value: N / K
     device: Device | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a row's number says which keys it may see."""
+        return self.is_causal or self.window is not None
+
+    def may_be_blind(self, t: int, s: int) -> bool:
+        """Whether a row may see no key for its number: the last ones stand more than a window after the last key."""
+        return self.window is not None and t - 1 - self.window[0] > s - 1
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Form:
@@ -109,14 +120,20 @@ def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, fo
         scores = scores + bias.astype(dtype)
     if mask is not None:
         scores = jnp.where(mask, scores, form.mask_value)
-    if form.is_causal:
-        scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, -jnp.inf)
+    if form.is_local:
+        scores = jnp.where(near(scores.shape[-2:], form), scores, -jnp.inf)
     return scores, tanh
 
 
-def causal_mask(t: int, s: int) -> Array:
-    """True where row t sees key s: s <= t, aligned at the top left."""
-    return lax.broadcasted_iota(jnp.int32, (t, s), 1) <= lax.broadcasted_iota(jnp.int32, (t, s), 0)
+def near(shape: tuple[int, ...], form: Form, first: Any = 0, at: Any = 0) -> Array:
+    """True where a row may see a key for its number, aligned at the top left; `first` is that of the first row, `at` of the first key."""
+    row = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+    key = at + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    seen = [key <= row] if form.is_causal else []
+    if form.window is not None:
+        left, right = form.window
+        seen = [key <= row + right, key >= row - left]
+    return functools.reduce(jnp.logical_and, seen)
 
 
 def forward(
@@ -136,7 +153,8 @@ def forward(
     scores, tanh = _scores(query, key, bias, mask, form)
     top = lax.stop_gradient(jnp.max(scores, axis=-1))
     p = jax.nn.softmax(scores, axis=-1)
-    blind = None if bias is None and mask is None else top == -jnp.inf  # else every row sees its first key
+    can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
+    blind = top == -jnp.inf if can_be_blind else None
     if blind is not None:
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
@@ -237,7 +255,7 @@ def _seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: Form) 
     """0 where a row of scores of this shape does not see a key: not even a NaN of the row's reaches that key's gradient."""
     if mask is not None:
         moved = jnp.where(mask, moved, 0.0)
-    return jnp.where(causal_mask(*shape[-2:]), moved, 0.0) if form.is_causal else moved
+    return jnp.where(near(shape[-2:], form), moved, 0.0) if form.is_local else moved
 
 
 def cotangent(
