@@ -32,7 +32,9 @@ NOT_REPEATED: Mapping[str, Repeated] = {}
 
 def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
     """The op's attributes; those of operands that are absent keep their defaults."""
-    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.row is not None}
+    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.is_causal}
+    if masks.window is not None:
+        attrs["window"] = masks.window
     if "cap" in read.match.scalars:
         attrs["softcap"] = read.match.scalars["cap"]
     if _of_some_keys(read, region):  # no key of a row that sees none is -inf, so that the factors make its weights 0

@@ -246,7 +246,9 @@ class _Site(Site):
         changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
         only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
         masked = "causal" if only_masks else "masked"
-        self.kind = masked if changed else "unmasked" if masks.row is None else "causal"
+        self.kind = (
+            masked if changed else "unmasked" if masks.row is None else "causal" if masks.is_causal else "masked"
+        )
         if read.tail.change == "where" and (masks.masks or masks.row is not None):
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"

@@ -220,6 +220,7 @@ class AttentionSuite:
     implementation: str
     least = 10  # cases that it holds in each dtype
     slack = 1.0
+    skips = False  # whether blocks of scores outside of a local window are left out
     precision: Any = "highest"
 
     def cases(self, dtype):
@@ -278,6 +279,20 @@ class AttentionSuite:
         assert not np.asarray(out)[:, 3].any()
         alone = jnp.zeros_like(ct).at[:, 3].set(ct[:, 3])
         assert not any(np.asarray(g).any() for g in pull(alone))
+
+    @pytest.mark.parametrize("window", [(10, 0), (3, 12)])
+    def test_what_is_far_outside_of_a_local_window_is_not_even_read(self, window):
+        if not self.skips:
+            pytest.skip("it computes all scores")
+        case = Case(t=400, s=400, n=1, d=24, attrs={"window": window})
+        made, ct, _ = operands(case, "bfloat16", "BTNH")
+        early = slice(0, 8)
+        ct, v = (a.at[:, early].set(jnp.nan) for a in (ct, made["value"]))
+        f = functools.partial(dot_product_attention, **self.attrs(case, "BTNH"))
+        out, pull = jax.vjp(f, made["query"], made["key"], v)
+        late = [np.isfinite(np.asarray(a, np.float32)[:, 270:]).all() for a in (out, *pull(ct))]
+        assert all(late), late
+        assert np.isnan(np.asarray(out, np.float32)[:, early]).all()
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_only_the_gradients_asked_for(self, wanted):

@@ -93,6 +93,79 @@ def test_every_transformation_of_heads_that_share_keys_equals_repeated_ones(name
     assert_agree(functools.partial(dot_product_attention, scale=0.7, is_causal=True), want, args, (name,), 1e-11)
 
 
+def local(q, k, v, window, is_causal=False):
+    """With a local window, as a mask; a row that sees no key is 0."""
+    distance = jnp.arange(k.shape[-3]) - jnp.arange(q.shape[-3])[:, None]
+    seen = (distance >= -window[0]) & (distance <= (0 if is_causal else window[1]))
+    scores = jnp.where(seen, jnp.einsum("...tnh,...snh->...nts", q, k) * q.shape[-1] ** -0.5, -1e30)
+    return jnp.einsum("...nts,...snh->...tnh", jnp.where(seen.any(-1)[:, None], jax.nn.softmax(scores), 0), v)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_transformation_of_a_local_window_equals_a_mask(name, x64):
+    args = data(batch=(), t=6, s=4, n=2, h=2, hv=3)  # the last row sees no key
+    assert_agree(
+        functools.partial(dot_product_attention, window=(1, 2)),
+        functools.partial(local, window=(1, 2)),
+        args,
+        (name,),
+        1e-11,
+    )
+
+
+WINDOWS = {(3, 2): None, (0, 0): None, (5, 0): None, (2, 30): None, 4: (4, 4), (60, 1): None}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("t", "s"), [(37, 53), (53, 37), (37, 20)])
+def test_a_local_window_over_odd_sizes_agrees_forward_and_backward(t, s, window, is_causal, x64, small_blocks):
+    args = data((2,), t, s, n=2, h=4, hv=3)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal((2, t, 2, 3)))
+    pair = WINDOWS[window] or window
+    want = out_and_gradients(functools.partial(local, window=pair, is_causal=is_causal))(*args, ct)
+    for name in IMPLEMENTATIONS:
+        fused = functools.partial(dot_product_attention, window=window, is_causal=is_causal, implementation=name)
+        assert_same(out_and_gradients(fused)(*args, ct), want, 1e-12, name)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [3, (4, 1), (2, 0)])
+def test_a_local_window_is_that_of_jax_nn(window, is_causal):
+    q, k, v = data((2,), 10, 12, n=4, h=4, hv=4, dtype="float32")
+    given = {"is_causal": is_causal}
+    got = dot_product_attention(q, k[:, :, :2], v[:, :, :2], window=window, **given)
+    want = jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], local_window_size=window, **given)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_that_hides_nothing_is_none_and_one_that_ends_at_the_row_is_causal():
+    def found(window, **attrs):
+        full = OP._prepared(data(t=5, s=6), {"window": window, **attrs})[1]
+        return full["is_causal"], full["window"]
+
+    assert found((4, 5)) == found(100) == (False, None)
+    assert found((3, 5)) == found((3, 99)) == (False, (3, 5))
+    assert found((4, 0)) == found(99, is_causal=True) == (True, None)
+    assert found((2, 0)) == found(2, is_causal=True) == found((2, 4), is_causal=True) == (True, (2, 0))
+    assert (
+        OP.formula(scale=0.5, is_causal=True, window=(2, 0))
+        == "softmax(0.5 * q @ k.T, causal, local window of 3 keys) @ v"
+    )
+
+
+def test_blocks_of_a_local_window_see_its_keys_alone():
+    limit = blockwise._FORWARD_SCORES
+    assert blockwise.block_shape(4, 8192, 8192, True, limit, window=(127, 0)) == (4, 128)
+    assert blockwise.keys_of(128, 8192, (127, 0)) == 255
+    a = jax.ShapeDtypeStruct((1, 8192, 4, 32), jnp.float32)
+    fused = functools.partial(dot_product_attention, is_causal=True, window=(127, 0), implementation="xla_blockwise")
+    text = jax.jit(jax.grad(lambda *a: fused(*a).sum(), (0, 1, 2))).trace(a, a, a).lower().as_text()
+    assert "4x128x255xf32" in text
+    products = [line.rpartition("->")[2] for line in text.splitlines() if "dot_general" in line]
+    assert not any("8192" in made for made in products), products
+
+
 @pytest.mark.parametrize("name", ["jit", "grad", "jvp", "vmap_of_grad", "grad_of_vmap", "scan", "checkpoint"])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_blockwise_takes_heads_that_share_keys_too(name, key_heads, x64, small_blocks):
@@ -329,6 +402,9 @@ BAD = {
     "no keys": (((1, 4, 2, 8), (1, 0, 2, 8), (1, 0, 2, 8)), {}, ["at least one key"]),
     "infinite scale": (((1, 4, 2, 8),) * 3, {"scale": np.inf}, ["scale is inf", "finite"]),
     "scale no number": (((1, 4, 2, 8),) * 3, {"scale": [1]}, ["scale is [1]"]),
+    "window of two kinds": (((1, 4, 2, 8),) * 3, {"window": (1, 2, 3)}, ["window is (1, 2, 3)", "a pair"]),
+    "window no number": (((1, 4, 2, 8),) * 3, {"window": 1.5}, ["window is 1.5"]),
+    "window below 0": (((1, 4, 2, 8),) * 3, {"window": (-1, 2)}, ["window is (-1, 2)", "from 0 on"]),
     "is_causal no bool": (((1, 4, 2, 8),) * 3, {"is_causal": "yes"}, ["is_causal is 'yes'"]),
     "unknown implementation": (((1, 4, 2, 8),) * 3, {"implementation": "blockwise"}, ["'blockwise'", "xla_blockwise"]),
 }
