@@ -141,7 +141,7 @@ def test_a_local_window_is_that_of_jax_nn(window, is_causal):
 
 def test_a_window_that_hides_nothing_is_none_and_one_that_ends_at_the_row_is_causal():
     def found(window, **attrs):
-        full = OP._prepared(data(t=5, s=6), {"window": window, **attrs})[1]
+        full = OP._prepared(data(t=5, s=6, dtype="float32"), {"window": window, **attrs})[1]
         return full["is_causal"], full["window"]
 
     assert found((4, 5)) == found(100) == (False, None)

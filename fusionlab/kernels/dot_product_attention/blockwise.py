@@ -105,7 +105,7 @@ def forward(
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
         statistics = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in residual_names(saves, None))
         results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *statistics
-        for start, stop, keys in _groups(t, s, rows, form):
+        for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             seen_k, seen_v = k[:, :keys], v[:, :keys]
 
             def step(results: tuple, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, ...]:
@@ -165,7 +165,7 @@ def cotangent(
         rows_of, all_keys, entries = operands
         cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
         sums = _zero_sums(wanted, rows_of, s, form.group) | shared
-        for start, stop, keys in _groups(t, s, rows, form):
+        for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
             step = _backward_step({n: a[:, :keys] for n, a in all_keys.items()}, rows, cut, wanted, form)
             sums = scan_rows(step, start, rows, part, sums)
@@ -239,9 +239,9 @@ def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int, group
     return {n: jnp.zeros_like(q, shape=shapes[n]) for n in wanted if n in shapes}
 
 
-def _groups(t: int, s: int, rows: int, form: Form) -> Iterator[tuple[int, int, int]]:
+def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, int, int]]:
     """Row ranges and how many keys each sees: (start, stop, keys)."""
-    if not form.is_causal or form.window is not None:
+    if not is_causal:
         yield 0, t, s
         return
     size = -(-t // (rows * _CAUSAL_GROUPS)) * rows
