@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,12 +36,13 @@ from .attention_forms import (
     tail_example,
     whole_example,
 )
-from .attention_plan import attributes_of, keyed_plan, plan_of
+from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
+from .repeated_heads import Repeated, without_repeats
 from .site import Site, with_concepts
 
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
@@ -245,7 +246,9 @@ class _Site(Site):
         changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
         only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
         masked = "causal" if only_masks else "masked"
-        self.kind = masked if changed else "unmasked" if masks.row is None else "causal"
+        self.kind = (
+            masked if changed else "unmasked" if masks.row is None else "causal" if masks.is_causal else "masked"
+        )
         if read.tail.change == "where" and (masks.masks or masks.row is not None):
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
@@ -258,13 +261,31 @@ class _Site(Site):
             edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
             return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
         digits = ("its numbers are taken to 12 digits",) if root.dtype == np.float64 else ()
-        rest = _without(region, dropped), masks, factor, (*_notes(read, masks, blind), *digits)
-        leaks = escapes(region)
-        if not leaks:
-            return self.proposed(read, *rest, None)
-        edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-        problem = self.escaping(leaks[0], edit, region.nodes, region=region)
-        return self.proposed(read, *rest, problem) if self.search.differentiated else problem
+        notes = (*_notes(read, masks, blind), *digits)
+
+        few = self.of_fewer_heads(read, region, masks)
+
+        def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
+            rest = _without(region, dropped), masks, factor, notes
+            leaks = escapes(region)
+            if not leaks:
+                return self.proposed(read, *rest, None, repeated)
+            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            problem = self.escaping(leaks[0], edit, region.nodes, region=region)
+            return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
+
+        first = None if few is None else outcome(*few)
+        return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+
+    def of_fewer_heads(
+        self, read: Reading, region: Region, masks: Masking
+    ) -> tuple[Region, Mapping[str, Repeated]] | None:
+        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
+        be heads as well, but more would be permuted then than repeated.
+        """
+        few = without_repeats(self.view, read.match, region)
+        plain = moved_by(self.view, read, region, masks)
+        return few if few is not None and moved_by(self.view, read, few[0], masks, few[1]) <= plain else None
 
     def proposed(
         self,
@@ -274,6 +295,7 @@ class _Site(Site):
         factor: float,
         notes: tuple[str, ...],
         problem: Rejection | None,
+        repeated: Mapping[str, Repeated],
     ) -> Candidate | Rejection:
         """The site as the op, with the key of its dropout mask where that is known, else with the mask.
 
@@ -285,26 +307,32 @@ class _Site(Site):
             attrs["deterministic"] = True
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
-            plan = plan_of(self.search, read, region, masks, attrs)
+            plan = plan_of(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
             if not isinstance(outcome, Candidate):
                 return problem or outcome
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:
-            outcome = self.drawn_again(read, region, masks, attrs, notes)
+            outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
         except NotDrawn as reason:
             return as_data(*kept_as_data(self.view, region, reason))
         return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
 
     def drawn_again(
-        self, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], notes: tuple[str, ...]
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        attrs: dict[str, Any],
+        notes: tuple[str, ...],
+        repeated: Mapping[str, Repeated],
     ) -> Candidate:
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
         if "factors" not in region.leaves or read.tail.change == "where":
             raise NotDrawn("no factors are read")
         draw = draw_of(self.view, region.leaves["factors"], self.search.certifier)
-        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw)
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw, repeated)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
             raise NotDrawn(outcome.sentence)
@@ -410,6 +438,14 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
         )
     if blind:
         yield NOTE
+
+
+def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:
+    """A site that gives way, at the end of what it gives way to, to what `last` gives."""
+    give = site.otherwise
+    if give is None:
+        return site
+    return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])
 
 
 def _without(region: Region, dropped: frozenset[str]) -> Region:

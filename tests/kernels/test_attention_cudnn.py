@@ -187,6 +187,63 @@ def test_forward_and_backward_are_one_call_each_and_no_copy_in_between(on_hopper
     assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [a.shape for a in shapes(batch=batch)]
 
 
+def test_a_causal_local_window_is_handed_on_with_the_rows_own_key(on_hopper):
+    def loss(q, k, v):
+        out = dot_product_attention(q, k, v, is_causal=True, window=31, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("sliding_window_length") == 2
+    assert text.count("sliding_window_length\\22: 32") == 2
+    plain = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, implementation="cudnn"))
+    assert "sliding_window_length\\22: 0" in plain.trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("operands", "window", "part"),
+    [
+        (shapes(), (31, 2), "a local window of 2 keys after the row"),
+        (shapes(), 31, "a local window of 31 keys after the row"),
+        (shapes(t=64), (31, 0), "a local window of 64 queries over 128 keys"),
+        ((*shapes(), None, jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)), (31, 0), "a local window and a mask"),
+        ((*shapes(), jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)), (31, 0), "a local window and a bias"),
+    ],
+)
+def test_other_local_windows_are_refused(operands, window, part):
+    found = verdict(*operands, window=window)
+    assert found.verdict == "unavailable"
+    assert part in found.reason
+    assert (
+        next(v for v in OP.backends(*operands, device="sm_90", window=window) if v.name == "cuda").verdict
+        != "unavailable"
+    )
+
+
+def test_key_heads_that_are_shared_are_handed_on_as_they_are(on_hopper):
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+
+    def loss(q, k, v):
+        return dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if "__cudnn$fmha" in line]
+    assert len(calls) == 2
+    for line in calls:
+        assert "(tensor<2x128x8x64xbf16>, tensor<2x128x2x64xbf16>, tensor<2x128x2x64xbf16>" in line
+    assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [q.shape, k.shape, k.shape]
+    assert verdict(q, k, k).verdict != "unavailable"
+
+
+def test_what_was_measured_for_as_many_key_heads_is_not_taken_for_fewer():
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    cases = []
+    for key in (q, k):
+        present, full = OP._prepared((q, key, key), {}, Device.of("sm_90"))
+        cases.append(choosing.case("call", present, {**full, "residuals": False}))
+    assert "key heads" not in cases[0]
+    assert '"key heads":2' in cases[1]
+
+
 def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):
     def loss(wanted):
         def of(q, k, v):

@@ -143,7 +143,7 @@ def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
     """The call as text: all that its speed hangs on."""
     query, key = shapes["query"], shapes["key"]
-    q = Sizes.of(query.shape, attrs["layout"])
+    q, k = (Sizes.of(a.shape, attrs["layout"]) for a in (query, key))
     value = shapes.get("value", shapes.get("ct", key))
     content: dict[str, Any] = {
         "dtype": np.dtype(query.dtype).name,
@@ -155,8 +155,12 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         "batch": math.prod(q.batch),
         "heads": q.heads,
         "queries": q.length,
-        "keys": Sizes.of(key.shape, attrs["layout"]).length,
+        "keys": k.length,
     }
+    if attrs.get("window") is not None:
+        content["window"] = list(attrs["window"])
+    if k.heads != q.heads:
+        content["key heads"] = k.heads
     for slot in ("bias", "mask", "factors"):
         if slot in attrs["present"]:
             whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all

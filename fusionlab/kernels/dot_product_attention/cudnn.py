@@ -92,6 +92,7 @@ def _refuses_form(
     *,
     layout: str,
     scale: float = 1.0,
+    window: tuple[int, int] | None = None,
     softcap: float | None = None,
     present: tuple[str, ...] = (),
     saves: str = "logsumexp",
@@ -105,6 +106,8 @@ def _refuses_form(
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
     if softcap is not None:
         return "a softcap on the scores"
+    if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):
+        return refusal
     if scale <= 0:
         return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
     if role == "tangent":
@@ -123,6 +126,18 @@ def _refuses_form(
     if role == "cotangent" and wanted == ("value",):
         return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
     return None
+
+
+def _refuses_window(
+    shapes: Mapping[str, Any], layout: str, window: tuple[int, int], present: tuple[str, ...]
+) -> str | None:
+    if window[1]:
+        return f"a local window of {window[1]} keys after the row: cuDNN takes windows of a causal mask alone"
+    beside = next((slot for slot in ("bias", "mask") if slot in present), None)
+    if beside is not None:
+        return f"a local window and a {beside}"
+    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    return None if t == s else f"a local window of {t} queries over {s} keys: needed as many"
 
 
 def _refuses_mask(
@@ -210,7 +225,7 @@ def cotangent(
 
 
 def _given(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: attrs[name] for name in ("scale", "is_causal", "layout")}
+    return {name: attrs[name] for name in ("scale", "is_causal", "window", "layout")}
 
 
 def _by_mask(
