@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph.canonical import CNode, View
+from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
 from .attention_forms import (
@@ -45,6 +46,7 @@ from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .repeated_heads import Repeated, without_repeats
 from .site import Site, with_concepts
 
+_ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
 _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
@@ -217,6 +219,9 @@ class _Site(Site):
         found = read.match
         root = self.root_value(found)
         region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
+        rounded = self.rounded(region)
+        if rounded is not None:
+            root, region = rounded, cut(self.view, rounded, found.leaves, through_scale=frozenset({"q", "k"}))
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
@@ -261,7 +266,8 @@ class _Site(Site):
             edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
             return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
         digits = ("its numbers are taken to 12 digits",) if root.dtype == np.float64 else ()
-        notes = (*_notes(read, masks, blind), *digits)
+        wide = () if rounded is None else (_ROUNDED.format(root.dtype),)
+        notes = (*_notes(read, masks, blind), *digits, *wide)
 
         few = self.of_fewer_heads(read, region, masks)
 
@@ -276,6 +282,25 @@ class _Site(Site):
 
         first = None if few is None else outcome(*few)
         return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+
+    def rounded(self, region: Region) -> Value | None:
+        """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that
+        stay in float32 until then, as where a library is asked for a softmax in float32.
+        """
+        dtypes = {region.leaves[x].dtype for x in ("q", "k", "v")}
+        value, block = region.root, self.search.block
+        if len(dtypes) != 1 or not narrows(next(iter(dtypes)), value.dtype):
+            return None
+        while value.id not in block.returned and len(users := self.users(value)) == 1:
+            after = users[0].outputs[0]
+            if users[0].primitive in CASTS:
+                return after if {after.dtype} == dtypes else None
+            if users[0].primitive not in VIEWS or self.view.ref[after.id].nid != self.view.ref[value.id].nid:
+                return None
+            if min(self.view.ref[after.id].dims, default=0) < 0:
+                return None
+            value = after
+        return None
 
     def of_fewer_heads(
         self, read: Reading, region: Region, masks: Masking
