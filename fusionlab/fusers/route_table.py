@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from ..errors import MissingDependencyError
-from ..kernels.matmul.routes import Answer
+from ..kernels.matmul.routes import ROUTES, Answer
 from .outcomes import Candidate
 from .report import nameless
 
@@ -138,14 +138,35 @@ class Routes:
         return pd.DataFrame([{name: getattr(row, name) for name in columns} for row in self.rows], columns=columns)
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th style='text-align:left'>{name}</th>" for name in ("product", "shape", "dtypes", "route", "why")
-        )
-        cells = (
-            (f"{row.formula} {row.value} {row.source}", row.shape, row.dtype, row.tag, row.why) for row in self.rows
-        )
-        body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(text)}</td>" for text in row) + "</tr>"
-            for row in cells
-        )
+        names = ("product", "shape", "dtypes", "tag", *(route.name for route in ROUTES), "in kernels of their own")
+        head = "".join(f"<th style='{_CELL}'>{name}</th>" for name in names)
+        body = "".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)
         return f"<table><caption>routes on {escape(self.device)}</caption><tr>{head}</tr>{body}</table>"
+
+
+_CELL = "text-align:left;vertical-align:top;padding:2px 8px"
+_TAKES, _REFUSES = "background:#d9f0d3;color:#1b1b1b", "color:#767676"
+
+
+def _cells(row: ProductRoute) -> str:
+    where = f"{row.value} {row.source}".strip()
+    cells = [
+        _cell(f"{escape(row.formula)} <small>{{}}</small>", where),
+        *(_cell("{}", t) for t in (row.shape, row.dtype, row.tag)),
+    ]
+    told = {answer.route.name: answer for answer in row.answers}
+    if not told:
+        cells.append(_cell("{}", row.reason, more=f" colspan={len(ROUTES)}"))
+    for route in ROUTES if told else ():
+        answer = told.get(route.name)
+        if answer is None:
+            cells.append(_cell("{}", "not asked", _REFUSES))
+        elif answer.takes:
+            cells.append(_cell("takes it: {}", answer.sentence, _TAKES))
+        else:
+            cells.append(_cell(f"<b>{answer.code}</b> {{}}", answer.sentence, _REFUSES))
+    return "".join([*cells, _cell("{}", row.split)])
+
+
+def _cell(form: str, text: str, style: str = "", more: str = "") -> str:
+    return f"<td style='{_CELL};{style}'{more}>{form.format(escape(text))}</td>"
