@@ -11,6 +11,7 @@ NAMES = (
     "gemm_epilogue",
     "kernel_resources",
     "lerp",
+    "matmul_schedule",
     "pair_memory",
     "pairs",
     "random_programs",

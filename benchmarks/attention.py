@@ -9,7 +9,7 @@ attention_cpu.py is run.
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
              jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention
-  encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1
+  encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too
   memory     scratch of the compiled programs at length 8192
 """
 
@@ -232,8 +232,8 @@ class Encoder:
     layers: int = 2
 
 
-def encoder(size: Encoder, rate: float, samples: int) -> dict[str, Any]:
-    """A step (loss, gradients, SGD) of post-LN layers with flax.linen's own attention, unchanged."""
+def encoder(size: Encoder, rate: float, samples: int, wide: bool = False) -> dict[str, Any]:
+    """A step (loss, gradients, SGD) of post-LN layers with flax.linen's own attention, unchanged; `wide`: its softmax in float32."""
     import jax
     import jax.numpy as jnp
     from flax import linen as nn
@@ -244,7 +244,11 @@ def encoder(size: Encoder, rate: float, samples: int) -> dict[str, Any]:
         @nn.compact
         def __call__(self, x: Any) -> Any:
             attend = nn.MultiHeadDotProductAttention(
-                num_heads=size.heads, dtype=jnp.bfloat16, dropout_rate=rate, deterministic=rate == 0.0
+                num_heads=size.heads,
+                dtype=jnp.bfloat16,
+                dropout_rate=rate,
+                deterministic=rate == 0.0,
+                force_fp32_for_softmax=wide,
             )
             drop = nn.Dropout(rate, deterministic=rate == 0.0)
             x = nn.LayerNorm(dtype=jnp.bfloat16)(x + drop(attend(x)))
@@ -321,10 +325,11 @@ def main(argv: list[str]) -> int:
     if importlib.util.find_spec("flax") is None:
         record["encoder"] = "flax is not installed"
     else:
-        for rate in (0.0, 0.1):
+        for rate, wide in ((0.0, False), (0.0, True), (0.1, False)):
             size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
-            record["encoder"][f"dropout {rate}"] = found = encoder(size, rate, samples)
-            say(f"encoder step, dropout {rate}", found)
+            name = f"dropout {rate}{', softmax in float32' if wide else ''}"
+            record["encoder"][name] = found = encoder(size, rate, samples, wide)
+            say(f"encoder step, {name}", found)
     record["memory"] = memory(8192 if on_cuda else 1024)
     if not options.json:
         print("scratch bytes, length 8192, causal:", record["memory"])

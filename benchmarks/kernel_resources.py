@@ -76,6 +76,7 @@ def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal": {"is_causal": True},
+        "local": {"window": (255, 0)},
         "mask": {"mask": scores, "mask_value": -1e9},
         "bias": {"bias": ("bfloat16", scores[1])},
         "dropout": {"factors": scores},

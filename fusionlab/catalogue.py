@@ -59,5 +59,6 @@ def _picture(p: Pass, applied: bool) -> str:
 
     fn, args = p.sample()
     graph = trace(fn, *args)
-    found = find_in(graph, [(p, {})], Device.of("cpu"))
+    device, options = getattr(p, "sample_for", ("cpu", {}))
+    found = find_in(graph, [(p, options)], Device.of(device))
     return to_svg(to_dot(found.apply()) if applied else to_dot(graph, found))

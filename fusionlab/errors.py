@@ -82,3 +82,19 @@ REJECTIONS: dict[str, str] = {
     "gelu_form": "the model computes a different GELU from the one asked for",
     "skipped": "the site was switched off",
 }
+
+# Code -> what it says: why a route does not take a matrix product.
+ROUTE_REASONS: dict[str, str] = {
+    "switch": "the route is switched off",
+    "device": "the device cannot run it, or what it needs is not installed",
+    "role": "it computes no backward",
+    "dtype": "operands or result have a dtype it does not take",
+    "precision": "the precision asked for is none of its own",
+    "axes": "the operands do not lie in memory as it takes them",
+    "activation": "it has no such activation behind a product, or one that is not exact enough",
+    "scale": "it has no such factors",
+    "bias": "it adds no such bias",
+    "nothing": "there is nothing it would do beside the product",
+    "unmeasured": "nothing was measured, and what was not measured faster stays as it is",
+    "slower": "another route was measured faster",
+}

@@ -8,5 +8,6 @@ from .kernels.dot_product_attention import dot_product_attention
 from .kernels.gemm_epilogue import gemm_epilogue
 from .kernels.layer_norm import layer_norm
 from .kernels.lerp import lerp
+from .kernels.matmul import matmul
 
-__all__ = ["dot_product_attention", "gemm_epilogue", "layer_norm", "lerp"]
+__all__ = ["dot_product_attention", "gemm_epilogue", "layer_norm", "lerp", "matmul"]

@@ -1,14 +1,15 @@
 """The `dot_product_attention` op that stands in for a site: its attributes, and its operands out of the site's inputs.
 
-The op takes query [*B, T, heads, H], key [*B, S, heads, H] and value [*B, S, heads, Hv], or each with heads before length: whichever of
-its layouts the site's own arrays are nearer to. What stands beside the scores is [*B, heads, T, S] in both.
+The op takes query [*B, T, heads, H], key [*B, S, key heads, H] and value [*B, S, key heads, Hv], or each with heads before length:
+whichever of its layouts the site's own arrays are nearer to. What stands beside the scores is [*B, heads, T, S] in both.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,11 +25,16 @@ from .base import Plan, Search
 from .dropout import Draw, NotDrawn, keyed
 from .layout import BROADCAST, Axes, Groups, arrange, arrange_thin, axes_beside, axes_of, in_order, permutes, restore
 from .masks import Masking
+from .repeated_heads import Repeated
+
+NOT_REPEATED: Mapping[str, Repeated] = {}
 
 
 def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
     """The op's attributes; those of operands that are absent keep their defaults."""
-    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.row is not None}
+    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.is_causal}
+    if masks.window is not None:
+        attrs["window"] = masks.window
     if "cap" in read.match.scalars:
         attrs["softcap"] = read.match.scalars["cap"]
     if _of_some_keys(read, region):  # no key of a row that sees none is -inf, so that the factors make its weights 0
@@ -40,15 +46,37 @@ def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, f
     return attrs
 
 
-def plan_of(search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any]) -> Plan:
-    """The op's operands from the region's inputs, and the region's root from its result."""
+def plan_of(
+    search: Search,
+    read: Reading,
+    region: Region,
+    masks: Masking,
+    attrs: dict[str, Any],
+    repeated: Mapping[str, Repeated] = NOT_REPEATED,
+) -> Plan:
+    """The op's operands from the region's inputs, and the region's root from its result. `repeated`: of the inputs k and v, those whose
+    heads the site repeats."""
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
-    layout = _Layout.of(search.view, read.match, region, masks).nearest(root_axes)
+    layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
     return _plan(search, read, region, masks, attrs, layout, root_axes)
 
 
+def moved_by(
+    view: View, read: Reading, region: Region, masks: Masking, repeated: Mapping[str, Repeated] = NOT_REPEATED
+) -> int:
+    """How many of q, k, v and the result the op needs permuted."""
+    root_axes = axes_of(read.match, view, read.match.pattern.root, region.root)
+    return _Layout.nearest(view, read.match, region, masks, root_axes, repeated).permutations(root_axes)
+
+
 def keyed_plan(
-    search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], draw: Draw
+    search: Search,
+    read: Reading,
+    region: Region,
+    masks: Masking,
+    attrs: dict[str, Any],
+    draw: Draw,
+    repeated: Mapping[str, Repeated] = NOT_REPEATED,
 ) -> tuple[Region, Plan]:
     """The region as a function of the key that its factors are drawn of, and the plan that gives the op that key.
 
@@ -56,7 +84,7 @@ def keyed_plan(
       NotDrawn: the op would draw another mask.
     """
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
-    layout = _Layout.of(search.view, read.match, region, masks).nearest(root_axes)
+    layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
     axes = draw.axes(layout.axes["factors"])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
@@ -102,7 +130,8 @@ def _plan(
     op = OPS["dot_product_attention"]
     attrs = attrs | {"layout": layout.name}
     masked = bool(masks.masks) or _of_some_keys(read, region)
-    shown = {"bias": bool(masks.biases), "mask": masked} | {n: n in region.leaves for n in ("factors", "dropout_key")}
+    shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
+    shown |= {n: n in region.leaves for n in ("factors", "dropout_key")}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
 
 
@@ -136,8 +165,12 @@ def _all_of(masks: list[Any]) -> Any:
 class _Layout:
     """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
 
-    Query heads that share keys are more rows to the keys. Where a row's number counts (a causal mask) or rows differ in what is done to
-    their scores, they are heads, and the keys repeat.
+    Query heads that share keys are heads, of which the keys have fewer; or more rows to the keys, where that moves less about, and neither
+    a row's number counts (a causal mask) nor rows differ in what is done to their scores.
+
+    Attributes:
+      key_heads: the classes of `heads` that key and value have, the first of them.
+      repeated: of k and v, those whose heads the site repeats before it reads them.
     """
 
     axes: Mapping[str, Axes]
@@ -145,56 +178,91 @@ class _Layout:
     sizes: Mapping[int, int]
     batch: tuple[tuple[int, ...], ...]
     heads: tuple[int, ...]
+    key_heads: tuple[int, ...]
     order: Mapping[str, tuple[int, ...]]
+    repeated: Mapping[str, Repeated] = field(default_factory=dict)
     name: str = LAYOUTS[0]
 
     @classmethod
-    def of(cls, view: View, found: Match, region: Region, masks: Masking) -> _Layout:
+    def nearest(
+        cls,
+        view: View,
+        found: Match,
+        region: Region,
+        masks: Masking,
+        root: Axes,
+        repeated: Mapping[str, Repeated] = NOT_REPEATED,
+    ) -> _Layout:
+        """Of those there are the one that permutes the fewest of q, k, v and the result, which has the axes `root`; on a tie the first.
+
+        The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
+        """
+        layouts = itertools.product(cls._possible(view, found, region, masks, repeated), LAYOUTS)
+        return min((replace(one, name=name) for one, name in layouts), key=lambda layout: layout.permutations(root))
+
+    @classmethod
+    def _possible(
+        cls, view: View, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
+    ) -> Iterator[_Layout]:
+        """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
         axes = {
             n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
             for n, v in region.leaves.items()
+            if n not in repeated
         }
+        axes |= {n: one.axes for n, one in repeated.items()}
         order = {
             x: in_order(axes[n], found.letters[x])
             for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
         }
-        batch, heads = tuple((c,) for c in order["b"][:-1]), order["b"][-1:]
-        row = masks.row
-        if row is None and len(order["t"]) > 1 and len(region.leaves) > 3:
-            extra = {c for n, a in axes.items() if n not in "qkv" for c in a if c is not None and c != BROADCAST}
-            row = next((c for c in order["t"] if c in extra), order["t"][0])
-        if row is not None:
-            heads = (*heads, *(c for c in order["t"] if c != row))
-            order["t"] = (row,)
         where = {v.id: i for i, v in enumerate(region.inputs)}
-        return cls(axes, {n: where[v.id] for n, v in region.leaves.items()}, found.sizes, batch, heads, order)
+        numbers = {n: where[v.id] for n, v in region.leaves.items()}
+        rows = order["t"]
+        if masks.row is not None:
+            choices = [masks.row]
+        elif len(rows) > 1 and len(region.leaves) > 3:
+            extra = {c for n, a in axes.items() if n not in "qkv" for c in a if c is not None and c != BROADCAST}
+            choices = [next((c for c in rows if c in extra), rows[0])]
+        else:
+            choices = [None, *(sorted(rows, key=lambda c: -found.sizes[c]) if len(rows) > 1 else ())]
+        shared = next((one.head for one in repeated.values()), None)
+        for row in choices:
+            more = () if row is None else tuple(c for c in rows if c != row)
+            for own in _key_heads(order["b"], shared, bool(more)):
+                batch = tuple((c,) for c in order["b"] if c not in own)
+                length = rows if row is None else (row,)
+                yield cls(
+                    axes, numbers, found.sizes, batch, (*own, *more), own, {**order, "t": length}, repeated=repeated
+                )
 
-    def nearest(self, root: Axes) -> _Layout:
-        """In the op's layout that permutes the fewest of q, k, v and the result, which has the axes `root`; on a tie in the first.
-
-        The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
-        """
-        return min((replace(self, name=name) for name in LAYOUTS), key=lambda layout: layout._permutations(root))
-
-    def _permutations(self, root: Axes) -> int:
+    def permutations(self, root: Axes) -> int:
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
         return operands + permutes(root, self.result)
 
-    def _laid_out(self, length: tuple[int, ...], features: tuple[int, ...]) -> Groups:
-        middle = (length, self.heads) if self.name == "BTNH" else (self.heads, length)
+    def _laid_out(self, length: tuple[int, ...], features: tuple[int, ...], heads: tuple[int, ...]) -> Groups:
+        middle = (length, heads) if self.name == "BTNH" else (heads, length)
         return [*self.batch, *middle, features]
 
     def _of_operand(self, name: str) -> Groups:
         length, features = {"q": "tc", "k": "sc", "v": "sd"}[name]
-        return self._laid_out(self.order[length], self.order[features])
+        return self._laid_out(self.order[length], self.order[features], self.heads if name == "q" else self.key_heads)
 
     def operand(self, name: str, inputs: Any) -> Any:
         """q, k or v as [*B, length, heads, features], or with heads before length."""
-        return arrange(inputs[self.where[name]], self.axes[name], self._of_operand(name), self.sizes)
+        few = self.repeated.get(name)
+        sizes = self.sizes if few is None else {**self.sizes, few.head: few.count}
+        return arrange(inputs[self.where[name]], self.axes[name], self._of_operand(name), sizes)
+
+    @property
+    def group(self) -> int:
+        """How many query heads read one head of the keys."""
+        (heads,) = self._merged([tuple(c for c in self.heads if c not in self.key_heads)])
+        few = self.repeated.get("k")
+        return heads if few is None else heads * self.sizes[few.head] // few.count
 
     def by_row(self, name: str, inputs: Any) -> Any:
         """A factor on the scores as q is laid out, with features of 1, and with 1 where it is broadcast."""
-        groups = self._laid_out(self.order["t"], ())
+        groups = self._laid_out(self.order["t"], (), self.heads)
         return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
 
     def on_scores(self, name: str, inputs: Any) -> Any:
@@ -223,4 +291,14 @@ class _Layout:
 
     @property
     def result(self) -> Groups:
-        return self._laid_out(self.order["t"], self.order["d"])
+        return self._laid_out(self.order["t"], self.order["d"], self.heads)
+
+
+def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> Iterator[tuple[int, ...]]:
+    """The classes that may be heads of key and value, of those that they have in common with the queries."""
+    if shared is not None:
+        yield (shared,)
+        return
+    yield batch[-1:]
+    if with_more and len(batch) == 1:  # one head for all queries, of each entry of a batch
+        yield ()

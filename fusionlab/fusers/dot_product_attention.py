@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph.canonical import CNode, View
+from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
 from .attention_forms import (
@@ -36,14 +37,16 @@ from .attention_forms import (
     tail_example,
     whole_example,
 )
-from .attention_plan import attributes_of, keyed_plan, plan_of
+from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
 from .base import Search, all_nodes, anchor_text, option, propose
 from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
+from .repeated_heads import Repeated, without_repeats
 from .site import Site, with_concepts
 
+_ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
 _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
@@ -216,6 +219,9 @@ class _Site(Site):
         found = read.match
         root = self.root_value(found)
         region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
+        rounded = self.rounded(region)
+        if rounded is not None:
+            root, region = rounded, cut(self.view, rounded, found.leaves, through_scale=frozenset({"q", "k"}))
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
@@ -245,7 +251,9 @@ class _Site(Site):
         changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
         only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
         masked = "causal" if only_masks else "masked"
-        self.kind = masked if changed else "unmasked" if masks.row is None else "causal"
+        self.kind = (
+            masked if changed else "unmasked" if masks.row is None else "causal" if masks.is_causal else "masked"
+        )
         if read.tail.change == "where" and (masks.masks or masks.row is not None):
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
@@ -258,13 +266,51 @@ class _Site(Site):
             edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
             return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
         digits = ("its numbers are taken to 12 digits",) if root.dtype == np.float64 else ()
-        rest = _without(region, dropped), masks, factor, (*_notes(read, masks, blind), *digits)
-        leaks = escapes(region)
-        if not leaks:
-            return self.proposed(read, *rest, None)
-        edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-        problem = self.escaping(leaks[0], edit, region.nodes, region=region)
-        return self.proposed(read, *rest, problem) if self.search.differentiated else problem
+        wide = () if rounded is None else (_ROUNDED.format(root.dtype),)
+        notes = (*_notes(read, masks, blind), *digits, *wide)
+
+        few = self.of_fewer_heads(read, region, masks)
+
+        def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
+            rest = _without(region, dropped), masks, factor, notes
+            leaks = escapes(region)
+            if not leaks:
+                return self.proposed(read, *rest, None, repeated)
+            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            problem = self.escaping(leaks[0], edit, region.nodes, region=region)
+            return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
+
+        first = None if few is None else outcome(*few)
+        return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+
+    def rounded(self, region: Region) -> Value | None:
+        """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that
+        stay in float32 until then, as where a library is asked for a softmax in float32.
+        """
+        dtypes = {region.leaves[x].dtype for x in ("q", "k", "v")}
+        value, block = region.root, self.search.block
+        if len(dtypes) != 1 or not narrows(next(iter(dtypes)), value.dtype):
+            return None
+        while value.id not in block.returned and len(users := self.users(value)) == 1:
+            after = users[0].outputs[0]
+            if users[0].primitive in CASTS:
+                return after if {after.dtype} == dtypes else None
+            if users[0].primitive not in VIEWS or self.view.ref[after.id].nid != self.view.ref[value.id].nid:
+                return None
+            if min(self.view.ref[after.id].dims, default=0) < 0:
+                return None
+            value = after
+        return None
+
+    def of_fewer_heads(
+        self, read: Reading, region: Region, masks: Masking
+    ) -> tuple[Region, Mapping[str, Repeated]] | None:
+        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
+        be heads as well, but more would be permuted then than repeated.
+        """
+        few = without_repeats(self.view, read.match, region)
+        plain = moved_by(self.view, read, region, masks)
+        return few if few is not None and moved_by(self.view, read, few[0], masks, few[1]) <= plain else None
 
     def proposed(
         self,
@@ -274,6 +320,7 @@ class _Site(Site):
         factor: float,
         notes: tuple[str, ...],
         problem: Rejection | None,
+        repeated: Mapping[str, Repeated],
     ) -> Candidate | Rejection:
         """The site as the op, with the key of its dropout mask where that is known, else with the mask.
 
@@ -285,26 +332,32 @@ class _Site(Site):
             attrs["deterministic"] = True
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
-            plan = plan_of(self.search, read, region, masks, attrs)
+            plan = plan_of(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
             if not isinstance(outcome, Candidate):
                 return problem or outcome
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:
-            outcome = self.drawn_again(read, region, masks, attrs, notes)
+            outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
         except NotDrawn as reason:
             return as_data(*kept_as_data(self.view, region, reason))
         return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
 
     def drawn_again(
-        self, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], notes: tuple[str, ...]
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        attrs: dict[str, Any],
+        notes: tuple[str, ...],
+        repeated: Mapping[str, Repeated],
     ) -> Candidate:
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
         if "factors" not in region.leaves or read.tail.change == "where":
             raise NotDrawn("no factors are read")
         draw = draw_of(self.view, region.leaves["factors"], self.search.certifier)
-        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw)
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw, repeated)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
             raise NotDrawn(outcome.sentence)
@@ -410,6 +463,14 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
         )
     if blind:
         yield NOTE
+
+
+def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:
+    """A site that gives way, at the end of what it gives way to, to what `last` gives."""
+    give = site.otherwise
+    if give is None:
+        return site
+    return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])
 
 
 def _without(region: Region, dropped: frozenset[str]) -> Region:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,8 @@ from ..kernels import plain_meaning_of
 from .base import GRADIENT, Pass, Search
 from .findings import Candidate, Findings, Rejection
 from .linear_groups import grouped
+from .matmul_schedule import routes_of
+from .overlaps import settle
 from .pairing import is_differentiated, with_backward
 
 
@@ -79,11 +82,23 @@ def _find_in(
         found = with_backward(graph, certifier_views, found, certifier)
         found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
         seconds["pairs"] = time.perf_counter() - started
-    candidates, rejections = _settle(found)
+    last = {p.name for p, _ in passes if getattr(p, "takes_the_rest", False)}
+    candidates, rejections = settle(found, last)
     names = tuple(p.name for p, _ in passes)
     gradients = tuple(f"{p.name}_grad" for p, options in passes if options.get(GRADIENT, True))
     found_all = _number(candidates, rejections)
-    return Findings(graph, names, *found_all, seconds, str(device), gradients=gradients, differentiated=differentiated)
+    library = next((o.get("library") for p, o in passes if p.name == "matmul_schedule"), None)
+    searched = [(Search(graph, view, device, certifier, {}, implementation), owner) for view, owner in found_views]
+    return Findings(
+        graph,
+        names,
+        *found_all,
+        seconds,
+        str(device),
+        gradients=gradients,
+        differentiated=differentiated,
+        router=functools.partial(routes_of, searched, library),
+    )
 
 
 def _implementations(pass_: Pass) -> Mapping[str, Any]:
@@ -109,64 +124,6 @@ def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
         item.source,
         concepts=item.concepts,
     )
-
-
-def _settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
-    """Where candidates overlap the one with more nodes wins; the loser becomes a rejection naming the winner.
-
-    They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
-    is part of it, and no site of its own.
-    """
-    owner: dict[int, Candidate] = {}  # node -> the winner it belongs to
-    inner: dict[int, Candidate] = {}  # value made inside a winner and not by its root -> the winner
-    read: dict[int, Candidate] = {}  # value a winner reads -> the winner
-    lost: dict[int, Candidate] = {}
-    candidates = [c for c in found if isinstance(c, Candidate)]
-    for c in sorted(candidates, key=lambda c: -c.nodes_before):
-        made = _inner_values(c)
-        taken = next((owner[n] for n in c.node_ids if n in owner), None)
-        taken = taken or next((inner[v.id] for v in c.site.leaves if v.id in inner), None)
-        taken = taken or next((read[i] for i in made if i in read), None)
-        if taken is not None:
-            lost[id(c)] = taken
-            continue
-        owner.update(dict.fromkeys(c.node_ids, c))
-        inner.update(dict.fromkeys(made, c))
-        read.update((v.id, c) for v in c.site.leaves)
-    rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= owner.keys()]
-    return _with_losers(candidates, lost, rejections)
-
-
-def _inner_values(c: Candidate) -> list[int]:
-    """The values that a candidate's nodes make, without the one it gives."""
-    return [v.id for n in c.site.nodes for v in n.outputs if v.id != c.root.id]
-
-
-def _with_losers(
-    candidates: list[Candidate], lost: Mapping[int, Candidate], rejections: list[Rejection]
-) -> tuple[list[Candidate], list[Rejection]]:
-    kept = [c for c in candidates if id(c) not in lost]
-    for c in candidates:
-        winner = lost.get(id(c))
-        if winner is not None:
-            sentence = f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, which is larger"
-            shared, size = tuple(c.node_ids & winner.node_ids), c.nodes_before
-            rejections.append(
-                Rejection(
-                    c.id,
-                    c.pass_name,
-                    "overlap",
-                    sentence,
-                    shared,
-                    c.node_ids,
-                    size,
-                    size,
-                    c.source,
-                    winner=str(id(winner)),
-                    concepts=c.concepts,
-                )
-            )
-    return kept, rejections
 
 
 def _number(

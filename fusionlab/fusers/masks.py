@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,12 +26,28 @@ class Constant:
     """What a constant mask says.
 
     Attributes:
-      row: the axis class that counts the rows of a causal mask (row t sees keys s <= t); None where every row sees every key.
+      row: the axis class that counts the rows of a band: row t sees keys t - left to t + right; None where every row sees every key.
       fill: the weakest score a masked key gets.
+      band: (left, right) of the band, left None for one that begins at the first key: causal is (None, 0).
+      shape: rows and keys of the band.
     """
 
     row: int | None = None
     fill: float = -math.inf
+    band: tuple[int | None, int] = (None, 0)
+    shape: tuple[int, int] = (0, 0)
+
+    def with_band(self, other: Constant) -> Constant:
+        """The band that both leave."""
+        lefts = [left for left in (self.band[0], other.band[0]) if left is not None]
+        band = min(lefts, default=None), min(self.band[1], other.band[1])
+        return replace(self, fill=max(self.fill, other.fill), band=band)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether it leaves a row no key."""
+        rows, keys = self.shape
+        return self.band[0] is not None and rows - 1 - self.band[0] > keys - 1
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,9 @@ class Masking:
     """The masks and biases of a site, as the op takes them.
 
     Attributes:
-      row: as in `Constant`; None without a causal mask.
-      fill: the weakest score a key gets that the causal mask hides.
+      row: as in `Constant`; None without a causal mask or a local window.
+      fill: the weakest score a key gets that those hide.
+      window: (left, right) of a local window; with right 0 it is causal as well, and None without one.
       masks: leaf -> whether True is hidden, of the masks that are operands; all of them put `mask_value`.
       biases: leaves that are added to the scores.
       dropped: leaves that say nothing, or no more than `row`.
@@ -49,18 +66,23 @@ class Masking:
 
     row: int | None = None
     fill: float = -math.inf
+    window: tuple[int, int] | None = None
     masks: Mapping[str, bool] = field(default_factory=dict)
     mask_value: float = -math.inf
     biases: tuple[str, ...] = ()
     dropped: frozenset[str] = frozenset()
     causal_outside: bool = False
 
+    @property
+    def is_causal(self) -> bool:
+        return self.row is not None and (self.window is None or self.window[1] == 0)
+
 
 def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo) -> Masking | str:
     """The masks and biases that `steps` apply, or a sentence that says why the op has no such order.
 
-    A causal mask with a finite fill is an operand where there are other masks or biases: a row all of whose visible keys they hide would
-    otherwise not get the weights the program gives it.
+    Bands along one axis of rows are one band together. One with a finite fill is an operand where there are other masks or biases: a row
+    all of whose visible keys they hide would otherwise not get the weights the program gives it.
 
     Args:
       view: of the block.
@@ -76,7 +98,8 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
     }
     data = [s for s, c in told.items() if c is None]
     causal = [s for s, c in told.items() if c is not None and c.row is not None]
-    fixed = [s for s in causal if not data or (told[s].fill == -math.inf and not _hidden_later(found, s, data))][:1]  # type: ignore[union-attr]
+    free = [s for s in causal if not data or (told[s].fill == -math.inf and not _hidden_later(found, s, data))]  # type: ignore[union-attr]
+    fixed, chosen = _one_band({s: told[s] for s in free})  # type: ignore[misc]
     operands = [s for s in told if s in data or (s in causal and s not in fixed)]
     problem = _order(found, steps, operands, fixed)
     if problem is not None:
@@ -86,16 +109,27 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
     if len(fills) > 1:
         return f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
     outside = [constant_mask(view, found, s, leaves[s.leaf or ""], memo, outside=True) for s in operands]
-    chosen = told[fixed[0]] if fixed else None
     return Masking(
         chosen.row if chosen else None,
         chosen.fill if chosen else -math.inf,
+        (chosen.band[0], chosen.band[1]) if chosen and chosen.band[0] is not None else None,
         masks,
         next(iter(fills), -math.inf),
         tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
         frozenset(s.leaf for s in told if s.leaf and s not in operands),
-        all(outside) and any(c.row is not None for c in outside if c),
+        all(outside) and any(c.row is not None and c.band[1] == 0 for c in outside if c),
     )
+
+
+def _one_band(told: Mapping[Step, Constant]) -> tuple[list[Step], Constant | None]:
+    """The steps that are one band together, and that band: the first of them, and those that leave every row a key beside it."""
+    steps: list[Step] = []
+    whole: Constant | None = None
+    for step, one in told.items():
+        both = one if whole is None else whole.with_band(one) if whole.row == one.row else None
+        if both is not None and not both.is_blind:
+            whole, steps = both, [*steps, step]
+    return steps, whole
 
 
 def _hidden_later(found: Match, step: Step, data: Sequence[Step]) -> bool:
@@ -127,7 +161,7 @@ def _rank(rank: Mapping[str, int], step: Step, fixed: Sequence[Step]) -> int:
 def constant_mask(
     view: View, found: Match, step: Step, value: Value, memo: Memo, outside: bool = False
 ) -> Constant | None:
-    """What the mask of a step says, if it is a constant that hides nothing or is causal; None for any other.
+    """What the mask of a step says, if it is a constant that hides nothing or is a band, causal or local; None for any other.
 
     Its booleans are told by `step.kind`: "kept" (True sees), "hidden" (True is hidden) or "added" (floats added to the scores).
     `outside` as for `constant_array`.
@@ -149,7 +183,27 @@ def constant_mask(
         return None
     row = next(c for c in classes if c != keys[0])
     grid = kept if classes == [row, keys[0]] else kept.T
-    return Constant(row, fill) if np.array_equal(grid, np.tril(np.ones_like(grid))) else None
+    band = _band(grid)
+    return None if band is None else Constant(row, fill, band, (grid.shape[0], grid.shape[1]))
+
+
+def _band(grid: np.ndarray) -> tuple[int | None, int] | None:
+    """(left, right) of the band that is True in rows x keys; None where it is none, or one that causal masks and local windows are not."""
+    rows, keys = grid.shape
+    (right, *_), (down, *_) = (np.flatnonzero(~side) for side in (_and_end(grid[0]), _and_end(grid[:, 0])))
+    right, left = int(right) - 1, int(down) - 1
+    if min(left, right) < 0:
+        return None
+    distance = np.arange(keys) - np.arange(rows)[:, None]
+    if not np.array_equal(grid, (distance >= -left) & (distance <= right)):
+        return None
+    if left == rows - 1:
+        return (None, 0) if right == 0 else None
+    return (left, right) if right < keys - 1 else None
+
+
+def _and_end(seen: np.ndarray) -> np.ndarray:
+    return np.append(seen.astype(bool), False)
 
 
 def blind_rows(view: View, found: Match, biases: Mapping[str, Value], memo: Memo) -> bool:

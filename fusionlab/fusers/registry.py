@@ -8,8 +8,15 @@ from .dot_product_attention import DotProductAttentionPass
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_norm import LayerNormPass
 from .lerp import LerpPass
+from .matmul_schedule import MatmulSchedulePass
 
-_BUILT_IN: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass(), LerpPass())
+_BUILT_IN: tuple[Pass, ...] = (
+    GemmEpiloguePass(),
+    DotProductAttentionPass(),
+    LayerNormPass(),
+    LerpPass(),
+    MatmulSchedulePass(),
+)
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
 _ADDED: dict[str, Pass] = {}
 _PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")

@@ -42,7 +42,7 @@ def axis_links(node: CNode, key: Any, operand_keys: Sequence[Any]) -> list[tuple
 
 def _reshape_links(node: CNode, key: Any, source: Any) -> list[tuple[Axis, Axis | None]]:
     links: list[tuple[Axis, Axis | None]] = []
-    for before, after in _groups(node):
+    for before, after in merged_axes(node):
         if len(before) == len(after) == 1:
             links.append(((key, after[0]), (source, before[0]) if before[0] >= 0 else None))
             continue
@@ -53,7 +53,7 @@ def _reshape_links(node: CNode, key: Any, source: Any) -> list[tuple[Axis, Axis 
 
 def reshape_parts(node: CNode, key: Any, source: Any) -> Iterator[tuple[Part, Axis]]:
     """The axes a reshape merges or splits, each by its part in it: which is the outer one counts."""
-    changed = [(b, a) for b, a in _groups(node) if not len(b) == len(a) == 1]
+    changed = [(b, a) for b, a in merged_axes(node) if not len(b) == len(a) == 1]
     for number, (before, after) in enumerate(changed):
         yield from (((key, "in", number, i), (source, axis)) for i, axis in enumerate(before) if axis >= 0)
         yield from (((key, "out", number, i), (key, axis)) for i, axis in enumerate(after))
@@ -64,7 +64,7 @@ def reshape_kind(node: CNode) -> tuple[tuple[int, int], ...]:
     return tuple(g for g in node.params if g != (1, 1))
 
 
-def _groups(node: CNode) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def merged_axes(node: CNode) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """For each group of a reshape: the operand's axes (below 0: broadcast) and the node's own."""
     before = after = 0
     axes = node.operands[0].axes

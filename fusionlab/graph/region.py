@@ -122,7 +122,7 @@ def cut(
             base, crossed = value, []
             if not all(n in as_read for n in names):
                 scale, casts = (all(n in allowed for n in names) for allowed in (through_scale, through_casts))
-                base, crossed = _look_through(view, value, scale, casts)
+                base, crossed = look_through(view, value, scale, casts)
             bound[ref.nid][base.id] = base
             support.update((n.id, n) for n in crossed)
             stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
@@ -141,7 +141,9 @@ def cut(
     return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)), view.known_inputs)
 
 
-def _look_through(view: View, value: Value, through_scale: bool, through_casts: bool) -> tuple[Value, list[Node]]:
+def look_through(
+    view: View, value: Value, through_scale: bool = False, through_casts: bool = False
+) -> tuple[Value, list[Node]]:
     """Through pure views of the same canonical node (and literal factors, and widening casts) to the value underneath."""
     crossed = []
     allowed = (

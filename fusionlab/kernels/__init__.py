@@ -6,8 +6,9 @@ from .implementation import BackendVerdict as BackendVerdict
 from .implementation import Residual as Residual
 from .layer_norm import LAYER_NORM
 from .lerp import LERP
+from .matmul import MATMUL
 from .op import Op as Op
 from .op import meaning_of as meaning_of
 from .op import plain_meaning_of as plain_meaning_of
 
-OPS: dict[str, Op] = {op.name: op for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION, LAYER_NORM, LERP)}
+OPS: dict[str, Op] = {op.name: op for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION, LAYER_NORM, LERP, MATMUL)}

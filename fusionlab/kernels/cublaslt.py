@@ -1,8 +1,8 @@
 """One cuBLASLt product with an epilogue as a launch plan, through nvmath-python's bindings.
 
-cuBLASLt speaks column-major: D = epilogue(op(A) op(B)), D of m x n. A row-major M x N result is its N x M matrix, so callers swap the
-operands (`row_major` does it). Source of every limit named here: the cuBLAS documentation, "cublasLtEpilogue_t" and
-"cublasLtMatmulDescAttributes_t" (https://docs.nvidia.com/cuda/cublas).
+cuBLASLt speaks column-major: D = epilogue(alpha op(A) op(B) + beta C), D of m x n. A row-major M x N result is its
+N x M matrix, so callers swap the operands (`row_major` does it). Source of every limit named here: the cuBLAS documentation,
+"cublasLtEpilogue_t" and "cublasLtMatmulDescAttributes_t" (https://docs.nvidia.com/cuda/cublas).
 """
 
 from __future__ import annotations
@@ -51,22 +51,28 @@ READS_AUX = frozenset(("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD"))
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """D (m x n, leading dimension m) = epilogue(op(A) op(B)), column-major; alpha 1, beta 0.
+    """D (m x n, leading dimension m) = epilogue(alpha op(A) op(B) + beta C), column-major, once or for a batch of matrices.
 
-    Operands, in order: A, B, then a bias of m entries where the epilogue adds one, then the auxiliary input where it reads one.
+    Operands, in order: A, B, then C where beta is not 0, then a bias of m entries where the epilogue adds one, then the auxiliary input
+    where it reads one.
     Results: D, then the auxiliary output where it writes one, then the bias gradient where it makes one (m entries, or n for BGRADB),
     then the workspace.
 
     Attributes:
       m, n, k: sizes.
       transposed: of A and B.
-      dtype: numpy name, of A, B, D, bias and a pre-activation.
+      dtype: numpy name, of A and B, and of C, D, bias and a pre-activation where `out` says nothing else.
       compute: "f32", "tf32" or "f64": what is multiplied and accumulated in.
       epilogue: a name of cublasLtEpilogue_t without its prefix.
       aux_pitch: leading dimension of the auxiliary matrix, in elements (in bits for relu's mask); 0 without one.
       workspace: bytes.
       algorithm: 64 bytes of cublasLtMatmulAlgo_t as hex, and `library` the version of cuBLASLt that gave them; "" and 0 take the first that
         the library's heuristic proposes.
+      out: numpy name of the dtype of C, D, bias and a pre-activation; "" for `dtype`.
+      alpha, beta: the factors, held in the arithmetic's dtype.
+      batch: how many matrices; those of C and D stand behind one another.
+      leading: leading dimensions of A and B, in elements; 0 where their columns stand behind one another.
+      strides: from one matrix of a batch to the next in A and B, in elements; 0 for one that all share.
     """
 
     kind: ClassVar[str] = "cublaslt"
@@ -81,15 +87,28 @@ class MatmulPlan:
     workspace: int = SMALL_WORKSPACE
     algorithm: str = ""
     library: int = 0
+    out: str = ""
+    alpha: float = 1.0
+    beta: float = 0.0
+    batch: int = 1
+    leading: tuple[int, int] = (0, 0)
+    strides: tuple[int, int] = (0, 0)
 
     def spec(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without what `_RARE` says and is not said otherwise: the names under which algorithms were measured stay theirs."""
+        return {name: value for name, value in asdict(self).items() if _RARE.get(name) != value}
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> MatmulPlan:
+        content = _RARE | dict(content)
         given: dict[str, Any] = {f.name: content[f.name] for f in fields(cls)}
-        given["transposed"] = tuple(given["transposed"])
-        return cls(**given)
+        pairs: dict[str, Any] = {name: tuple(given[name]) for name in ("transposed", "leading", "strides")}
+        return cls(**given | pairs)
+
+    @property
+    def made(self) -> str:
+        """The dtype of D."""
+        return self.out or self.dtype
 
     def with_algorithm(self, algorithm: str, library: int) -> MatmulPlan:
         return replace(self, algorithm=algorithm, library=library)
@@ -99,6 +118,14 @@ class MatmulPlan:
         return Prepared(made.run, (made.step(),), made)
 
 
+_RARE: dict[str, Any] = {
+    "out": "",
+    "alpha": 1.0,
+    "beta": 0.0,
+    "batch": 1,
+    "leading": (0, 0),
+    "strides": (0, 0),
+}
 plan_kind(MatmulPlan.kind, MatmulPlan.read)
 
 
@@ -139,7 +166,8 @@ def row_major(
     **rest: Any,
 ) -> MatmulPlan:
     """The plan of a row-major product: left (rows x inner) times right (inner x columns), each stored so or, if "transposed", as
-    its transpose. Its operands are (right, left, ...): a row-major matrix is the column-major one of its transpose.
+    its transpose. Its operands are (right, left, ...): a row-major matrix is the column-major one of its transpose; `leading` and
+    `strides` are in that order too.
     """
     return MatmulPlan(columns, rows, inner, (right_transposed, left_transposed), **rest)
 
@@ -178,7 +206,6 @@ class _Matmul:
         lt = bindings()
         self._lt, self._plan, self._lock = lt, plan, threading.Lock()
         self._handle = _HANDLES.of(device)
-        kind = _TYPES[plan.dtype]
         scale = 1 if plan.compute == "f64" else 0
         self._desc = lt.matmul_desc_create(_COMPUTE[plan.compute], scale)
         self._set("TRANSA", int(plan.transposed[0]))
@@ -188,20 +215,29 @@ class _Matmul:
             self._set("EPILOGUE_AUX_LD", plan.aux_pitch)
         a = (plan.k, plan.m) if plan.transposed[0] else (plan.m, plan.k)
         b = (plan.n, plan.k) if plan.transposed[1] else (plan.k, plan.n)
-        self._layouts = [lt.matrix_layout_create(kind, *shape, shape[0]) for shape in (a, b, (plan.m, plan.n))]
-        # Not at the interpreter's end: by then the bindings may be gone.
+        self._layouts = []
+        # Not at the interpreter's end: by then the bindings may be gone. Here, before anything that can fail.
         weakref.finalize(self, _destroy, lt, self._desc, self._layouts).atexit = False
+        for shape, dtype, leading, stride in (
+            (a, plan.dtype, plan.leading[0], plan.strides[0]),
+            (b, plan.dtype, plan.leading[1], plan.strides[1]),
+            ((plan.m, plan.n), plan.made, 0, plan.m * plan.n),
+        ):
+            self._layouts.append(lt.matrix_layout_create(_TYPES[dtype], *shape, leading or shape[0]))
+            if plan.batch > 1:
+                _set_attribute(lt, "layout", self._layouts[-1], "BATCH_COUNT", plan.batch)
+                _set_attribute(lt, "layout", self._layouts[-1], "STRIDED_BATCH_OFFSET", stride)
         number = np.float64 if plan.compute == "f64" else np.float32
-        self._one, self._zero = np.ones(1, number), np.zeros(1, number)
+        self._alpha, self._beta = np.full(1, plan.alpha, number), np.full(1, plan.beta, number)
         self._algorithm = self._picked() if pick else np.zeros(8, np.uint64)
-        numbers = (one.ctypes.data for one in (self._one, self._zero, self._algorithm))
+        numbers = (one.ctypes.data for one in (self._alpha, self._beta, self._algorithm))
         self._pointers = (self._handle, self._desc, *self._layouts, *numbers)
         self._places = _places(plan)
 
     def run(self, stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
         buffers = {"operand": operands, "result": results}
-        a, b, bias, aux, d, workspace = (buffers[kind][i] if kind != "null" else None for kind, i in self._places)
-        handle, desc, a_layout, b_layout, d_layout, one, zero, algorithm = self._pointers
+        a, b, bias, aux, c, d, workspace = (buffers[kind][i] if kind != "null" else None for kind, i in self._places)
+        handle, desc, a_layout, b_layout, d_layout, alpha, beta, algorithm = self._pointers
         with self._lock:
             if bias is not None:
                 self._set("BIAS_POINTER", bias)
@@ -210,13 +246,13 @@ class _Matmul:
             self._lt.matmul(
                 handle,
                 desc,
-                one,
+                alpha,
                 a,
                 a_layout,
                 b,
                 b_layout,
-                zero,
-                d,
+                beta,
+                c,
                 d_layout,
                 d,
                 d_layout,
@@ -279,8 +315,9 @@ def _algorithm(text: str) -> np.ndarray:
 
 
 def _places(plan: MatmulPlan) -> tuple[Param, ...]:
-    """Where A, B, bias (or its gradient), auxiliary matrix, D and workspace are, in the order that `MatmulPlan` gives them."""
+    """Where A, B, bias (or its gradient), auxiliary matrix, C, D and workspace are, in the order that `MatmulPlan` gives them."""
     operands, results = itertools.count(2), itertools.count(1)
+    c = ("operand", next(operands)) if plan.beta else ("result", 0)  # with beta 0 it is not read
     aux = bias = ("null", 0)
     if plan.aux_pitch and plan.epilogue in WRITES_AUX:
         aux = ("result", next(results))
@@ -289,7 +326,7 @@ def _places(plan: MatmulPlan) -> tuple[Param, ...]:
         bias = ("result", next(results)) if made else ("operand", next(operands))
     if plan.aux_pitch and plan.epilogue in READS_AUX:
         aux = ("operand", next(operands))
-    return ("operand", 0), ("operand", 1), bias, aux, ("result", 0), ("result", next(results))
+    return ("operand", 0), ("operand", 1), bias, aux, c, ("result", 0), ("result", next(results))
 
 
 def _destroy(lt: Any, desc: int, layouts: Sequence[int]) -> None:
@@ -299,7 +336,11 @@ def _destroy(lt: Any, desc: int, layouts: Sequence[int]) -> None:
 
 
 def _set_attribute(lt: Any, kind: str, handle: int, attribute: str, value: int) -> None:
-    names = {"desc": lt.MatmulDescAttribute, "preference": lt.MatmulPreferenceAttribute}[kind]
-    dtype_of = getattr(lt, f"get_matmul_{kind}_attribute_dtype")
-    data = np.array([value], dtype_of(names[attribute]))
-    getattr(lt, f"matmul_{kind}_set_attribute")(handle, names[attribute], data.ctypes.data, data.nbytes)
+    names = {
+        "desc": lt.MatmulDescAttribute,
+        "preference": lt.MatmulPreferenceAttribute,
+        "layout": lt.MatrixLayoutAttribute,
+    }[kind]
+    what = f"{'matrix' if kind == 'layout' else 'matmul'}_{kind}"
+    data = np.array([value], getattr(lt, f"get_{what}_attribute_dtype")(names[attribute]))
+    getattr(lt, f"{what}_set_attribute")(handle, names[attribute], data.ctypes.data, data.nbytes)

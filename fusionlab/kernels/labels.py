@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
+
 from .primitive import FusedPrimitive, attributes_of, wanted_of
 
 Array = Any
@@ -92,19 +94,24 @@ class Labels:
     def rule(self) -> tuple[str, tuple[str, ...], dict[str, int]]:
         """Shardy's rule, as `custom_partitioning` takes it: the text, factors that are not to be split, sizes of inner factors.
 
-        A packed label is two factors: "m (n n_8), ... -> m n".
+        A packed label is two factors: "m (n n_8), ... -> m n". Where the devices may be more than its coarse axis has parts, or no
+        divisor of them, that axis stands alone: Shardy would give it a part of a mesh axis, which JAX has no name for.
         """
         alone = iter(range(sum(map(len, self.tensors))))
-        sizes = {f"{label}_{per}": per for label, per in self._per.items() if per > 1}
+        packed = {n: per for n, per in self._per.items() if self.sizes[n] // per % jax.device_count() == 0}
+        sizes = {f"{label}_{per}": per for label, per in packed.items() if per > 1}
         unsplit: dict[str, None] = {}
 
         def factor(axis: Axis | None) -> str:
-            name = f"whole{next(alone)}" if axis is None else axis.label
-            if axis is None or name in self.whole:
+            if axis is None or (axis.per > 1 and axis.label not in packed):
+                name = f"whole{next(alone)}"
                 unsplit[name] = None
-            if axis is None or axis.per == self._per[name]:
                 return name
-            return f"({name} {name}_{self._per[name]})"
+            if axis.label in self.whole:
+                unsplit[axis.label] = None
+            if axis.per == packed.get(axis.label, 1):
+                return axis.label
+            return f"({axis.label} {axis.label}_{packed[axis.label]})"
 
         sides = [", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.operands, self.results)]
         return " -> ".join(sides), tuple(unsplit), sizes

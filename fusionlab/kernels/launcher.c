@@ -70,9 +70,9 @@ typedef struct {
 
 typedef struct {
   void *handle, *desc, *a_layout, *b_layout, *d_layout;
-  const void *one, *zero, *algorithm;
+  const void *alpha, *beta, *algorithm;
   size_t workspace_size;
-  int places[12];  // (kind, number) of A, B, bias, auxiliary matrix, D, workspace
+  int places[14];  // (kind, number) of A, B, bias, auxiliary matrix, C, D, workspace
   int bias_attribute, aux_attribute;
   pthread_mutex_t lock;  // bias and auxiliary addresses are attributes of the descriptor
 } Matmul;
@@ -167,10 +167,10 @@ EXPORT void fl_matmul(Program* program, void* const* pointers, size_t workspace_
   step->kind = MATMUL;
   Matmul* m = &step->matmul;
   m->handle = pointers[0], m->desc = pointers[1], m->a_layout = pointers[2], m->b_layout = pointers[3], m->d_layout = pointers[4];
-  m->one = pointers[5], m->zero = pointers[6], m->algorithm = pointers[7];
+  m->alpha = pointers[5], m->beta = pointers[6], m->algorithm = pointers[7];
   m->workspace_size = workspace_size;
   memcpy(m->places, places, sizeof m->places);
-  for (int i = 0; i < 12; i += 2) need(program, places[i], places[i + 1]);
+  for (int i = 0; i < 14; i += 2) need(program, places[i], places[i + 1]);
   m->bias_attribute = bias_attribute, m->aux_attribute = aux_attribute;
   pthread_mutex_init(&m->lock, NULL);
 }
@@ -287,7 +287,7 @@ static void* pointer_at(const XLA_FFI_CallFrame* frame, const int* place) {
 }
 
 static XLA_FFI_Error* launch_matmul(XLA_FFI_CallFrame* frame, Matmul* m, void* stream) {
-  enum { A, B, BIAS, AUX, D, WORKSPACE, PLACES };
+  enum { A, B, BIAS, AUX, C, D, WORKSPACE, PLACES };
   void* at[PLACES];
   for (int i = 0; i < PLACES; ++i) at[i] = pointer_at(frame, m->places + 2 * i);
   pthread_mutex_lock(&m->lock);
@@ -295,7 +295,7 @@ static XLA_FFI_Error* launch_matmul(XLA_FFI_CallFrame* frame, Matmul* m, void* s
   if (m->places[2 * BIAS] != NOTHING) code = driver.set_attribute(m->desc, m->bias_attribute, &at[BIAS], sizeof(void*));
   if (!code && m->places[2 * AUX] != NOTHING) code = driver.set_attribute(m->desc, m->aux_attribute, &at[AUX], sizeof(void*));
   if (!code)
-    code = driver.matmul(m->handle, m->desc, m->one, at[A], m->a_layout, at[B], m->b_layout, m->zero, at[D], m->d_layout, at[D],
+    code = driver.matmul(m->handle, m->desc, m->alpha, at[A], m->a_layout, at[B], m->b_layout, m->beta, at[C], m->d_layout, at[D],
                          m->d_layout, m->algorithm, at[WORKSPACE], m->workspace_size, stream);
   pthread_mutex_unlock(&m->lock);
   return code ? failure(frame, "BackendError: cublasLtMatmul failed with cublasStatus_t %d", code) : NULL;

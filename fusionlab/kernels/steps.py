@@ -36,12 +36,12 @@ class KernelStep:
 
 @dataclass(frozen=True)
 class MatmulStep:
-    """One call of cublasLtMatmul, alpha 1 and beta 0; everything but buffers is made.
+    """One call of cublasLtMatmul; everything but buffers is made.
 
     Attributes:
-      pointers: library handle, descriptor, layouts of A, B and D, addresses of 1 and 0, address of the algorithm.
+      pointers: library handle, descriptor, layouts of A, B and D (and C), addresses of alpha and beta, address of the algorithm.
       workspace: bytes.
-      places: where A, B, bias, auxiliary matrix, D and workspace are, as of a kernel's parameters.
+      places: where A, B, bias, auxiliary matrix, C (D itself where beta is 0), D and workspace are, as of a kernel's parameters.
       attributes: numbers of the descriptor's attributes that hold the addresses of bias and auxiliary matrix.
       library: the version of the cuBLASLt that made them (130100 for 13.1).
     """

@@ -245,6 +245,7 @@ def test_row_31_shared_heads_and_an_additive_bias_with_its_gradient(route):
     found = fl.find(jax.nn.dot_product_attention, q, k, v, bias, passes=PASS)
     (site,) = found.candidates
     assert "bias" in site.formula
+    assert site.formula.endswith(", 8 query heads a key head")
     fused = fl.fuse(jax.nn.dot_product_attention, passes=PASS, implementation=route)
     for fn in (fused, jax.nn.dot_product_attention):
         out, pull = jax.vjp(fn, q, k, v, bias)

@@ -24,8 +24,9 @@ def jit(fn: Any) -> Any:
 
 
 def forward_counts(found):
-    """Pass -> number of candidates, without the `_grad` of each, and without lerp where it found none."""
-    return {name: n for name, n in found.counts().items() if not name.endswith("_grad") and (n or name != "lerp")}
+    """Pass -> number of candidates, without the `_grad` of each, and without lerp and matmul_schedule where they found none."""
+    rare = ("lerp", "matmul_schedule")
+    return {name: n for name, n in found.counts().items() if not name.endswith("_grad") and (n or name not in rare)}
 
 
 def normal(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> tuple[jax.Array, ...]:

@@ -512,3 +512,49 @@ def test_a_sum_that_is_read_turned_is_another_function():
         return jnp.einsum("bhts,bhsd->bhtd", e / jnp.swapaxes(e.sum(-1, keepdims=True), 0, 1), v)
 
     assert declined(turned, q, k, v).code == "axes"
+
+
+# -- weights in a wider dtype ------------------------------------------------------------------------------------------
+
+
+def weights_in_float32(q, k, v, made=jnp.bfloat16):
+    """As flax has it with force_fp32_for_softmax: the weights stay float32 until the result is rounded."""
+    p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q * 0.5, k).astype(jnp.float32))
+    return jnp.einsum("bhts,bshd->bthd", p, v).astype(made)
+
+
+def test_weights_that_stay_wider_until_the_result_is_rounded_are_a_site():
+    half = tuple(a.astype(jnp.bfloat16) for a in N)
+    site = fused(weights_in_float32, *half)
+    assert site.root.dtype == jnp.bfloat16
+    assert any("rounded to bfloat16" in n for n in site.notes)
+
+    def step(q, k, v, w):
+        def loss(q, k, v, w):
+            out = weights_in_float32(q, k, v)
+            return (jnp.einsum("bthd,hde->bte", out, w).astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, w)
+
+    w = normal((3, 4, 5))[0].astype(jnp.bfloat16)
+    found = fl.find(step, *half, w, passes=ATTENTION)
+    assert found.counts() == {ATTENTION: 1, f"{ATTENTION}_grad": 1}
+    got, want = fl.fuse(step, passes=ATTENTION)(*half, w), jax.jit(step)(*half, w)
+    for g, x in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == x.dtype
+        scale = float(np.abs(np.asarray(x, np.float64)).max())
+        np.testing.assert_allclose(np.asarray(g, np.float64), np.asarray(x, np.float64), atol=4e-2 * scale)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v: weights_in_float32(q, k, v, jnp.float32),
+        lambda q, k, v: weights_in_float32(q, k, v, jnp.float16),
+        lambda q, k, v: (lambda out: (out.astype(jnp.bfloat16), out.sum()))(weights_in_float32(q, k, v, jnp.float32)),
+        lambda q, k, v: (2.0 * weights_in_float32(q, k, v, jnp.float32)).astype(jnp.bfloat16),
+    ],
+    ids=["not rounded", "to another dtype", "read as it is too", "something in between"],
+)
+def test_a_result_that_is_wider_for_another_reader_is_none(fn):
+    assert declined(fn, *(a.astype(jnp.bfloat16) for a in N)).code == "dtype"

@@ -15,13 +15,14 @@ import pytest
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
 from fusionlab.fusers.base import reject
-from fusionlab.fusers.find import _number, _settle, find_in
+from fusionlab.fusers.find import _number, find_in
+from fusionlab.fusers.overlaps import settle
 from fusionlab.fusers.registry import registry
 
 from .checks import forward_counts, normal, primitives
 
 X, W, B = normal((6, 8), (8, 8), (8,))
-PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm", "lerp")
+PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm", "lerp", "matmul_schedule")
 
 
 def model(x):
@@ -53,6 +54,7 @@ def test_counts_have_every_pass_asked_even_at_zero():
         "dot_product_attention: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "layer_norm: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "lerp: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
+        "matmul_schedule: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
     ]
 
 
@@ -201,7 +203,7 @@ def test_applying_everything_leaves_one_named_node_a_site(found):
 def test_where_sites_overlap_the_larger_wins_and_the_smaller_names_it(found):
     a, b = found.candidates[0], found.candidates[1]
     larger = replace(a, node_ids=a.node_ids | b.node_ids, nodes_before=99, formula="both layers", pass_name="other")
-    candidates, rejections = _number(*_settle([b, larger]))
+    candidates, rejections = _number(*settle([b, larger]))
     (winner,), (loser,) = candidates, rejections
     assert winner.formula == "both layers"
     assert (loser.code, loser.winner) == ("overlap", winner.id)
@@ -236,7 +238,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
 def test_a_node_in_no_site_says_which_passes_were_asked():
     found = fl.find(lambda x: jnp.sin(x), X)
     assert found.explain("%1").splitlines()[1] == (
-        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm, lerp) has its anchor here"
+        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm, lerp, matmul_schedule) has its anchor here"
     )
 
 
@@ -255,7 +257,7 @@ def test_what_cannot_be_explained_says_what_can(found, what, message):
 def test_the_report_is_plain_json_that_round_trips(found):
     data = json.loads(found.to_json())
     assert data == json.loads(json.dumps(found.to_dict()))
-    forward = {"gemm_epilogue": 5, "dot_product_attention": 1, "layer_norm": 0, "lerp": 0}
+    forward = {"gemm_epilogue": 5, "dot_product_attention": 1, "layer_norm": 0, "lerp": 0, "matmul_schedule": 0}
     assert data["counts"] == forward | {f"{name}_grad": "runs under jax.grad" for name in forward}
     assert data["passes"] == list(PASSES)
     assert data["lines"] == [found.line(p) for p in found.passes]
@@ -328,7 +330,8 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
         fl.find(model, X, passes=["gemm_epilog"])
     assert str(caught.value) == (
         "unknown pass 'gemm_epilog'; valid: dot_product_attention, dot_product_attention_grad, gemm_epilogue, "
-        "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad. Did you mean 'gemm_epilogue'?"
+        "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad, matmul_schedule, matmul_schedule_grad. "
+        "Did you mean 'gemm_epilogue'?"
     )
     with pytest.raises(UnknownNameError, match="unknown pass 'attention'"):
         fl.fuse(model, passes="attention")
@@ -377,10 +380,12 @@ def test_what_is_no_strategy_is_refused(bad):
 
 def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
     passes = list(fl.passes())
-    assert [p.name for p in passes][:4] == list(PASSES)
+    assert [p.name for p in passes][: len(PASSES)] == list(PASSES)
     for pass_ in passes:
         fn, args = pass_.sample()
-        assert forward_counts(fl.find(fn, *args, passes=pass_.name)) == {pass_.name: 1}
+        device, options = getattr(pass_, "sample_for", (None, {}))
+        asked = fl.Strategy(**{pass_.name: dict(options)})
+        assert forward_counts(fl.find(fn, *args, passes=asked, device=device)) == {pass_.name: 1}
         assert pass_.formula
         assert pass_.needs
 

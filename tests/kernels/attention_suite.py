@@ -26,12 +26,13 @@ FIELDS = ("query", "key", "value", "bias", "mask", "factors", "dropout_key")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
+    """Sizes (k: heads of keys, where they are fewer), operands beside query, key and value by name (a key of `OPERANDS`), attributes."""
 
     batch: tuple[int, ...] = (2,)
     t: int = 70
     s: int = 90
     n: int = 2
+    k: int | None = None
     d: int = 64
     dv: int | None = None
     given: tuple[str, ...] = ()
@@ -126,6 +127,22 @@ CASES = {
     "128 features": Case(d=128, attrs={"is_causal": True}),
     "128 features, mask": Case(d=128, given=("random",), attrs=FINITE),
     "other values": Case(d=64, dv=24),
+    "key heads shared": Case(n=4, k=2, attrs={"is_causal": True}),
+    "one key head, lengths": Case(n=3, k=1, d=24, given=("lengths",)),
+    "key heads shared, bias, dropout": Case(n=6, k=2, t=33, s=40, given=("bias", "dropout")),
+    "key heads shared, dropout by key": Case(
+        batch=(2, 2), n=4, k=2, t=20, s=33, given=("dropout by key",), attrs={"keep": 0.7}
+    ),
+    "key heads shared, a row of nothing": Case(n=4, k=2, d=80, given=("a row of nothing",), attrs={"is_causal": True}),
+    "local": Case(t=200, s=230, attrs={"window": (40, 20)}),
+    "local, causal": Case(t=200, s=200, d=24, attrs={"window": 33, "is_causal": True}),
+    "local, causal, few keys": Case(t=150, s=70, attrs={"window": (30, 0)}),  # the last rows see nothing
+    "local, rows that see nothing": Case(t=290, s=40, d=24, attrs={"window": (20, 5)}),
+    "local, key heads shared, bias, dropout": Case(
+        n=4, k=2, t=130, s=130, d=24, given=("bias", "dropout"), attrs={"window": (25, 17)}
+    ),
+    "local, mask, finite": Case(t=100, s=130, d=24, given=("random",), attrs={"window": (40, 70), **FINITE}),
+    "local, every other one": Case(t=33, s=20, d=24, given=("dropout by key",), attrs={"window": 0, "keep": 0.6}),
     "one row": Case(t=1, s=300),
     "one key": Case(t=130, s=1),
 }
@@ -135,10 +152,16 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
     """Operands by slot, a cotangent, and the same numbers as float64 in BTNH."""
     rng = np.random.default_rng(seed)
     dv = case.dv or case.d
-    shapes = {"query": (case.t, case.d), "key": (case.s, case.d), "value": (case.s, dv), "ct": (case.t, dv)}
+    k = case.k or case.n
+    shapes = {
+        "query": (case.t, case.n, case.d),
+        "key": (case.s, k, case.d),
+        "value": (case.s, k, dv),
+        "ct": (case.t, case.n, dv),
+    }
     plain, made = {}, {}
-    for slot, (length, features) in shapes.items():
-        a = jnp.asarray(rng.standard_normal((*case.batch, length, case.n, features)) * case.spread, dtype)
+    for slot, sizes in shapes.items():
+        a = jnp.asarray(rng.standard_normal((*case.batch, *sizes)) * case.spread, dtype)
         plain[slot] = np.asarray(a, np.float64)
         made[slot] = jnp.swapaxes(a, -2, -3) if layout == "BNTH" else a
     for name in case.given:
@@ -153,9 +176,20 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
     return made, made.pop("ct"), plain
 
 
+def visible(t: int, s: int, attrs: dict[str, Any]) -> np.ndarray:
+    """True where a row may see a key for its number."""
+    distance = np.arange(s) - np.arange(t)[:, None]
+    window = attrs.get("window", (t, s))
+    left, right = window if isinstance(window, tuple) else (window, window)
+    return (distance >= -left) & (distance <= (0 if attrs.get("is_causal") else right))
+
+
 def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     """[out, dquery, dkey, dvalue] in float64, BTNH."""
     q, k, v, ct = (plain[n] for n in ("query", "key", "value", "ct"))
+    heads = k.shape[-2]
+    k, v = (np.repeat(a, q.shape[-2] // heads, axis=-2) for a in (k, v))
+    shared = lambda g: g.reshape(*g.shape[:-2], heads, -1, g.shape[-1]).sum(-2)  # noqa: E731
     scale = attrs.get("scale", 1 / math.sqrt(q.shape[-1]))
     s, slope, seen = np.einsum("...tnh,...snh->...nts", q, k) * scale, 1.0, True
     if "softcap" in attrs:
@@ -164,9 +198,8 @@ def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     s = s + plain.get("bias", 0.0)
     if "mask" in plain:
         s, seen = np.where(plain["mask"], s, attrs.get("mask_value", -np.inf)), plain["mask"]
-    if attrs.get("is_causal"):
-        tril = np.tril(np.ones(s.shape[-2:], bool))
-        s, seen = np.where(tril, s, -np.inf), seen & tril
+    near = visible(*s.shape[-2:], attrs)
+    s, seen = np.where(near, s, -np.inf), seen & near
     top = s.max(-1, keepdims=True)
     p = np.exp(s - np.where(top == -np.inf, 0, top))
     p /= np.where(top == -np.inf, 1, p.sum(-1, keepdims=True))  # a row that sees no key weighs nothing
@@ -176,8 +209,8 @@ def exact(plain: dict[str, Any], attrs: dict[str, Any]) -> list[np.ndarray]:
     return [
         np.einsum("...nts,...snh->...tnh", w, v),
         np.einsum("...nts,...snh->...tnh", ds, k),
-        np.einsum("...nts,...tnh->...snh", ds, q),
-        np.einsum("...nts,...tnh->...snh", w, ct),
+        shared(np.einsum("...nts,...tnh->...snh", ds, q)),
+        shared(np.einsum("...nts,...tnh->...snh", w, ct)),
     ]
 
 
@@ -187,6 +220,7 @@ class AttentionSuite:
     implementation: str
     least = 10  # cases that it holds in each dtype
     slack = 1.0
+    skips = False  # whether blocks of scores outside of a local window are left out
     precision: Any = "highest"
 
     def cases(self, dtype):
@@ -245,6 +279,20 @@ class AttentionSuite:
         assert not np.asarray(out)[:, 3].any()
         alone = jnp.zeros_like(ct).at[:, 3].set(ct[:, 3])
         assert not any(np.asarray(g).any() for g in pull(alone))
+
+    @pytest.mark.parametrize("window", [(10, 0), (3, 12)])
+    def test_what_is_far_outside_of_a_local_window_is_not_even_read(self, window):
+        if not self.skips:
+            pytest.skip("it computes all scores")
+        case = Case(t=400, s=400, n=1, d=24, attrs={"window": window})
+        made, ct, _ = operands(case, "bfloat16", "BTNH")
+        early = slice(0, 8)
+        ct, v = (a.at[:, early].set(jnp.nan) for a in (ct, made["value"]))
+        f = functools.partial(dot_product_attention, **self.attrs(case, "BTNH"))
+        out, pull = jax.vjp(f, made["query"], made["key"], v)
+        late = [np.isfinite(np.asarray(a, np.float32)[:, 270:]).all() for a in (out, *pull(ct))]
+        assert all(late), late
+        assert np.isnan(np.asarray(out, np.float32)[:, early]).all()
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_only_the_gradients_asked_for(self, wanted):

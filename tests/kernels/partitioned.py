@@ -507,6 +507,33 @@ def blend_of(implementation: str) -> Callable[..., Array]:
     return partial(fl.ops.lerp, implementation=implementation)
 
 
+def sharing(layout: str, implementation: str) -> Callable[..., Any]:
+    attend = fl.ops.dot_product_attention
+    return everything(partial(attend, is_causal=True, layout=layout, implementation=implementation))
+
+
+@trial
+def query_heads_are_split_with_the_key_heads_that_they_share() -> None:
+    for key_heads, kind, layout, there in (
+        (4, AxisType.Auto, "BTNH", (2, 1)),
+        (2, AxisType.Auto, "BNTH", (8, 2)),  # four devices have no part of two heads each
+        (1, AxisType.Auto, "BTNH", (8, 1)),
+        (4, AxisType.Explicit, "BTNH", (2, 1)),
+        (4, AxisType.Explicit, "BNTH", (2, 1)),
+        (1, AxisType.Explicit, "BNTH", (8, 1)),
+    ):
+        shapes = ((2, 5, 8, 4), (2, 6, key_heads, 4), (2, 6, key_heads, 4))
+        heads = 2 if layout == "BTNH" else 1
+        args = tuple(np.swapaxes(a, 1, 2) if heads == 1 else a for a in arrays(*shapes))
+        want = jax.jit(sharing(layout, "xla"))(*args)
+        split = P(*[None] * heads, "d")
+        specs = split, *[split if key_heads % 4 == 0 else P()] * 2
+        for name in ("xla", "opaque"):
+            got, _ = compiled(sharing(layout, name), placed(mesh_of(LINE, kind), *specs, args=args))
+            close(got, want, (key_heads, kind, layout, name))
+        assert tuple(local("call")[slot][heads] for slot in ("query", "key")) == there, (key_heads, kind)
+
+
 @trial
 def an_op_that_names_no_axes_is_computed_whole() -> None:
     attention = type(DOT_PRODUCT_ATTENTION)

@@ -47,7 +47,13 @@ REFUSED = {
     "another value": (shapes(h=64, hv=32), {}, "values have other features than keys (32, 64)"),
     "an old device": (shapes(), {"device": "sm_75"}, "older than sm_80"),
     "a CPU": (shapes(), {"device": "cpu"}, "needs a CUDA device"),
-    "a mask": ((*shapes(), None, MASK), {}, "a boolean mask"),
+    "a mask of odd lengths": (
+        (*shapes(t=99, s=77), None, jax.ShapeDtypeStruct((1, 1, 99, 77), jnp.bool_)),
+        {},
+        "even lengths alone",
+    ),
+    "a mask that hides little": ((*shapes(), None, MASK), {"mask_value": -100.0}, "leaves masked keys a weight"),
+    "a mask of 256 features": ((*shapes(h=256), None, MASK), {}, "may leave a query no key"),
     "factors": ((*shapes(), None, None, MASK), {}, "factors"),
     "softcap": (shapes(), {"softcap": 30.0}, "softcap"),
     "a wide bias": (
@@ -114,10 +120,56 @@ def test_a_mask_of_keys_needs_both_routes_and_a_value_that_masks():
 
     assert masked((2, 1, 1, 128)).verdict != "unavailable"
     assert masked((1, 128)).verdict != "unavailable"
-    assert "one row of keys" in masked((2, 2, 1, 128)).reason
+    assert masked((2, 2, 1, 128)).verdict != "unavailable"
     assert "leaves masked keys a weight" in masked((1, 128), mask_value=-100.0).reason
     mask = jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)
     assert "256 features" in verdict(*shapes(h=256), None, mask).reason
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 128, 128), (128, 128), (2, 2, 1, 128), (1, 2, 128, 128)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_of_scores_is_a_bias_where_every_query_sees_a_key(on_hopper, shape, is_causal):
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+    def loss(q, k, v, mask):
+        out = dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2)))
+    text = step.trace(*shapes(), mask).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.case") == 2
+    for name in ("@__cudnn$fmhaScaleBiasSoftmax(", "@__cudnn$fmhaScaleBiasSoftmaxBackward("):
+        assert text.count(name) == 1
+    for entry in ("attention_forward", "attention_query", "attention_keys"):
+        assert text.count(f"{entry}\\22") == 1
+    assert "mask_probe" not in text
+
+
+def test_whether_every_query_sees_a_key_is_asked_of_what_it_may_see():
+    def sees(mask, queries, is_causal=False):
+        return bool(cudnn._all_see(jnp.asarray(mask), queries, is_causal))
+
+    assert sees([[[1, 0], [0, 1]]], 2)
+    assert not sees([[[1, 0], [0, 0]]], 2)
+    assert sees([[[1, 0], [0, 1]]], 2, True)
+    assert not sees([[[0, 1], [1, 1]]], 2, True)  # the first query sees the first key alone
+    assert sees([[[1, 1]]], 2, True)
+    assert not sees([[[0, 1]]], 2, True)  # one row for both queries
+    assert sees([[[0, 1]]], 2)
+
+
+def test_a_mask_as_a_bias_has_all_scores_and_stays_finite():
+    from fusionlab.kernels.dot_product_attention.layouts import Sizes
+
+    q = Sizes.of((2, 3, 4, 1, 8), "BTNH")
+    for shape, first in (((4, 6), 1), ((2, 1, 1, 4, 6), 6), ((1, 3, 1, 1, 6), 6)):
+        mask = jnp.zeros((1,) * (5 - len(shape)) + shape, bool)
+        for dtype in (jnp.bfloat16, jnp.float16):
+            bias = cudnn._as_bias(mask, q, dtype)
+            assert bias.shape == (first, 1, 4, 6)
+            assert bias.dtype == dtype
+            assert jnp.isfinite(bias).all()
+            assert float(bias.max()) < -40000
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
@@ -133,6 +185,63 @@ def test_forward_and_backward_are_one_call_each_and_no_copy_in_between(on_hopper
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
     assert "CAUSAL" in text
     assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [a.shape for a in shapes(batch=batch)]
+
+
+def test_a_causal_local_window_is_handed_on_with_the_rows_own_key(on_hopper):
+    def loss(q, k, v):
+        out = dot_product_attention(q, k, v, is_causal=True, window=31, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("sliding_window_length") == 2
+    assert text.count("sliding_window_length\\22: 32") == 2
+    plain = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, implementation="cudnn"))
+    assert "sliding_window_length\\22: 0" in plain.trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("operands", "window", "part"),
+    [
+        (shapes(), (31, 2), "a local window of 2 keys after the row"),
+        (shapes(), 31, "a local window of 31 keys after the row"),
+        (shapes(t=64), (31, 0), "a local window of 64 queries over 128 keys"),
+        ((*shapes(), None, jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)), (31, 0), "a local window and a mask"),
+        ((*shapes(), jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)), (31, 0), "a local window and a bias"),
+    ],
+)
+def test_other_local_windows_are_refused(operands, window, part):
+    found = verdict(*operands, window=window)
+    assert found.verdict == "unavailable"
+    assert part in found.reason
+    assert (
+        next(v for v in OP.backends(*operands, device="sm_90", window=window) if v.name == "cuda").verdict
+        != "unavailable"
+    )
+
+
+def test_key_heads_that_are_shared_are_handed_on_as_they_are(on_hopper):
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+
+    def loss(q, k, v):
+        return dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if "__cudnn$fmha" in line]
+    assert len(calls) == 2
+    for line in calls:
+        assert "(tensor<2x128x8x64xbf16>, tensor<2x128x2x64xbf16>, tensor<2x128x2x64xbf16>" in line
+    assert [o.shape for o in jax.tree.leaves(lowered.out_info)] == [q.shape, k.shape, k.shape]
+    assert verdict(q, k, k).verdict != "unavailable"
+
+
+def test_what_was_measured_for_as_many_key_heads_is_not_taken_for_fewer():
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    cases = []
+    for key in (q, k):
+        present, full = OP._prepared((q, key, key), {}, Device.of("sm_90"))
+        cases.append(choosing.case("call", present, {**full, "residuals": False}))
+    assert "key heads" not in cases[0]
+    assert '"key heads":2' in cases[1]
 
 
 def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):

@@ -71,6 +71,142 @@ def test_blockwise_takes_the_transformations_too(name, x64, small_blocks):
     assert_agree(functools.partial(dot_product_attention, implementation="xla_blockwise"), plain, args, (name,), 1e-11)
 
 
+def shared(key_heads, t=5, s=6, n=4, h=2, hv=3, batch=()):
+    """Query, key and value, with fewer heads of key and value."""
+    q, *_ = data(batch, t, s, n, h, hv)
+    return q, *data(batch, t, s, key_heads, h, hv, seed=1)[1:]
+
+
+def repeated(f):
+    """As most programs write it: the heads of key and value are repeated."""
+
+    def run(q, k, v):
+        return f(q, *(jnp.repeat(a, q.shape[-2] // a.shape[-2], axis=-2) for a in (k, v)))
+
+    return run
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_transformation_of_heads_that_share_keys_equals_repeated_ones(name, x64):
+    args = shared(2, t=3, s=4, h=2, hv=2)
+    want = repeated(functools.partial(plain, scale=0.7, is_causal=True))
+    assert_agree(functools.partial(dot_product_attention, scale=0.7, is_causal=True), want, args, (name,), 1e-11)
+
+
+def local(q, k, v, window, is_causal=False):
+    """With a local window, as a mask; a row that sees no key is 0."""
+    distance = jnp.arange(k.shape[-3]) - jnp.arange(q.shape[-3])[:, None]
+    seen = (distance >= -window[0]) & (distance <= (0 if is_causal else window[1]))
+    scores = jnp.where(seen, jnp.einsum("...tnh,...snh->...nts", q, k) * q.shape[-1] ** -0.5, -1e30)
+    return jnp.einsum("...nts,...snh->...tnh", jnp.where(seen.any(-1)[:, None], jax.nn.softmax(scores), 0), v)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_transformation_of_a_local_window_equals_a_mask(name, x64):
+    args = data(batch=(), t=6, s=4, n=2, h=2, hv=3)  # the last row sees no key
+    assert_agree(
+        functools.partial(dot_product_attention, window=(1, 2)),
+        functools.partial(local, window=(1, 2)),
+        args,
+        (name,),
+        1e-11,
+    )
+
+
+WINDOWS = {(3, 2): None, (0, 0): None, (5, 0): None, (2, 30): None, 4: (4, 4), (60, 1): None}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("t", "s"), [(37, 53), (53, 37), (37, 20)])
+def test_a_local_window_over_odd_sizes_agrees_forward_and_backward(t, s, window, is_causal, x64, small_blocks):
+    args = data((2,), t, s, n=2, h=4, hv=3)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal((2, t, 2, 3)))
+    pair = WINDOWS[window] or window
+    want = out_and_gradients(functools.partial(local, window=pair, is_causal=is_causal))(*args, ct)
+    for name in IMPLEMENTATIONS:
+        fused = functools.partial(dot_product_attention, window=window, is_causal=is_causal, implementation=name)
+        assert_same(out_and_gradients(fused)(*args, ct), want, 1e-12, name)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [3, (4, 1), (2, 0)])
+def test_a_local_window_is_that_of_jax_nn(window, is_causal):
+    q, k, v = data((2,), 10, 12, n=4, h=4, hv=4, dtype="float32")
+    given = {"is_causal": is_causal}
+    got = dot_product_attention(q, k[:, :, :2], v[:, :, :2], window=window, **given)
+    want = jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], local_window_size=window, **given)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_that_hides_nothing_is_none_and_one_that_ends_at_the_row_is_causal():
+    def found(window, **attrs):
+        full = OP._prepared(data(t=5, s=6, dtype="float32"), {"window": window, **attrs})[1]
+        return full["is_causal"], full["window"]
+
+    assert found((4, 5)) == found(100) == (False, None)
+    assert found((3, 5)) == found((3, 99)) == (False, (3, 5))
+    assert found((4, 0)) == found(99, is_causal=True) == (True, None)
+    assert found((2, 0)) == found(2, is_causal=True) == found((2, 4), is_causal=True) == (True, (2, 0))
+    assert (
+        OP.formula(scale=0.5, is_causal=True, window=(2, 0))
+        == "softmax(0.5 * q @ k.T, causal, local window of 3 keys) @ v"
+    )
+
+
+def test_blocks_of_a_local_window_see_its_keys_alone():
+    limit = blockwise._FORWARD_SCORES
+    assert blockwise.block_shape(4, 8192, 8192, True, limit, window=(127, 0)) == (4, 128)
+    assert blockwise.keys_of(128, 8192, (127, 0)) == 255
+    a = jax.ShapeDtypeStruct((1, 8192, 4, 32), jnp.float32)
+    fused = functools.partial(dot_product_attention, is_causal=True, window=(127, 0), implementation="xla_blockwise")
+    text = jax.jit(jax.grad(lambda *a: fused(*a).sum(), (0, 1, 2))).trace(a, a, a).lower().as_text()
+    assert "4x128x255xf32" in text
+    products = [line.rpartition("->")[2] for line in text.splitlines() if "dot_general" in line]
+    assert not any("8192" in made for made in products), products
+
+
+@pytest.mark.parametrize("name", ["jit", "grad", "jvp", "vmap_of_grad", "grad_of_vmap", "scan", "checkpoint"])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_blockwise_takes_heads_that_share_keys_too(name, key_heads, x64, small_blocks):
+    args = shared(key_heads, t=9, s=7)
+    fused = functools.partial(dot_product_attention, implementation="xla_blockwise")
+    assert_agree(fused, repeated(plain), args, (name,), 1e-11)
+
+
+def test_blocks_keep_the_heads_together_that_share_keys(small_blocks):
+    limit = blockwise._FORWARD_SCORES
+    assert blockwise.block_shape(12, 37, 53, False, limit, group=2) == (2, 2)
+    assert blockwise.block_shape(12, 37, 53, False, limit, group=12) == (12, 1)
+    assert blockwise.block_shape(12, 4, 5, False, limit, group=2) == (6, 4)
+
+
+def test_repeated_keys_exist_nowhere():
+    q, k = (jax.ShapeDtypeStruct((1, *rest, 48), jnp.float32) for rest in ((512, 16), (768, 1)))
+
+    def text(f):
+        step = jax.jit(jax.grad(lambda *a: f(*a).sum(), (0, 1, 2)))
+        return step.trace(q, k, k).lower().as_text()
+
+    assert any(shape in text(repeated(plain)) for shape in ("768x16x48", "16x768x48"))
+    for implementation in IMPLEMENTATIONS:
+        found = text(functools.partial(dot_product_attention, implementation=implementation))
+        assert not any(shape in found for shape in ("768x16x48", "16x768x48", "16x48x768"))
+
+
+def test_the_gradient_of_a_shared_head_is_summed_before_it_is_rounded(x64):
+    q, k, v = (a.astype(jnp.bfloat16) for a in shared(1, t=8, s=8, n=2, h=8, hv=8, batch=(2,)))
+    q = q * 0.01
+    ct = jnp.broadcast_to(jnp.asarray([1, -1], jnp.bfloat16)[:, None], q.shape)  # what the two give is nearly the same
+    want = out_and_gradients(repeated(plain))(*(a.astype("float64") for a in (q, k, v, ct)))[3]
+    fused = functools.partial(
+        dot_product_attention, implementation="xla_blockwise"
+    )  # which keeps no rounded probabilities
+    got = out_and_gradients(fused)(q, k, v, ct)[3]
+    assert got.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(got, np.float64) - want).max() < 2**-8 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("batch", "t", "s"), [((2,), 37, 53), ((), 53, 37), ((1, 2), 37, 37)])
 def test_odd_sizes_agree_forward_and_backward(batch, t, s, is_causal, x64, small_blocks):
@@ -257,13 +393,18 @@ def test_lowering_for_cuda_works_without_one_and_is_the_composite():
 BAD = {
     "query of rank 2": (((4, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, ["query has shape (4, 8)", "rank 3"]),
     "another batch": (((2, 4, 2, 8), (1, 4, 2, 8), (2, 4, 2, 8)), {}, ["key (1, 4, 2, 8)", "batch axes"]),
-    "another head count": (((1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, ["key", "2 heads", "4"]),
+    "another head count": (((1, 4, 4, 8), (1, 4, 3, 8), (1, 4, 3, 8)), {}, ["key", "3 heads", "4", "divides"]),
+    "more key heads": (((1, 4, 2, 8), (1, 4, 4, 8), (1, 4, 4, 8)), {}, ["key", "4 heads", "2", "divides"]),
+    "no key heads": (((1, 4, 2, 8), (1, 4, 0, 8), (1, 4, 0, 8)), {}, ["key", "0 heads"]),
     "value with other heads": (((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 1, 8)), {}, ["value", "1 heads"]),
     "other features": (((1, 4, 2, 8), (1, 4, 2, 6), (1, 4, 2, 8)), {}, ["6 features", "same H"]),
     "other length": (((1, 4, 2, 8), (1, 5, 2, 8), (1, 4, 2, 8)), {}, ["value", "length 4", "same S"]),
     "no keys": (((1, 4, 2, 8), (1, 0, 2, 8), (1, 0, 2, 8)), {}, ["at least one key"]),
     "infinite scale": (((1, 4, 2, 8),) * 3, {"scale": np.inf}, ["scale is inf", "finite"]),
     "scale no number": (((1, 4, 2, 8),) * 3, {"scale": [1]}, ["scale is [1]"]),
+    "window of two kinds": (((1, 4, 2, 8),) * 3, {"window": (1, 2, 3)}, ["window is (1, 2, 3)", "a pair"]),
+    "window no number": (((1, 4, 2, 8),) * 3, {"window": 1.5}, ["window is 1.5"]),
+    "window below 0": (((1, 4, 2, 8),) * 3, {"window": (-1, 2)}, ["window is (-1, 2)", "from 0 on"]),
     "is_causal no bool": (((1, 4, 2, 8),) * 3, {"is_causal": "yes"}, ["is_causal is 'yes'"]),
     "unknown implementation": (((1, 4, 2, 8),) * 3, {"implementation": "blockwise"}, ["'blockwise'", "xla_blockwise"]),
 }
@@ -341,5 +482,5 @@ def test_another_layout_is_refused():
     a = jnp.zeros((1, 4, 2, 8))
     with pytest.raises(UnknownNameError, match="layout"):
         dot_product_attention(a, a, a, layout="TBNH")
-    with pytest.raises(ArgumentError, match=r"key \(1, 2, 4, 8\) has 2 heads at axis -3, query \(1, 4, 2, 8\) has 4"):
+    with pytest.raises(ArgumentError, match=r"value \(1, 4, 2, 8\) has 4 heads at axis -3, key \(1, 2, 4, 8\) has 2"):
         dot_product_attention(a, a.swapaxes(1, 2), a, layout="BNTH")

@@ -301,7 +301,7 @@ def test_a_kernel_of_too_many_parameters_is_left_to_python(fake):
 MATMUL = MatmulStep(
     tuple(range(0x11, 0x19)),
     workspace=99,
-    places=(("operand", 0), ("operand", 1), ("operand", 2), ("result", 1), ("result", 0), ("result", 2)),
+    places=(("operand", 0), ("operand", 1), ("operand", 2), ("result", 1), ("result", 0), ("result", 0), ("result", 2)),
     attributes=(30, 31),
     library=130100,
 )
@@ -328,6 +328,13 @@ def test_a_product_without_bias_and_auxiliary_matrix_sets_nothing(fake):
     plain = (*MATMUL.places[:2], none, none, *MATMUL.places[4:])
     fake.launcher.publish(b"plan", 0, prepared(replace(MATMUL, places=plain)))
     assert [note.split()[0] for note in fake.execute()[1]] == ["matmul"]
+
+
+def test_a_product_adds_the_matrix_it_is_given(fake):
+    places = (*MATMUL.places[:4], ("operand", 2), *MATMUL.places[5:])
+    fake.launcher.publish(b"plan", 0, prepared(replace(MATMUL, places=places)))
+    called = "0x11 0x12 0x16 0x1000 0x13 0x2000 0x14 0x17 0x3000 0x15 0x10000 0x15 0x18 0x30000 99 0x57"
+    assert fake.execute()[1][-1] == f"matmul {called}"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,12 @@ MATMUL_PLANS = st.builds(
     st.integers(0, 1 << 26),
     st.binary(max_size=64).map(bytes.hex),
     st.integers(0, 10**6),
+    out=st.sampled_from(("", "float32")),
+    alpha=st.sampled_from((1.0, 0.1, -3.5)),
+    beta=st.sampled_from((0.0, 1.0, 1 / 3)),
+    batch=st.integers(1, 9),
+    leading=st.tuples(*[st.integers(0, 1 << 33)] * 2),
+    strides=st.tuples(*[st.integers(0, 1 << 33)] * 2),
 )
 PLANS = st.one_of(KERNEL_PLANS, MATMUL_PLANS, st.builds(EventPlan, st.integers(0, 9)))
 

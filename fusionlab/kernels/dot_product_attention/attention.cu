@@ -15,6 +15,7 @@
 //   FL_D, FL_DV  features of query and key, and of value: multiples of 8
 //   FL_TILES, FL_WARPS, FL_COLUMNS   rows of a block are 16 * FL_TILES * FL_WARPS; a step takes FL_COLUMNS (a multiple of 16)
 //   FL_CAUSAL, FL_MASK, FL_SOFTCAP   1: there is one
+//   FL_WINDOW    1: a row sees the keys up to `left` before it and `right` after it (which says what a causal mask would: FL_CAUSAL is 0)
 //   FL_BIAS      0 none, 1 float, 2 bfloat16, 3 half
 //   FL_FACTORS   0 none, 1 bool, 2 float, 3 bfloat16, 4 half, 5 a dropout mask made here of a key (threefry.cuh)
 //   FL_PLAIN     1: neither bias nor softcap nor a finite mask value, and scale > 0: scores are compared before they are scaled
@@ -259,8 +260,8 @@ struct Scores {
   Index batch, head, row, column;
 };
 #define FL_GEOMETRY                                                                                                \
-  int queries, int keys, int heads, int group, Index q_batch, Index q_head, Index q_row, Index k_batch, Index k_head, \
-      Index k_row, Index v_batch, Index v_head, Index v_row, Index o_batch, Index o_head, Index o_row,               \
+  int queries, int keys, int heads, int group, int left, int right, Index q_batch, Index q_head, Index q_row,          \
+      Index k_batch, Index k_head, Index k_row, Index v_batch, Index v_head, Index v_row, Index o_batch, Index o_head, Index o_row,               \
       Index bias_batch, Index bias_head, Index bias_row, Index bias_column, Index mask_batch, Index mask_head,       \
       Index mask_row, Index mask_column, Index factors_batch, Index factors_head, Index factors_row,                 \
       Index factors_column, float scale, float softcap, float mask_value, float factors_scale, float keep
@@ -270,7 +271,8 @@ struct Scores {
   const Scores of_bias{bias_batch, bias_head, bias_row, bias_column},                                         \
       of_mask{mask_batch, mask_head, mask_row, mask_column},                                                  \
       of_factors{factors_batch, factors_head, factors_row, factors_column};                                   \
-  (void)of_query, (void)of_key, (void)of_value, (void)of_out, (void)of_bias, (void)of_mask, (void)of_factors
+  (void)of_query, (void)of_key, (void)of_value, (void)of_out, (void)of_bias, (void)of_mask, (void)of_factors, \
+      (void)left, (void)right
 
 template <typename E> __device__ __forceinline__ E* rows_at(E* base, const Rows& of, int batch, int head) {
   return base + batch * of.batch + head * of.head;
@@ -303,7 +305,7 @@ struct Meaning {
   const unsigned char* mask;
   const FactorsT* factors;
   Scores of_bias, of_mask, of_factors;
-  int queries, keys;
+  int queries, keys, left, right;
   float scale, softcap, mask_value, factors_scale, keep;
   unsigned long long first; // of this head's entries among the random bits
 
@@ -351,6 +353,11 @@ struct Meaning {
       seen = false;
       s = -infinity();
     }
+#elif FL_WINDOW
+    if (column - row > right || row - column > left) {
+      seen = false;
+      s = -infinity();
+    }
 #endif
     return column < keys ? s : -infinity();
   }
@@ -386,8 +393,8 @@ struct Meaning {
 
 #define FL_MEANING                                                                                                  \
   Meaning {                                                                                                         \
-    nullptr, nullptr, nullptr, of_bias, of_mask, of_factors, queries, keys, scale, softcap, mask_value, factors_scale, \
-        keep, 0                                                                                                     \
+    nullptr, nullptr, nullptr, of_bias, of_mask, of_factors, queries, keys, left, right, scale, softcap, mask_value, \
+        factors_scale, keep, 0                                                                                                     \
   }
 
 // Row and column, within the tile of its block, of entry e of the fragment of a sum.
@@ -433,6 +440,18 @@ __device__ __forceinline__ float sum_of_row(float x) {
 
 __device__ __forceinline__ int steps_of(int count) { return (count + kColumns - 1) / kColumns; }
 
+// The first step over a row's columns of which one is seen by rows first ... first + kRows - 1, up to `reach` before them; one at least
+// is taken, for rows that see none.
+__device__ __forceinline__ int begin_of(int first, int reach, int steps) {
+  const int begin = first > reach ? (first - reach) / kColumns : 0;
+  return begin < steps ? begin : steps - 1;
+}
+// The end of the steps over `count` columns, of which rows up to first + kRows - 1 see those up to `reach` after them.
+__device__ __forceinline__ int end_of(int first, int reach, int count) {
+  const Index reached = static_cast<Index>(first) + kRows + reach;
+  return steps_of(reached < count ? static_cast<int>(reached) : count);
+}
+
 #ifdef FL_FORWARD
 // Blocks along x take rows from the last to the first: with a causal mask those have most to do.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forward(
@@ -458,14 +477,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
     at += Tile<kDV>::bytes(kColumns);
   }
 
-  int steps = steps_of(keys);
-#if FL_CAUSAL
-  const int reached = steps_of(first + kRows);
-  steps = reached < steps ? reached : steps;
+#if FL_WINDOW
+  const int steps = end_of(first, right, keys), begin = begin_of(first, left, steps);
+#else
+  const int steps = FL_CAUSAL ? end_of(first, 0, keys) : steps_of(keys), begin = 0;
 #endif
   bring<kD, FL_D>(queries_in, q, of_query.row, first, kRows, queries);
-  bring<kD, FL_D>(keys_in[0], k, of_key.row, 0, kColumns, keys);
-  bring<kDV, FL_DV>(values_in[0], v, of_value.row, 0, kColumns, keys);
+  bring<kD, FL_D>(keys_in[begin % 2], k, of_key.row, begin * kColumns, kColumns, keys);
+  bring<kDV, FL_DV>(values_in[begin % 2], v, of_value.row, begin * kColumns, kColumns, keys);
 
   float sums[kTiles][kDV / 8][4] = {};
   float top[kTiles][2], total[kTiles][2] = {};
@@ -477,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
   const float by = kLog2E;
 #endif
 
-  for (int step = 0; step < steps; ++step) {
+  for (int step = begin; step < steps; ++step) {
     copies_done();
     __syncthreads();
     const int next = (step + 1) * kColumns, column = step * kColumns;
@@ -489,7 +508,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
     multiply_rows(s, queries_in, warp_row(), keys_in[step % 2]);
 
 #if FL_PLAIN && !FL_MASK
+#if FL_WINDOW
+    const int top_row = first + warp_row();
+    const bool whole = next <= keys && next - 1 - top_row <= right && top_row + 16 * kTiles - 1 - column <= left;
+#else
     const bool whole = next <= keys && (!FL_CAUSAL || next - 1 <= first + warp_row());
+#endif
 #else
     const bool whole = false;
 #endif
@@ -619,15 +643,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_query(
     at += Tile<kDV>::bytes(kColumns);
   }
 
-  int steps = steps_of(keys);
-#if FL_CAUSAL
-  const int reached = steps_of(first + kRows);
-  steps = reached < steps ? reached : steps;
+#if FL_WINDOW
+  const int steps = end_of(first, right, keys), begin = begin_of(first, left, steps);
+#else
+  const int steps = FL_CAUSAL ? end_of(first, 0, keys) : steps_of(keys), begin = 0;
 #endif
   bring<kD, FL_D>(queries_in, rows_at(query, of_query, batch, head), of_query.row, first, kRows, queries);
   bring<kDV, FL_DV>(cts_in, rows_at(ct, of_out, batch, head), of_out.row, first, kRows, queries);
-  bring<kD, FL_D>(keys_in[0], k, of_key.row, 0, kColumns, keys);
-  bring<kDV, FL_DV>(values_in[0], v, of_value.row, 0, kColumns, keys);
+  bring<kD, FL_D>(keys_in[begin % 2], k, of_key.row, begin * kColumns, kColumns, keys);
+  bring<kDV, FL_DV>(values_in[begin % 2], v, of_value.row, begin * kColumns, kColumns, keys);
 
   float of_row[kTiles][2], log_of_row[kTiles][2] = {}, delta_of_row[kTiles][2];
 #pragma unroll
@@ -645,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_query(
   }
 
   float sums[kTiles][kD / 8][4] = {};
-  for (int step = 0; step < steps; ++step) {
+  for (int step = begin; step < steps; ++step) {
     copies_done();
     __syncthreads();
     const int next = (step + 1) * kColumns, column = step * kColumns;
@@ -713,12 +737,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_keys(
   bring<kD, FL_D>(keys_in, rows_at(key, of_key, batch, kv_head), of_key.row, first, kRows, keys);
   if (kWantKey) bring<kDV, FL_DV>(values_in, rows_at(value, of_value, batch, kv_head), of_value.row, first, kRows, keys);
 
-#if FL_CAUSAL
-  const int begin = first / kColumns; // rows before see none of these keys
+  // The rows that see these keys: with a window, from `right` before the first of them to `left` after the last.
+#if FL_WINDOW
+  const int begin = first > right ? (first - right) / kColumns : 0, end = end_of(first, left, queries);
 #else
-  const int begin = 0;
+  const int begin = FL_CAUSAL ? first / kColumns : 0, end = steps_of(queries);
 #endif
-  const int per_head = steps_of(queries) > begin ? steps_of(queries) - begin : 0;
+  const int per_head = end > begin ? end - begin : 0;
   const int steps = per_head * group;
   const auto bring_step = [&](int step) {
     const int head = kv_head * group + step / per_head, row = (begin + step % per_head) * kColumns;

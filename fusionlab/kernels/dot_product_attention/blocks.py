@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,13 @@ import numpy as np
 from jax import lax
 
 Array = Any
+
+
+class Corner(NamedTuple):
+    """The numbers of the first row and the first key of a block of scores, int32."""
+
+    row: Array
+    key: Array
 
 
 @dataclass(frozen=True)
@@ -35,23 +42,20 @@ class Broadcast:
         entries = np.arange(np.prod(own, dtype=np.int64), dtype=np.int32).reshape(own)
         return cls((entries.size, *shape[-2:]), own[-1] > 1, np.broadcast_to(entries, leading).reshape(-1))
 
-    def window(self, entry: Array, first: Array, scores: tuple[int, ...]) -> tuple[list[Any], list[int]]:
-        """Starts and sizes of the part that a block of scores of this shape sees.
-
-        `entry` is that of the block's first head, `first` its first row.
-        """
+    def part(self, entry: Array, corner: Corner, scores: tuple[int, ...]) -> tuple[list[Any], list[int]]:
+        """Starts and sizes of the part that a block of scores of this shape sees; `entry` is that of the block's first head."""
         heads, rows, keys = scores
         _, t, s = self.shape
         zero = np.int32(0)
         sizes = [heads if self.per_head else 1, rows if t > 1 else 1, keys if s > 1 else 1]
-        return [entry, first if t > 1 else zero, zero], sizes
+        return [entry, corner.row if t > 1 else zero, corner.key if s > 1 else zero], sizes
 
-    def take(self, whole: Array, entry: Array, first: Array, scores: tuple[int, ...]) -> Array:
-        return lax.dynamic_slice(whole, *self.window(entry, first, scores))
+    def take(self, whole: Array, entry: Array, corner: Corner, scores: tuple[int, ...]) -> Array:
+        return lax.dynamic_slice(whole, *self.part(entry, corner, scores))
 
-    def add(self, whole: Array, block: Array, entry: Array, first: Array) -> Array:
+    def add(self, whole: Array, block: Array, entry: Array, corner: Corner) -> Array:
         """Adds a block of the scores' cotangent, summed over the axes that broadcast, to the gradient."""
-        starts, sizes = self.window(entry, first, block.shape)
+        starts, sizes = self.part(entry, corner, block.shape)
         axes = tuple(i for i, (n, m) in enumerate(zip(block.shape, sizes, strict=True)) if n != m)
         part = jnp.sum(block, axis=axes, keepdims=True) if axes else block
         return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, starts, sizes) + part, starts)
@@ -65,15 +69,15 @@ class Cut:
     wholes: Mapping[str, Array]
     entry: Mapping[str, Array]
 
-    def __call__(self, slot: str, first: Array, scores: tuple[int, ...]) -> Array | None:
-        """The part that a block of scores of this shape, whose first row is `first`, sees; None for an absent operand."""
+    def __call__(self, slot: str, corner: Corner, scores: tuple[int, ...]) -> Array | None:
+        """The part that a block of scores of this shape sees; None for an absent operand."""
         if slot not in self.wholes:
             return None
-        return self.kinds[slot].take(self.wholes[slot], self.entry[slot], first, scores)
+        return self.kinds[slot].take(self.wholes[slot], self.entry[slot], corner, scores)
 
-    def add(self, slot: str, whole: Array, block: Array, first: Array) -> Array:
+    def add(self, slot: str, whole: Array, block: Array, corner: Corner) -> Array:
         """`whole`, the sum of the slot's gradient, with this block of scores' cotangents added."""
-        return self.kinds[slot].add(whole, block, self.entry[slot], first)
+        return self.kinds[slot].add(whole, block, self.entry[slot], corner)
 
 
 def power_of_two(n: int) -> int:
@@ -90,20 +94,32 @@ def put_rows(whole: Array, block: Array, first: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(whole, block, first, axis=1)
 
 
-def add_keys(whole: Array, part: Array) -> Array:
-    """Adds to the first keys (last axis)."""
+def keys_from(whole: Array, at: Array, keys: int) -> Array:
+    """So many keys (axis 1) from number `at` on."""
+    return whole if keys == whole.shape[1] else lax.dynamic_slice_in_dim(whole, at, keys, axis=1)
+
+
+def add_keys(whole: Array, part: Array, at: Array) -> Array:
+    """Adds to the keys (last axis) from number `at` on."""
     keys = part.shape[-1]
-    return whole + part if keys == whole.shape[-1] else whole.at[..., :keys].add(part)
+    if keys == whole.shape[-1]:
+        return whole + part
+    there = lax.dynamic_slice_in_dim(whole, at, keys, axis=-1)
+    return lax.dynamic_update_slice_in_dim(whole, there + part, at, axis=-1)
 
 
 def scan_heads(function: Callable, size: int, arrays: Any, carry: Any) -> tuple[Any, Any]:
-    """`(carry, results) = function(carry, arrays)` over groups of `size` heads; `size` divides their number."""
+    """`(carry, results) = function(carry, arrays)` over groups of `size` heads of the first array; `size` divides their number.
+
+    Arrays of fewer heads, which several of those share, and results are cut into as many parts.
+    """
     count = jax.tree.leaves(arrays)[0].shape[0]
     if count == size:
         return function(carry, arrays)
-    grouped = jax.tree.map(lambda a: a.reshape(count // size, size, *a.shape[1:]), arrays)
+    parts = count // size
+    grouped = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), arrays)
     carry, results = lax.scan(function, carry, grouped)
-    return carry, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), results)
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)
 
 
 def scan_rows(step: Callable, start: int, rows: int, arrays: Any, carry: Any) -> Any:

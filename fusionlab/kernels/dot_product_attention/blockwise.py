@@ -2,8 +2,9 @@
 
 A block of rows sees all its keys at once: it is small enough for the cache, so exponentials cost no memory traffic, and
 nothing is rescaled between key blocks. The backward recomputes each block from the row's statistics. With `is_causal`, rows
-are taken in up to 8 groups, each against the keys up to its own last row: 9/16 of the work. Bias, mask and factors are cut
-where they stand, so that one that broadcasts is never larger than given; a gradient of theirs is summed as the blocks come.
+are taken in up to 8 groups, each against the keys up to its own last row: 9/16 of the work. With a window a block takes the keys
+from its first row's window to its last row's, and as many rows as a window has keys: twice the least work. Bias, mask and factors
+are cut where they stand, so that one that broadcasts is never larger than given; a gradient of theirs is summed as the blocks come.
 
 Measured on a CPU (2 cores, AVX-512, H = 64, S = 512 to 4096): blocks of 2 million scores forward and 1 million backward
 are the fastest or within noise of it; key blocks with online rescaling cost a third more; dkey and dvalue accumulated
@@ -18,21 +19,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from .blocks import (
     Broadcast,
+    Corner,
     Cut,
     add_keys,
     divisor,
     heads,
+    keys_from,
     power_of_two,
     put_rows,
     scan_heads,
     scan_rows,
     unheads,
 )
-from .reference import Form, residual_names, statistics_dtype, through_softcap, weigh
+from .reference import Form, near, residual_names, statistics_dtype, through_softcap, weigh
 
 Array = Any
 
@@ -42,17 +44,36 @@ _CAUSAL_GROUPS = 8
 _LEAST_ROWS = 16
 
 
-def block_shape(heads: int, t: int, s: int, is_causal: bool, scores: int) -> tuple[int, int]:
+def block_shape(
+    heads: int,
+    t: int,
+    s: int,
+    is_causal: bool,
+    scores: int,
+    group: int = 1,
+    window: tuple[int, int] | None = None,
+) -> tuple[int, int]:
     """(heads, query rows) of a block of about `scores` scores: whole heads where they fit, else rows of one head.
+
+    The `group` heads that read one head of key and value stay together: one product serves them all, as if they were more rows.
 
     With `is_causal` a block has at most T/16 rows, so that each of the groups has two: XLA shares the scratch of a loop
     between loops, but gives straight-line blocks their own.
     """
-    rows = power_of_two(max(_LEAST_ROWS, t // (2 * _CAUSAL_GROUPS))) if is_causal else t
-    rows = max(1, min(t, rows))
-    if rows * s <= scores:
-        return divisor(heads, scores // (rows * s)), rows
-    return 1, min(rows, power_of_two(max(_LEAST_ROWS, scores // s)))
+    if window is not None:
+        rows = max(1, min(t, power_of_two(max(_LEAST_ROWS, sum(window) + 1))))
+        s = keys_of(rows, s, window)
+    else:
+        rows = power_of_two(max(_LEAST_ROWS, t // (2 * _CAUSAL_GROUPS))) if is_causal else t
+        rows = max(1, min(t, rows))
+    if group * rows * s <= scores:
+        return group * divisor(heads // group, scores // (group * rows * s)), rows
+    return group, min(rows, power_of_two(max(_LEAST_ROWS // group, scores // (group * s), 1)))
+
+
+def keys_of(rows: int, s: int, window: tuple[int, int]) -> int:
+    """How many keys so many neighbouring rows see."""
+    return min(s, rows + sum(window))
 
 
 def forward(
@@ -73,8 +94,10 @@ def forward(
     wide = statistics_dtype(query.dtype)
     q = heads(query, wide) * form.scale
     kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors})
-    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES)
-    can_be_blind = bool({"bias", "mask"} & set(kinds))  # else every row sees its first key
+    size, rows = block_shape(
+        _heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES, form.group, form.window
+    )
+    can_be_blind = bool({"bias", "mask"} & set(kinds)) or form.may_be_blind(t, s)
 
     def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
         (q, k, v), entries = operands
@@ -82,14 +105,15 @@ def forward(
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
         statistics = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in residual_names(saves, None))
         results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *statistics
-        for start, stop, keys in _groups(t, s, rows, form.is_causal):
+        for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             seen_k, seen_v = k[:, :keys], v[:, :keys]
 
             def step(results: tuple, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, ...]:
-                scores, _ = _scores(q, k, first, cut, form)
+                corner, (k, v) = _seen_from(first, rows, (k, v), form)
+                scores, _ = _scores(q, k, corner, cut, form)
                 top, total, p = _softmax(scores, can_be_blind)
-                factors = cut("factors", first, p.shape)
-                sums = _mm(weigh(p, factors, form), v, form)
+                factors = cut("factors", corner, p.shape)
+                sums = _by_key(weigh(p, factors, form), v, form)
                 out = sums / total
                 if factors is not None and factors.dtype == jnp.bool_:  # 0 also where what is left out is NaN
                     out = jnp.where(sums == 0, sums, out)
@@ -133,15 +157,17 @@ def cotangent(
     kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors")})
     summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in broadcast if slot in wanted}
     kinds = {**kinds, **summed}
-    size, rows = block_shape(_heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES)
+    size, rows = block_shape(
+        _heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES, form.group, form.window
+    )
 
     def some_heads(shared: dict[str, Array], operands: tuple) -> tuple[dict[str, Array], dict[str, Array]]:
-        rows_of, keys_of, entries = operands
+        rows_of, all_keys, entries = operands
         cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
-        sums = _zero_sums(wanted, rows_of, s) | shared
-        for start, stop, keys in _groups(t, s, rows, form.is_causal):
+        sums = _zero_sums(wanted, rows_of, s, form.group) | shared
+        for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
-            step = _backward_step({n: a[:, :keys] for n, a in keys_of.items()}, cut, wanted, form)
+            step = _backward_step({n: a[:, :keys] for n, a in all_keys.items()}, rows, cut, wanted, form)
             sums = scan_rows(step, start, rows, part, sums)
         shared = {n: sums.pop(n) for n in shared}
         return shared, {n: a * form.scale if n == "query" else _t(a) for n, a in sums.items()}
@@ -154,31 +180,35 @@ def cotangent(
     return [found[n] if n in found else unheads(grads[n], like[n]).astype(ct.dtype) for n in wanted]
 
 
-def _backward_step(keys_of: dict[str, Array], cut: Cut, wanted: tuple[str, ...], form: Form) -> Callable:
+def _backward_step(
+    all_keys: dict[str, Array], rows: int, cut: Cut, wanted: tuple[str, ...], form: Form
+) -> Callable[..., dict[str, Array]]:
     """A step over one block of rows: adds to the sums of the gradients (transposed for key and value), and puts dquery."""
 
     def step(sums: dict[str, Array], first: Array, part: dict[str, Array]) -> dict[str, Array]:
-        scores, tanh = _scores(part["q"], keys_of["k"], first, cut, form)
+        corner, seen = _seen_from(first, rows, tuple(all_keys.values()), form)
+        keys = dict(zip(all_keys, seen, strict=True))
+        scores, tanh = _scores(part["q"], keys["k"], corner, cut, form)
         p = _probabilities(scores, part)
-        factors = cut("factors", first, p.shape)
+        factors = cut("factors", corner, p.shape)
         found = dict(sums)
         if "value" in wanted:
-            found["value"] = add_keys(sums["value"], _mm(_t(part["ct"]), weigh(p, factors, form), form))
+            found["value"] = add_keys(sums["value"], _over_rows(part["ct"], weigh(p, factors, form), form), corner.key)
         if wanted == ("value",):
             return found
-        dw = _mm(part["ct"], _t(keys_of["v"]), form)
+        dw = _by_key(part["ct"], _t(keys["v"]), form)
         if "factors" in wanted:
-            found["factors"] = cut.add("factors", sums["factors"], weigh(p, dw, form), first)
+            found["factors"] = cut.add("factors", sums["factors"], weigh(p, dw, form), corner)
         if "delta" not in part:
             return found
-        ds = _seen(p * (weigh(dw, factors, form) - part["delta"][..., None]), first, cut, form)
+        ds = _seen(p * (weigh(dw, factors, form) - part["delta"][..., None]), corner, cut, form)
         if "bias" in wanted:
-            found["bias"] = cut.add("bias", sums["bias"], ds, first)
+            found["bias"] = cut.add("bias", sums["bias"], ds, corner)
         ds = through_softcap(ds, tanh)
         if "key" in wanted:
-            found["key"] = add_keys(sums["key"], _mm(_t(part["q"]), ds, form))  # the scale is in q
+            found["key"] = add_keys(sums["key"], _over_rows(part["q"], ds, form), corner.key)  # the scale is in q
         if "query" in wanted:
-            found["query"] = put_rows(sums["query"], _mm(ds, keys_of["k"], form), first)
+            found["query"] = put_rows(sums["query"], _by_key(ds, keys["k"], form), first)
         return found
 
     return step
@@ -201,9 +231,10 @@ def _heads_together(query: Array, kinds: Mapping[str, Broadcast]) -> int:
     return heads if kinds else heads * math.prod(batch)
 
 
-def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int) -> dict[str, Array]:
+def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int, group: int) -> dict[str, Array]:
     q, ct = rows_of["q"], rows_of["ct"]
-    shapes = {"query": q.shape, "key": (q.shape[0], q.shape[2], s), "value": (q.shape[0], ct.shape[2], s)}
+    heads = q.shape[0] // group
+    shapes = {"query": q.shape, "key": (heads, q.shape[2], s), "value": (heads, ct.shape[2], s)}
     # Made from the operand, so that inside shard_map it varies over the same mesh axes.
     return {n: jnp.zeros_like(q, shape=shapes[n]) for n in wanted if n in shapes}
 
@@ -219,19 +250,29 @@ def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, i
         yield start, stop, min(stop, s)
 
 
-def _scores(q: Array, k: Array, first: Array, cut: Cut, form: Form) -> tuple[Array, Array | None]:
-    """Scores of a block of rows, the first of which is row `first`, and the tanh of the softcap; the scale is in q already."""
-    scores, tanh = _mm(q, _t(k), form), None
+def _seen_from(first: Array, rows: int, by_key: tuple[Array, ...], form: Form) -> tuple[Corner, tuple[Array, ...]]:
+    """The keys, of those in `by_key` (axis 1), that a block of up to `rows` rows from row `first` on sees; with the block's corner."""
+    if form.window is None:
+        return Corner(first, jnp.zeros_like(first)), by_key
+    s = by_key[0].shape[1]
+    keys = keys_of(rows, s, form.window)
+    at = jnp.clip(first - form.window[0], 0, s - keys)
+    return Corner(first, at), tuple(keys_from(a, at, keys) for a in by_key)
+
+
+def _scores(q: Array, k: Array, corner: Corner, cut: Cut, form: Form) -> tuple[Array, Array | None]:
+    """Scores of a block, and the tanh of the softcap; the scale is in q already."""
+    scores, tanh = _by_key(q, _t(k), form), None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
         scores = form.softcap * tanh
-    bias, mask = cut("bias", first, scores.shape), cut("mask", first, scores.shape)
+    bias, mask = cut("bias", corner, scores.shape), cut("mask", corner, scores.shape)
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
     if mask is not None:
         scores = jnp.where(mask, scores, form.mask_value)
-    if form.is_causal:
-        scores = jnp.where(_causal(scores.shape, first), scores, -jnp.inf)
+    if form.is_local:
+        scores = jnp.where(near(scores.shape, form, *corner), scores, -jnp.inf)
     return scores, tanh
 
 
@@ -252,22 +293,24 @@ def _probabilities(scores: Array, part: Mapping[str, Array]) -> Array:
     return jnp.exp(scores - part["row_max"][..., None] - part["log_sum"][..., None])
 
 
-def _seen(ds: Array, first: Array, cut: Cut, form: Form) -> Array:
+def _seen(ds: Array, corner: Corner, cut: Cut, form: Form) -> Array:
     """0 where a row does not see a key: not even a NaN of the row's reaches that key's gradient."""
-    mask = cut("mask", first, ds.shape)
+    mask = cut("mask", corner, ds.shape)
     if mask is not None:
         ds = jnp.where(mask, ds, 0.0)
-    return jnp.where(_causal(ds.shape, first), ds, 0.0) if form.is_causal else ds
+    return jnp.where(near(ds.shape, form, *corner), ds, 0.0) if form.is_local else ds
 
 
-def _causal(shape: tuple[int, ...], first: Array) -> Array:
-    """True where a row of a block, the first of which is row `first`, sees a key s <= t."""
-    row = first + lax.broadcasted_iota(jnp.int32, shape, 1)
-    return lax.broadcasted_iota(jnp.int32, shape, 2) <= row
+def _by_key(rows: Array, keys: Array, form: Form) -> Array:
+    """rows @ keys, where `form.group` heads of rows meet one of keys: they are more rows to it."""
+    a = rows.reshape(keys.shape[0], form.group * rows.shape[1], rows.shape[2])
+    return jnp.matmul(a, keys, precision=form.precision).reshape(*rows.shape[:-1], keys.shape[-1])
 
 
-def _mm(a: Array, b: Array, form: Form) -> Array:
-    return jnp.matmul(a, b, precision=form.precision)
+def _over_rows(a: Array, b: Array, form: Form) -> Array:
+    """a^T @ b, summed over the rows of all heads that share one of keys."""
+    a, b = (x.reshape(x.shape[0] // form.group, form.group * x.shape[1], x.shape[2]) for x in (a, b))
+    return jnp.matmul(_t(a), b, precision=form.precision)
 
 
 def _t(a: Array) -> Array:

@@ -33,11 +33,15 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
                 f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
                 f"the same: broadcast them"
             )
-        if shape[heads] != q[heads]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has {shape[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
-                f"the same: repeat the {slot}'s heads"
-            )
+    if v[heads] != k[heads]:
+        raise ArgumentError(
+            f"dot_product_attention: value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same"
+        )
+    if k[heads] != q[heads] and (k[heads] == 0 or q[heads] % k[heads]):
+        raise ArgumentError(
+            f"dot_product_attention: key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
+            f"as many, or a number that divides them: each key head is then read by as many neighbouring query heads"
+        )
     if k[-1] != q[-1]:
         raise ArgumentError(
             f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
@@ -48,6 +52,12 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
         )
     if k[length] < 1 or q[-1] < 1:
         raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
+
+
+def heads_sharing(query: Any, key: Any, layout: str) -> int:
+    """How many query heads read one head of key and value."""
+    q, k = (Sizes.of(a.shape, layout).heads for a in (query, key))
+    return q // k if k else 1
 
 
 def scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
@@ -117,6 +127,26 @@ def checked_dropout_shape(
             f"query length, key length, aligned right, each of them or 1"
         )
     return (1,) * (len(scores) - len(shape)) + shape
+
+
+def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, tuple[int, int] | None]:
+    """(is_causal, window) as the implementations take them: a window that ends at the row is causal, one that hides nothing more than
+    `is_causal` does is none, and it reaches no further than there are rows and keys.
+    """
+    if window is None:
+        return is_causal, None
+    try:
+        left, right = (operator.index(n) for n in (window if isinstance(window, tuple | list) else (window, window)))
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(
+            f"dot_product_attention: window is {window!r}, needed a number of keys on either side, a pair (left, right), or None"
+        ) from e
+    if min(left, right) < 0:
+        raise ArgumentError(f"dot_product_attention: window is {window!r}, needed numbers of keys from 0 on")
+    is_causal = is_causal or right == 0
+    left, right = min(left, max(t - 1, 0)), 0 if is_causal else min(right, s - 1)
+    hides = left < t - 1 or (not is_causal and right < s - 1)
+    return is_causal, (left, right) if hides else None
 
 
 def check_numbers(full: dict[str, Any], features: int) -> None:

@@ -97,6 +97,8 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 
 def _slower(name: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
     """Why an implementation that could run is left alone: it was measured slower than XLA's code."""
+    if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
+        return "a mask of all scores as its bias was not measured yet (implementation='cudnn' takes it)"
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
@@ -141,7 +143,7 @@ def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
     """The call as text: all that its speed hangs on."""
     query, key = shapes["query"], shapes["key"]
-    q = Sizes.of(query.shape, attrs["layout"])
+    q, k = (Sizes.of(a.shape, attrs["layout"]) for a in (query, key))
     value = shapes.get("value", shapes.get("ct", key))
     content: dict[str, Any] = {
         "dtype": np.dtype(query.dtype).name,
@@ -153,8 +155,12 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         "batch": math.prod(q.batch),
         "heads": q.heads,
         "queries": q.length,
-        "keys": Sizes.of(key.shape, attrs["layout"]).length,
+        "keys": k.length,
     }
+    if attrs.get("window") is not None:
+        content["window"] = list(attrs["window"])
+    if k.heads != q.heads:
+        content["key heads"] = k.heads
     for slot in ("bias", "mask", "factors"):
         if slot in attrs["present"]:
             whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all

@@ -11,7 +11,9 @@ Its backward adds the parts of the query's gradient by atomics, unless it is ask
 not do (same page, "SDPA Backward"): a call that must give the same bits every time takes another backward.
 
 cuDNN knows of a mask only how many keys it leaves in a batch entry. Of a mask of keys, which is data, a small kernel says whether it is
-that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing.
+that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing. Any
+other mask is written out as a bias of 0 and of numbers so far below it that nothing is left of their weight, as jax.nn does it; where some
+query sees no key at all, the statistic would be such a number too, and the kernels of cuda.py run instead.
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ def _refuses_form(
     *,
     layout: str,
     scale: float = 1.0,
+    window: tuple[int, int] | None = None,
     softcap: float | None = None,
     present: tuple[str, ...] = (),
     saves: str = "logsumexp",
@@ -103,6 +106,8 @@ def _refuses_form(
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
     if softcap is not None:
         return "a softcap on the scores"
+    if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):
+        return refusal
     if scale <= 0:
         return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
     if role == "tangent":
@@ -123,20 +128,36 @@ def _refuses_form(
     return None
 
 
+def _refuses_window(
+    shapes: Mapping[str, Any], layout: str, window: tuple[int, int], present: tuple[str, ...]
+) -> str | None:
+    if window[1]:
+        return f"a local window of {window[1]} keys after the row: cuDNN takes windows of a causal mask alone"
+    beside = next((slot for slot in ("bias", "mask") if slot in present), None)
+    if beside is not None:
+        return f"a local window and a {beside}"
+    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    return None if t == s else f"a local window of {t} queries over {s} keys: needed as many"
+
+
 def _refuses_mask(
     shapes: Mapping[str, Any], device: Device, *, mask_value: float = -math.inf, **attrs: Any
 ) -> str | None:
     if "mask" not in attrs.get("present", ()):
         return None
-    shape = tuple(shapes["mask"].shape)
-    if shape[-2] != 1 or shape[-3] != 1:
-        return f"a boolean mask of shape {shape}: cuDNN takes lengths alone, needed one row of keys for all heads and queries"
+    t, s = (Sizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
+    if not is_of_keys(shapes["mask"].shape) and (t % 2 or s % 2):
+        return f"a mask of {t} x {s} scores: cuDNN takes a bias with statistics for even lengths alone"
     if mask_value > LEAST_SEEN:
         return f"a mask value of {mask_value}, which leaves masked keys a weight"
     refusal = cuda.refuses(shapes, device, mask_value=mask_value, **attrs)
-    return (
-        f"a mask of keys may have a hole, for which it needs the implementation 'cuda': {refusal}" if refusal else None
-    )
+    what = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
+    return f"the mask {what}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
+
+
+def is_of_keys(shape: tuple[int, ...]) -> bool:
+    """Whether a mask is one row of keys for all heads and queries of a batch entry."""
+    return shape[-2] == 1 and shape[-3] == 1
 
 
 def _refuses_bias(shapes: Mapping[str, Any], layout: str) -> str | None:
@@ -164,9 +185,9 @@ def forward(
 ) -> list[Array]:
     """[out], and its statistics if asked for."""
 
-    def by_cudnn(lengths: tuple[Array, Array] | None) -> list[Array]:
+    def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
         q, k, v = map(_one_batch, (query, key, value))
-        whole = None if bias is None else bias.reshape(-1, *bias.shape[-3:])
+        whole = hidden if bias is None else bias.reshape(-1, *bias.shape[-3:])
         out, logsumexp = cudnn_call.forward(q, k, v, whole, lengths, **_given(attrs))
         out = out.reshape(query.shape)
         if not residuals:
@@ -177,7 +198,7 @@ def forward(
     def by_cuda() -> list[Array]:
         return cuda.forward(query, key, value, None, mask, residuals=residuals, saves=saves, **attrs)
 
-    return _by_lengths(mask, query, by_cudnn, by_cuda, **attrs)
+    return _by_mask(mask, query, key, by_cudnn, by_cuda, **attrs)
 
 
 def cotangent(
@@ -190,40 +211,63 @@ def cotangent(
     """The gradients wanted, of all three that cuDNN computes."""
     statistics = saved["logsumexp"] if "logsumexp" in saved else saved["row_max"] + saved["log_sum"]
 
-    def by_cudnn(lengths: tuple[Array, Array] | None) -> list[Array]:
+    def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
         q, k, v, out, d_out = map(_one_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
         kept = statistics.reshape(-1, *statistics.shape[-2:])
-        grads = cudnn_call.backward(q, k, v, None, lengths, kept, out, d_out, **_given(attrs))
+        grads = cudnn_call.backward(q, k, v, hidden, lengths, kept, out, d_out, **_given(attrs))
         known: dict[str, Array] = dict(zip(("query", "key", "value"), grads, strict=True))
         return [known[n].reshape(saved[n].shape) for n in wanted]
 
     def by_cuda() -> list[Array]:
         return cuda.cotangent(saved, ct, wanted, shardings, **attrs)
 
-    return _by_lengths(saved.get("mask"), saved["query"], by_cudnn, by_cuda, **attrs)
+    return _by_mask(saved.get("mask"), saved["query"], saved["key"], by_cudnn, by_cuda, **attrs)
 
 
 def _given(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: attrs[name] for name in ("scale", "is_causal", "layout")}
+    return {name: attrs[name] for name in ("scale", "is_causal", "window", "layout")}
 
 
-def _by_lengths(
+def _by_mask(
     mask: Array | None,
     query: Array,
-    by_cudnn: Callable[[tuple[Array, Array] | None], list[Array]],
+    key: Array,
+    by_cudnn: Callable[[tuple[Array, Array] | None, Array | None], list[Array]],
     by_cuda: Callable[[], list[Array]],
     *,
     layout: str,
+    is_causal: bool,
     **_: Any,
 ) -> list[Array]:
-    """By cuDNN where there is no mask, or where it is lengths of which none is 0: what a row sees then is never nothing."""
+    """By cuDNN where there is no mask, where it is lengths of which none is 0, and where it leaves every query a key."""
     if mask is None:
-        return by_cudnn(None)
+        return by_cudnn(None, None)
     q = Sizes.of(query.shape, layout)
+    if not is_of_keys(mask.shape):
+        hidden = _as_bias(mask, q, query.dtype)
+        return lax.cond(_all_see(mask, q.length, is_causal), lambda: by_cudnn(None, hidden), by_cuda)
     lengths, is_prefix = probe.lengths_on_cuda(mask[..., 0, 0, :])
     of_keys = jnp.broadcast_to(lengths, q.batch).reshape(-1)
     of_queries = jnp.full_like(of_keys, q.length)
-    return lax.cond(jnp.all(is_prefix & (lengths > 0)), lambda: by_cudnn((of_queries, of_keys)), by_cuda)
+    return lax.cond(jnp.all(is_prefix & (lengths > 0)), lambda: by_cudnn((of_queries, of_keys), None), by_cuda)
+
+
+def _all_see(mask: Array, queries: int, is_causal: bool) -> Array:
+    """Whether every query sees a key."""
+    if is_causal:
+        rows, columns = (lax.broadcasted_iota(np.int32, (queries, mask.shape[-1]), axis) for axis in (0, 1))
+        mask = mask & (rows >= columns)
+    return jnp.all(jnp.any(mask, axis=-1))
+
+
+def _as_bias(mask: Array, q: Sizes, dtype: Any) -> Array:
+    """(1 or B) x (1 or N) x T x S: 0 where a key is seen, else 0.7 of the least number of the dtype, as jax.nn.dot_product_attention
+    takes it; less would be infinite once a score is added."""
+    *batch, heads, _queries, keys = mask.shape
+    if math.prod(batch) != 1:
+        batch = list(q.batch)
+    shown = jnp.broadcast_to(mask, (*batch, heads, q.length, keys)).reshape(-1, heads, q.length, keys)
+    return jnp.where(shown, jnp.zeros((), dtype), jnp.asarray(0.7 * float(jnp.finfo(dtype).min), dtype))
 
 
 def _one_batch(a: Array) -> Array:

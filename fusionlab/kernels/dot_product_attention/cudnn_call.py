@@ -62,7 +62,7 @@ def forward(
       query, key, value: B x T x N x H, or B x N x T x H.
       bias: (1 or B) x (1 or N) x T x S in their dtype, or None.
       lengths: of queries and keys, int32 B each, or None.
-      given: `scale`, `is_causal` and `layout`.
+      given: `scale`, `is_causal`, `window` (of a causal mask: (keys before the row, 0), or None) and `layout`.
     """
     internal: Any = importlib.import_module(_MODULE)
     operands = _operands(query, bias, lengths)
@@ -105,6 +105,7 @@ def _params(
     *,
     scale: float,
     is_causal: bool,
+    window: tuple[int, int] | None,
     layout: str,
 ) -> dict[str, Any]:
     kind = ("PADDING_CAUSAL" if is_causal else "PADDING") if lengths else ("CAUSAL" if is_causal else "NO_MASK")
@@ -115,5 +116,5 @@ def _params(
         "variadic_args": (bias is not None, False),
         "mask_type": internal.MaskType[kind],
         "layout": internal.AttentionLayout[layout].value,
-        "sliding_window_length": None,
+        "sliding_window_length": None if window is None else window[0] + 1,  # cuDNN counts the row's own key
     } | dict.fromkeys(_FUNCTION & _parameters(internal))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ...errors import unknown_name
 
@@ -93,7 +94,8 @@ def cotangent_of(btnh: Callable[..., list[Array]]) -> Callable[..., list[Array]]
     ) -> list[Array]:
         if layout == "BTNH":
             return btnh(saved, ct, wanted, shardings, **attrs)
-        found = btnh(_each_swapped(saved), _swapped(ct), wanted, shardings, **attrs)
+        placed = {n: _swapped_sharding(s) if n in _LAID_OUT else s for n, s in shardings.items()}
+        found = btnh(_each_swapped(saved), _swapped(ct), wanted, placed, **attrs)
         return list(_each_swapped(dict(zip(wanted, found, strict=True))).values())
 
     return cotangent
@@ -101,6 +103,11 @@ def cotangent_of(btnh: Callable[..., list[Array]]) -> Callable[..., list[Array]]
 
 def _swapped(a: Array) -> Array:
     return jnp.swapaxes(a, -2, -3)
+
+
+def _swapped_sharding(sharding: Any) -> Any:
+    *batch, first, second, last = sharding.spec  # of a type: one entry for each axis
+    return sharding.update(spec=PartitionSpec(*batch, second, first, last))
 
 
 def _each_swapped(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -17,7 +17,16 @@ from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
 from . import blockwise, choosing, cuda, cudnn, dropout, reference
-from .checks import DTYPES, check_broadcast, check_numbers, check_shapes, checked_dropout_shape, scores_shape
+from .checks import (
+    DTYPES,
+    check_broadcast,
+    check_numbers,
+    check_shapes,
+    checked_dropout_shape,
+    checked_window,
+    heads_sharing,
+    scores_shape,
+)
 from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 
 Array = Any
@@ -34,6 +43,7 @@ class DotProductAttention(Op):
     defaults: ClassVar[Mapping[str, Any]] = {
         "scale": None,
         "is_causal": False,
+        "window": None,
         "softcap": None,
         "mask_value": -math.inf,
         "factors_scale": 1.0,
@@ -92,8 +102,10 @@ class DotProductAttention(Op):
         for name in ("is_causal", "deterministic"):
             if not isinstance(full[name], bool):
                 raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
+        full["is_causal"], full["window"] = checked_window(full["window"], full["is_causal"], *scores[-2:])
         check_numbers(full, given["query"].shape[-1])
         full["precision"] = canonical_precision(full["precision"])
+        full["group"] = heads_sharing(given["query"], given["key"], full["layout"])
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
         full["broadcast"] = tuple(
             (slot, tuple(present[slot].shape), np.dtype(present[slot].dtype).name)
@@ -160,11 +172,15 @@ class DotProductAttention(Op):
         batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
         # The bits of a dropout mask hang on where an entry stands among all that are drawn.
         drawn = zip((*batch, "h"), attrs["dropout_shape"] or (), strict=False)
-        return Axes(_labels(batch, attrs["layout"]), frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
+        labels = _labels(batch, attrs["layout"], "h" if attrs["group"] == 1 else f"h/{attrs['group']}")
+        return Axes(labels, frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
-        """Batch "b", heads "h", queries "t", keys "s", their features "c", those of the values "d"."""
-        axes = _labels(tuple(f"b{i}" for i in range(len(shapes["query"]) - 3)), attrs["layout"])
+        """Batch "b", heads "h" (of keys and values "g", where they are fewer), queries "t", keys "s", their features "c", those of the
+        values "d"."""
+        group = attrs["group"]
+        batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
+        axes = _labels(batch, attrs["layout"], "h" if group == 1 else "g")
         of_operand = (
             ("mask", "mask_value"),
             ("factors", "factors_scale"),
@@ -174,7 +190,9 @@ class DotProductAttention(Op):
         known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
         numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
         drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
-        traits = (("is_causal", attrs["is_causal"]), *drawn)
+        shared = (("group", group),) if group > 1 else ()
+        local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
+        traits = (("is_causal", attrs["is_causal"]), *drawn, *shared, *local)
         return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
@@ -200,6 +218,7 @@ class DotProductAttention(Op):
         *,
         scale: float | None = None,
         is_causal: bool = False,
+        window: tuple[int, int] | None = None,
         softcap: float | None = None,
         factors_scale: float = 1.0,
         bias: bool = False,
@@ -207,23 +226,27 @@ class DotProductAttention(Op):
         factors: bool = False,
         dropout_key: bool = False,
         keep: float = 1.0,
+        group: int = 1,
         **_: Any,
     ) -> str:
-        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"; the last five but `keep` say which operands there are."""
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v, 8 query heads a key head"; `bias`, `mask`, `factors` and `dropout_key` say
+        which operands there are."""
         scores = f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
-        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal})"
+        local = "" if window is None else f", local window of {sum(window) + 1} keys"
+        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local})"
         if factors or dropout_key:
             what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
             text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
-        return f"{text} @ v"
+        return f"{text} @ v" if group == 1 else f"{text} @ v, {group} query heads a key head"
 
 
-def _labels(batch: tuple[str, ...], layout: str) -> dict[str, tuple[str, ...]]:
+def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:
     scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
     statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum"), (*batch, *"ht"))
-    btnh = (("query", "thc"), ("key", "shc"), ("value", "shd"), ("out", "thd"))
+    k = key_heads
+    btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"))
     swapped = layout == "BNTH"
     laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
     return scores | statistics | laid_out | {"dropout_key": ("w",)}
@@ -243,6 +266,7 @@ def dot_product_attention(
     dropout_key: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     mask_value: float = -math.inf,
     factors_scale: float = 1.0,
@@ -257,8 +281,9 @@ def dot_product_attention(
 
     Args:
       query: *B x T x N x H: any number of batch axes (also none), length, heads, features.
-      key: *B x S x N x H.
-      value: *B x S x N x Hv.
+      key: *B x S x K x H. N is a multiple of K: query head n reads key head n // (N / K), as in grouped-query (K < N) and
+        multi-query (K = 1) attention. Nothing is repeated in memory, and the gradients have K heads.
+      value: *B x S x K x Hv.
       bias: float, added to the scores (after the softcap); as mask and factors it broadcasts to *B x N x T x S.
       mask: bool; a score becomes `mask_value` where it is False, and has no gradient there.
       factors: float or bool; multiplies the probabilities (a dropout mask, weights on heads).
@@ -267,6 +292,8 @@ def dot_product_attention(
         `keep`, also where 64 bits are enabled).
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
+      window: (left, right), or one number for both: row t sees keys t - left to t + right alone, with is_causal up to t, aligned as that
+        is; what is outside is not computed, but for the rest of a block. A row for which that leaves no key is 0. None: no such limit.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
       mask_value: -inf, or a finite number. A query row that sees no key (all its scores are -inf) is 0, and so are its gradients,
         where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
@@ -309,6 +336,7 @@ def dot_product_attention(
         dropout_key,
         scale=scale,
         is_causal=is_causal,
+        window=window,
         softcap=softcap,
         mask_value=mask_value,
         factors_scale=factors_scale,

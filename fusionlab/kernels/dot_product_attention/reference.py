@@ -1,10 +1,12 @@
 """The meaning of `dot_product_attention` in plain jnp, its tangent and its cotangent.
 
-Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S N H, value is *B S N Hv, out is *B T N Hv; scores
+Letters, as `jax.nn.dot_product_attention`: query is *B T N H, key is *B S K H, value is *B S K Hv, out is *B T N Hv; scores
 s and probabilities p are *B N T S. bias, mask and factors have the rank of the scores; their axes of size 1 broadcast.
+Query head n reads head n // (N / K) of key and value; the gradients of those are summed over the query heads that read them.
 
     s = scale * query @ key^T                 s = softcap * tanh(s / softcap), s + bias, where(mask, s, mask_value): each if given
-    p = softmax(s)                            s = -inf where t < s, if is_causal: after all else
+    p = softmax(s)                            s = -inf where t < s, if is_causal: after all else; and, with a window
+                                              (left, right), where s < t - left or s > t + right
     out = (p * factors * factors_scale) @ value
 A row all of whose scores are -inf, which sees no key, has p = 0: its result is 0 and so are its gradients, where a softmax is 0 / 0.
 
@@ -22,6 +24,8 @@ Dao et al. 2022, arXiv:2205.14135, appendix B.2.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +46,22 @@ class Form:
 
     scale: float
     is_causal: bool = False
+    window: tuple[int, int] | None = None
     softcap: float | None = None
     mask_value: float = -float("inf")
     factors_scale: float = 1.0
     precision: Any = None
+    group: int = 1  # query heads that read one head of key and value: N / K
     device: Device | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a row's number says which keys it may see."""
+        return self.is_causal or self.window is not None
+
+    def may_be_blind(self, t: int, s: int) -> bool:
+        """Whether a row may see no key for its number: the last ones stand more than a window after the last key."""
+        return self.window is not None and t - 1 - self.window[0] > s - 1
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Form:
@@ -66,19 +81,37 @@ def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
     return ("logsumexp",) if saves == "logsumexp" else ("row_max", "log_sum")
 
 
-def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any) -> Array:
-    """einsum in `dtype`. 16-bit operands are widened first, unless the device is known to take them: a CPU has no such product for every
-    layout. The numbers are the same, since products of 16-bit floats are exact in float32.
+def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = None) -> Array:
+    """einsum in `dtype`, where n are query heads and k those of key and value.
+
+    `sharding` says, on explicit mesh axes, what becomes of a sum over the query heads that share one. 16-bit operands are widened first,
+    unless the device is known to take them: a CPU has no such product for every layout. The numbers are the same, since products of 16-bit
+    floats are exact in float32.
     """
     if form.device is None or form.device.platform == "cpu":
         a, b = a.astype(dtype), b.astype(dtype)
-    return jnp.einsum(axes, a, b, precision=form.precision, preferred_element_type=dtype)
+    product = functools.partial(jnp.einsum, precision=form.precision, preferred_element_type=dtype)
+    if form.group == 1:
+        return product(axes.replace("k", "n"), a, b)
+    *sides, made = re.split(",|->", axes)
+    a, b = (_by_key_head(x, side, form.group) if "n" in side else x for x, side in zip((a, b), sides, strict=True))
+    if "n" not in made:
+        return product(axes.replace("n", "kg"), a, b, out_sharding=sharding)
+    out = product(axes.replace("n", "kg"), a, b)
+    at = made.index("n") - len(made)  # never the last axis
+    return out.reshape(*out.shape[: at - 1], out.shape[at - 1] * out.shape[at], *out.shape[at + 1 :])
+
+
+def _by_key_head(x: Array, axes: str, group: int) -> Array:
+    """With the axis n of query heads as two: heads of the key, and the query heads that read each."""
+    at = x.ndim + axes.index("n") - len(axes)
+    return x.reshape(*x.shape[:at], x.shape[at] // group, group, *x.shape[at + 1 :])
 
 
 def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, form: Form) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
     dtype = statistics_dtype(query.dtype)
-    scores = _dot(query, key, "...tnh,...snh->...nts", form, dtype) * form.scale
+    scores = _dot(query, key, "...tnh,...skh->...nts", form, dtype) * form.scale
     tanh = None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
@@ -87,14 +120,20 @@ def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, fo
         scores = scores + bias.astype(dtype)
     if mask is not None:
         scores = jnp.where(mask, scores, form.mask_value)
-    if form.is_causal:
-        scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, -jnp.inf)
+    if form.is_local:
+        scores = jnp.where(near(scores.shape[-2:], form), scores, -jnp.inf)
     return scores, tanh
 
 
-def causal_mask(t: int, s: int) -> Array:
-    """True where row t sees key s: s <= t, aligned at the top left."""
-    return lax.broadcasted_iota(jnp.int32, (t, s), 1) <= lax.broadcasted_iota(jnp.int32, (t, s), 0)
+def near(shape: tuple[int, ...], form: Form, first: Any = 0, at: Any = 0) -> Array:
+    """True where a row may see a key for its number, aligned at the top left; `first` is that of the first row, `at` of the first key."""
+    row = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+    key = at + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    seen = [key <= row] if form.is_causal else []
+    if form.window is not None:
+        left, right = form.window
+        seen = [key <= row + right, key >= row - left]
+    return functools.reduce(jnp.logical_and, seen)
 
 
 def forward(
@@ -114,12 +153,13 @@ def forward(
     scores, tanh = _scores(query, key, bias, mask, form)
     top = lax.stop_gradient(jnp.max(scores, axis=-1))
     p = jax.nn.softmax(scores, axis=-1)
-    blind = None if bias is None and mask is None else top == -jnp.inf  # else every row sees its first key
+    can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
+    blind = top == -jnp.inf if can_be_blind else None
     if blind is not None:
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
-    out = _dot(weights, value, "...nts,...snh->...tnh", form, statistics_dtype(value.dtype))
+    out = _dot(weights, value, "...nts,...skh->...tnh", form, statistics_dtype(value.dtype))
     out = out.astype(value.dtype)
     if not residuals:
         return [out]
@@ -164,7 +204,7 @@ def tangent(
     parts = []
     if "value" in tangents:
         weights = weigh(p, factors, form)
-        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...snh->...tnh", form, dtype))
+        parts.append(_dot(weights, tangents["value"].astype(dtype), "...nts,...skh->...tnh", form, dtype))
     moved = []
     ds = _tangent_of_scores(saved, tangents, tanh, dtype, form)
     if ds is not None:
@@ -173,7 +213,7 @@ def tangent(
         moved.append(weigh(p, tangents["factors"], form))
     if moved:
         values = saved["value"].astype(dtype)
-        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...snh->...tnh", form, dtype))
+        parts.append(_dot(sum(moved[1:], moved[0]), values, "...nts,...skh->...tnh", form, dtype))
     return sum(parts[1:], parts[0]).astype((tangents if "value" in tangents else saved)["value"].dtype)
 
 
@@ -188,7 +228,7 @@ def _tangent_of_scores(
         pairs.append((saved["query"], tangents["key"]))
     parts = []
     if pairs:
-        moved = [_dot(q, k, "...tnh,...snh->...nts", form, dtype) * form.scale for q, k in pairs]
+        moved = [_dot(q, k, "...tnh,...skh->...nts", form, dtype) * form.scale for q, k in pairs]
         parts.append(through_softcap(sum(moved[1:], moved[0]), tanh))
     if "bias" in tangents:
         parts.append(tangents["bias"].astype(dtype))
@@ -215,7 +255,7 @@ def _seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: Form) 
     """0 where a row of scores of this shape does not see a key: not even a NaN of the row's reaches that key's gradient."""
     if mask is not None:
         moved = jnp.where(mask, moved, 0.0)
-    return jnp.where(causal_mask(*shape[-2:]), moved, 0.0) if form.is_causal else moved
+    return jnp.where(near(shape[-2:], form), moved, 0.0) if form.is_local else moved
 
 
 def cotangent(
@@ -237,9 +277,10 @@ def cotangent(
     ct_wide = ct.astype(dtype)
     grads = {}
     if "value" in wanted:
-        grads["value"] = _dot(weigh(p, factors, form), ct_wide, "...nts,...tnh->...snh", form, dtype)
+        weights = weigh(p, factors, form)
+        grads["value"] = _dot(weights, ct_wide, "...nts,...tnh->...skh", form, dtype, shardings.get("value"))
     if wanted != ("value",):
-        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...snh->...nts", form, dtype)
+        dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...skh->...nts", form, dtype)
         if "factors" in wanted:
             grads["factors"] = weigh(p, dw, form)
         if {"query", "key", "bias"} & set(wanted):
@@ -247,9 +288,10 @@ def cotangent(
             grads["bias"] = ds
             ds = through_softcap(ds, tanh) * form.scale
             if "query" in wanted:
-                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...snh->...tnh", form, dtype)
+                grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...skh->...tnh", form, dtype)
             if "key" in wanted:
-                grads["key"] = _dot(ds, saved["query"].astype(dtype), "...nts,...tnh->...snh", form, dtype)
+                queries = saved["query"].astype(dtype)
+                grads["key"] = _dot(ds, queries, "...nts,...tnh->...skh", form, dtype, shardings.get("key"))
     narrow = {slot: own for slot, _, own in broadcast}
     for slot, shape, _ in broadcast:
         if slot in wanted:

@@ -39,6 +39,7 @@ class Attention:
       features, value_features: of a head, multiples of 8 up to `MOST_FEATURES`.
       query, key, value, out: (batch, head, row) strides, in elements.
       bias, mask, factors: their dtype and (batch, head, row, column) strides, 0 where it broadcasts; None where there is none.
+      window: keys before and after a row's own that it sees; None: all (or with is_causal those before).
       terms: of a product of floats: 3 TF32 products or 1.
       dropout: the same strides among the entries that are drawn, where the factors are made of a key, with probability `keep` each;
         those of row and column are `keys` and 1.
@@ -57,6 +58,7 @@ class Attention:
     out: Strides
     scale: float
     is_causal: bool = False
+    window: tuple[int, int] | None = None
     softcap: float | None = None
     mask_value: float = -math.inf
     factors_scale: float = 1.0
@@ -196,7 +198,7 @@ def _optional(call: Attention, first: int) -> tuple[tuple[str, int], ...]:
 
 def _geometry(call: Attention) -> tuple[tuple[str, int], ...]:
     none = ("", (0, 0, 0, 0))
-    sizes = [("i32", n) for n in (call.queries, call.keys, call.heads, call.group)]
+    sizes = [("i32", n) for n in (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))]
     rows = [n for strides in (call.query, call.key, call.value, call.out) for n in strides]
     drawn = ("", call.dropout) if call.dropout else None
     scores = [n for one in (call.bias, call.mask, call.factors or drawn) for n in (one or none)[1]]
@@ -227,7 +229,8 @@ def _options(call: Attention, tiles: Tiles, **more: int) -> tuple[str, ...]:
         "TILES": tiles.tiles,
         "WARPS": tiles.warps,
         "COLUMNS": tiles.columns,
-        "CAUSAL": int(call.is_causal),
+        "CAUSAL": int(call.is_causal and call.window is None),
+        "WINDOW": int(call.window is not None),
         "MASK": int(call.mask is not None),
         "SOFTCAP": int(call.softcap is not None),
         "BIAS": OPERANDS[call.bias[0]] - 1 if call.bias else 0,

@@ -1,0 +1,87 @@
+"""Sites that overlap: which one stands, and what the others become."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .outcomes import Candidate, Rejection
+
+
+def settle(found: list[Candidate | Rejection], last: Collection[str] = ()) -> tuple[list[Candidate], list[Rejection]]:
+    """Where candidates overlap the one with more nodes wins; the loser becomes a rejection naming the winner.
+
+    They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
+    is part of it, and no site of its own. A pass named in `last` takes what the others leave, and what they would only leave to XLA.
+    """
+    taken, lost = _Taken(), {}
+    candidates = [c for c in found if isinstance(c, Candidate)]
+    for c in sorted(candidates, key=lambda c: (c.pass_name in last, -c.nodes_before)):
+        others = taken.overlapping(c)
+        if others and (c.pass_name not in last or c.same_code or not all(o.same_code for o in others)):
+            lost[id(c)] = others[0]
+            continue
+        for other in others:
+            taken.remove(other)
+            lost[id(other)] = c
+        taken.add(c)
+    rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= taken.owner.keys()]
+    return _with_losers(candidates, lost, rejections)
+
+
+class _Taken:
+    """What candidates that stand so far take."""
+
+    def __init__(self) -> None:
+        self.owner: dict[int, Candidate] = {}  # node -> the winner it belongs to
+        self.inner: dict[int, Candidate] = {}  # value made inside a winner and not by its root -> the winner
+        self.read: dict[int, list[Candidate]] = {}  # value a winner reads -> the winners that do
+
+    def add(self, c: Candidate) -> None:
+        self.owner.update(dict.fromkeys(c.node_ids, c))
+        self.inner.update(dict.fromkeys(_inner_values(c), c))
+        for v in c.site.leaves:
+            self.read.setdefault(v.id, []).append(c)
+
+    def remove(self, c: Candidate) -> None:
+        for table in (self.owner, self.inner):
+            for key in [k for k, o in table.items() if o is c]:
+                del table[key]
+        for v in c.site.leaves:
+            self.read[v.id] = [o for o in self.read[v.id] if o is not c]
+
+    def overlapping(self, c: Candidate) -> list[Candidate]:
+        """Those it cannot stand beside, each once: first those it shares nodes with."""
+        hits = [self.owner[n] for n in c.node_ids if n in self.owner]
+        hits += [self.inner[v.id] for v in c.site.leaves if v.id in self.inner]
+        hits += [o for i in _inner_values(c) for o in self.read.get(i, ())]
+        return list({id(o): o for o in hits}.values())
+
+
+def _inner_values(c: Candidate) -> list[int]:
+    """The values that a candidate's nodes make, without the one it gives."""
+    return [v.id for n in c.site.nodes for v in n.outputs if v.id != c.root.id]
+
+
+def _with_losers(
+    candidates: list[Candidate], lost: Mapping[int, Candidate], rejections: list[Rejection]
+) -> tuple[list[Candidate], list[Rejection]]:
+    kept = [c for c in candidates if id(c) not in lost]
+    return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
+
+
+def _lost(c: Candidate, winner: Candidate) -> Rejection:
+    why = "which is larger" if winner.nodes_before > c.nodes_before else "which comes first"
+    size = c.nodes_before
+    return Rejection(
+        c.id,
+        c.pass_name,
+        "overlap",
+        f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, {why}",
+        tuple(c.node_ids & winner.node_ids),
+        c.node_ids,
+        size,
+        size,
+        c.source,
+        winner=str(id(winner)),
+        concepts=c.concepts,
+    )

@@ -1,0 +1,130 @@
+"""The meaning of `matmul` in plain jnp, its tangent and its cotangent.
+
+    h = alpha * (a . b) + beta * bias
+    out = act(h), cast to the dtype of the result
+
+a . b is the `dot_general` of these dimensions, its result in the dtype `product`; h is computed in that dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import summed_to
+from ..gemm_epilogue.activations import ACTIVATIONS
+from .axes import Dimensions, free
+
+Array = Any
+
+
+def product(a: Array, b: Array, *, dimensions: Dimensions, precision: Any, product: str, **_: Any) -> Array:
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.dtype(product))
+
+
+def forward(a: Array, b: Array, bias: Array | None = None, *, residuals: bool, **attrs: Any) -> list[Array]:
+    """[out], and the activation's residual if asked for and if it has one."""
+    return epilogue(product(a, b, **attrs), bias, residuals, **attrs)
+
+
+def epilogue(
+    summed: Array,
+    bias: Array | None,
+    residuals: bool,
+    *,
+    alpha: float,
+    beta: float,
+    activation: str,
+    out: str,
+    **_: Any,
+) -> list[Array]:
+    """What stands behind the product."""
+    h = _scaled(summed, alpha)
+    if bias is not None:
+        h = h + _scaled(bias.astype(h.dtype), beta)
+    act = ACTIVATIONS[activation]
+    made = act.fn(h).astype(out)
+    return [made, act.save(h)] if residuals and act.save else [made]
+
+
+def _scaled(a: Array, factor: float) -> Array:
+    return a if factor == 1.0 else a * factor
+
+
+def tangent(
+    saved: Mapping[str, Array],
+    tangents: Mapping[str, Array],
+    shape: tuple[int, ...],
+    shardings: Mapping[str, Any],
+    **attrs: Any,
+) -> Array:
+    """act'(h) * (alpha * (da . b + a . db) + beta * dbias), of the tangents given."""
+    parts = []
+    if "a" in tangents:
+        parts.append(_scaled(product(tangents["a"], saved["b"], **attrs), attrs["alpha"]))
+    if "b" in tangents:
+        parts.append(_scaled(product(saved["a"], tangents["b"], **attrs), attrs["alpha"]))
+    if "bias" in tangents:
+        moved = _scaled(tangents["bias"].astype(attrs["product"]), attrs["beta"])
+        parts.append(jnp.broadcast_to(moved, shape, out_sharding=shardings.get("out")))
+    act = ACTIVATIONS[attrs["activation"]]
+    return act.scale(saved.get(act.residual), functools.reduce(jnp.add, parts)).astype(attrs["out"])
+
+
+def cotangent(
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
+) -> list[Array]:
+    """The gradients wanted, in order: dh = act'(h) * ct, da = alpha * dh . b^T, db = alpha * a^T . dh, dbias = beta * dh, summed."""
+    act = ACTIVATIONS[attrs["activation"]]
+    dh = act.scale(saved.get(act.residual), ct.astype(attrs["product"]))
+    return gradients(saved, dh, wanted, shardings, **attrs)
+
+
+def gradients(
+    saved: Mapping[str, Array], dh: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
+) -> list[Array]:
+    """The gradients wanted of that of h."""
+    found = {}
+    for slot in ("a", "b"):
+        if slot in wanted:
+            found[slot] = _of_operand(slot, saved, _scaled(dh, attrs["alpha"]), shardings.get(slot), **attrs)
+    if "bias" in wanted:
+        shape = tuple(n if along else 1 for n, along in zip(dh.shape, attrs["bias_axes"], strict=True))
+        total = _scaled(summed_to(dh, shape, shardings.get("bias")), attrs["beta"])
+        found["bias"] = total.astype(dict(attrs["dtypes"])["bias"])
+    return [found[slot] for slot in wanted]
+
+
+def _of_operand(slot: str, saved: Mapping[str, Array], dh: Array, sharding: Any, **attrs: Any) -> Array:
+    """The transpose of the product as a function of one operand. The other is widened to the dtype of h first, as it is where a
+    program widens both before it multiplies."""
+    other = saved["b" if slot == "a" else "a"]
+    dtype = dict(attrs["dtypes"])[slot]
+    wide = other.astype(dh.dtype)
+    shape = _shape_of(slot, other.shape, dh.shape, attrs["dimensions"])
+    like = jax.ShapeDtypeStruct(shape, dh.dtype, sharding=sharding)
+
+    def of(operand: Array) -> Array:
+        return product(operand, wide, **attrs) if slot == "a" else product(wide, operand, **attrs)
+
+    (found,) = jax.linear_transpose(of, like)(dh)
+    return found.astype(dtype)
+
+
+def _shape_of(slot: str, other: tuple[int, ...], result: tuple[int, ...], dimensions: Dimensions) -> tuple[int, ...]:
+    """The shape of one operand, from that of the other and the result's."""
+    mine, yours = (0, 1) if slot == "a" else (1, 0)
+    (contracted, batch) = dimensions
+    count = len(batch[0])
+    theirs = len(free(len(other), contracted[yours], batch[yours]))
+    own = result[count : len(result) - theirs] if slot == "a" else result[count + theirs :]
+    rank = count + len(own) + len(contracted[mine])
+    sizes = {axis: other[i] for axis, i in zip(contracted[mine], contracted[yours], strict=True)}
+    sizes |= dict(zip(batch[mine], result[:count], strict=True))
+    sizes |= dict(zip(free(rank, contracted[mine], batch[mine]), own, strict=True))
+    return tuple(sizes[i] for i in range(rank))
