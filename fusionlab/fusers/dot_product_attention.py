@@ -250,7 +250,7 @@ class _Site(Site):
         only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
         masked = "causal" if only_masks else "masked"
         self.kind = (
-            masked if changed else "unmasked" if masks.row is None else "causal" if masks.is_causal else "masked"
+            masked if changed else "unmasked" if masks.row is None else "causal" if masks.window is None else "masked"
         )
         if read.tail.change == "where" and (masks.masks or masks.row is not None):
             sentence = (
