@@ -1,5 +1,5 @@
 """Pass `dot_product_attention`: softmax(scale * q k^T) v with its masks, biases, cap and dropout, in any layout -> one
-`dot_product_attention` op.
+`dot_product_attention` op. Keys and values whose heads are repeated for the queries are read as they were before (`repeated_heads`).
 
 The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
 How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`); `attention_plan` gives
@@ -65,7 +65,10 @@ class DotProductAttentionPass:
 
     name: str = "dot_product_attention"
     op: str = "dot_product_attention"
-    formula: str = "softmax(scale * q @ k.T + bias, masks, causal) @ v, scale anywhere, capped or not, with dropout or without, any layout"
+    formula: str = (
+        "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with dropout or without, "
+        "heads that share keys, any layout"
+    )
     needs: str = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
     options: Any = None
 
@@ -252,7 +255,7 @@ class _Site(Site):
         only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
         masked = "causal" if only_masks else "masked"
         self.kind = (
-            masked if changed else "unmasked" if masks.row is None else "causal" if masks.is_causal else "masked"
+            masked if changed else "unmasked" if masks.row is None else "causal" if masks.window is None else "masked"
         )
         if read.tail.change == "where" and (masks.masks or masks.row is not None):
             sentence = (

@@ -117,7 +117,7 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
         next(iter(fills), -math.inf),
         tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
         frozenset(s.leaf for s in told if s.leaf and s not in operands),
-        all(outside) and any(c.row is not None and c.band[1] == 0 for c in outside if c),
+        all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)},
     )
 
 

@@ -95,6 +95,7 @@ def test_a_band_is_a_local_window(name):
     (site,) = found.candidates
     assert (site.attrs["is_causal"], site.attrs["window"]) == (is_causal, window)
     assert words in site.formula
+    assert site.concepts == ("attention", "attention_masked")
     assert "select_n" not in primitives(found.apply()) or more
     (eqn,) = [n.eqn for n in found.apply().top.nodes if n.primitive == ATTENTION]
     assert eqn.params["window"] == window

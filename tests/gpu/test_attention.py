@@ -38,6 +38,8 @@ class TestCudnn(AttentionSuite):
     def test_it_holds_what_it_is_there_for(self):
         for name in ("nothing", "causal", "causal, few keys", "scale 1", "80 features", "128 features"):
             assert self.check(CASES[name], "bfloat16", name) == 1
+        for name in ("key heads shared", "local, causal"):
+            assert self.check(CASES[name], "bfloat16", name) == 1
 
 
 class TestXla(AttentionSuite):

@@ -135,6 +135,8 @@ CASES = {
     ),
     "key heads shared, a row of nothing": Case(n=4, k=2, d=80, given=("a row of nothing",), attrs={"is_causal": True}),
     "local": Case(t=200, s=230, attrs={"window": (40, 20)}),
+    # Of a size at which a tile of the kernels is seen as a whole but for its last row and its last key.
+    "local, wide": Case(t=260, s=300, n=1, d=24, attrs={"window": (94, 94)}),
     "local, causal": Case(t=200, s=200, d=24, attrs={"window": 33, "is_causal": True}),
     "local, causal, few keys": Case(t=150, s=70, attrs={"window": (30, 0)}),  # the last rows see nothing
     "local, rows that see nothing": Case(t=290, s=40, d=24, attrs={"window": (20, 5)}),

@@ -64,6 +64,7 @@ class TestCudaEmulated(AttentionSuite):
             "other values",
             "key heads shared",
             "local, causal, few keys",
+            "local, wide",
         )
         return tuple(CASES) if dtype == "bfloat16" else few
 
