@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from ..graph.evaluate import is_float, narrows
 from ..graph.fingerprint import between
@@ -90,6 +91,8 @@ class Reader:
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
+        if isinstance(call.precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+            return call  # an algorithm is named for operands of the dtype that they have
         # In float32 products of numbers of 16 bits are exact, and summed in float32 they are what the product of both as they are is.
         return replace(call, a=narrow[0], b=narrow[1], widened=True)
 
@@ -141,10 +144,12 @@ class Reader:
 
     def scaled(self, call: Call, user: Node) -> Call | None:
         factor = -1.0 if user.primitive == "neg" else self.factor(call.value, user)
-        if factor is None or not math.isfinite(factor) or factor == 0.0:
+        if factor is None:
             return None
-        beta = call.beta if call.bias is None else call.beta * factor
-        return replace(call, value=user.outputs[0], after=(*call.after, user), alpha=call.alpha * factor, beta=beta)
+        alpha, beta = call.alpha * factor, call.beta if call.bias is None else call.beta * factor
+        if not all(_is_held(one, call.product) for one in (alpha, beta)):
+            return None
+        return replace(call, value=user.outputs[0], after=(*call.after, user), alpha=alpha, beta=beta)
 
     def factor(self, value: Value, user: Node) -> float | None:
         """The number a value is multiplied by, or by whose inverse."""
@@ -160,15 +165,16 @@ class Reader:
     def biased(self, call: Call, user: Node) -> Call | None:
         first, second = user.inputs
         other = second if first is call.value else first
-        found = (
-            self.bias(call, other) if isinstance(other, Value) and user.outputs[0].shape == call.value.shape else None
-        )
+        made = user.outputs[0]
+        if not isinstance(other, Value) or made.shape != call.value.shape or is_explicitly_sharded(made.aval):
+            return None
+        found = self.bias(call, other)
         if found is None:
             return None
         signs = (1.0, 1.0) if user.primitive == "add" else (1.0, -1.0) if first is call.value else (-1.0, 1.0)
         return replace(
             call,
-            value=user.outputs[0],
+            value=made,
             after=(*call.after, user),
             bias=found[0],
             thin=found[1],
@@ -212,6 +218,13 @@ class Reader:
             return None
         nodes = between(self.view, call.value, end)
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
+
+
+def _is_held(factor: float, dtype: str) -> bool:
+    """Whether a factor is neither infinite nor 0 in the dtype it is applied in: several that are not may have a product that is."""
+    with np.errstate(over="ignore", under="ignore"):
+        held = float(np.asarray(factor).astype(dtype))
+    return math.isfinite(held) and held != 0.0
 
 
 def region_of(site: Site, call: Call) -> Region:

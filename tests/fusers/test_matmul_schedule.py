@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.device import Device
@@ -299,6 +301,35 @@ def test_what_the_library_cannot_absorb_stays_behind_what_it_can_where_the_switc
     assert not find(fn, X, W, R, passes="matmul_schedule").candidates  # and as one where nothing was asked for
 
 
+@pytest.mark.parametrize("precision", [jax.lax.DotAlgorithmPreset.F32_F32_F32, jax.lax.DotAlgorithmPreset.F16_F16_F32])
+def test_an_algorithm_is_not_asked_for_with_operands_of_another_dtype(precision):
+    def fn(x, w):
+        return jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision=precision)
+
+    assert not find(fn, HX, HW, passes="matmul_schedule").candidates
+
+
+def repeated(factor, count):
+    def fn(x, w, b):
+        h = x @ w + b
+        for _ in range(count):
+            h = h * factor
+        return h
+
+    return fn
+
+
+@pytest.mark.parametrize(("factor", "count"), [(1e30, 2), (1e30, 12), (1e-30, 2), (1e-30, 12)])
+def test_factors_are_taken_as_long_as_their_product_is_a_number_of_the_dtype_and_not_0(factor, count):
+    site = one(repeated(factor, count), X, W, B, grad=False)
+    assert site.attrs["alpha"] == site.attrs["beta"] == pytest.approx(factor, rel=1e-6, abs=0)
+
+
+def test_a_float16_factor_is_no_float32_one():
+    (site,) = find(repeated(300.0, 2), *(a.astype(jnp.float16) for a in (X, W, B))).candidates
+    assert site.attrs["alpha"] == 300.0
+
+
 # -- beside other passes ---------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +406,26 @@ def test_products_inside_loops_and_remat_are_routed():
     assert [c.block_path != "" for c in found.candidates] == [True]
     found = agree(jax.checkpoint(lambda x, w: 0.5 * (x @ w)), X, W, within=1e-5)
     assert [c.formula for c in found.candidates] == ["0.5 * (a @ b)"]
+
+
+def test_a_product_inside_a_shard_map_that_checks_what_varies():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def fn(x, w, r):
+        return jax.nn.relu(2.0 * (x @ w) + r[:, None])
+
+    with_rows = jax.shard_map(fn, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=P("d"))
+    assert one(with_rows, X, W, R, within=1e-5).formula == "relu(2 * (a @ b) + bias)"
+    whole = jax.shard_map(lambda x, w: 2.0 * jax.lax.psum(x @ w, "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    assert one(whole, X, W, within=1e-5).formula == "a @ b"
+
+
+def test_a_bias_that_is_sharded_over_an_explicit_axis_stays_behind_the_product():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w, b = (jax.device_put(a, NamedSharding(mesh, P(*axes))) for a, axes in ((X, ()), (W, ()), (B, ("d",))))
+        (site,) = find(lambda x, w, b: jax.nn.relu(x @ w + b), x, w, b).candidates
+        assert site.formula == "a @ b"
 
 
 def test_a_train_step_is_paired_with_its_backward_products():

@@ -127,6 +127,23 @@ def test_second_derivatives_and_forward_mode():
     alike(jax.jvp(fused, (a,), (a + 1,)), jax.jvp(plain, (a,), (a + 1,)))
 
 
+def test_inside_a_shard_map_an_operand_that_does_not_vary_gets_the_sum_of_its_gradients():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+    a, b, bias = arrays((8, 4), (4, 6), (6,))
+
+    def loss(a, b, bias):
+        return (ops.matmul(a, b, bias, alpha=2.0, activation="relu") ** 2).sum()
+
+    def inside(a, b, bias):
+        return jax.grad(lambda *args: jax.lax.psum(loss(*args), "d"), (0, 1, 2))(a, b, bias)
+
+    specs = (P("d"), P(), P())
+    got = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=specs))(a, b, bias)
+    for g, want in zip(got, jax.grad(loss, (0, 1, 2))(a, b, bias), strict=True):
+        np.testing.assert_allclose(g, want, rtol=1e-5, atol=1e-5)
+
+
 def test_the_gradient_of_a_product_summed_in_float32_has_the_operands_dtype():
     a, b = arrays((8, 16), (16, 4), dtype=jnp.bfloat16)
 
@@ -265,6 +282,9 @@ def test_the_decision_is_right_on_every_device_and_asks_nobody_before_its_suppor
         ("dtype", {"product": "float64"}),
         ("precision", {"precision": "high"}),
         ("precision", {"precision": "BF16_BF16_F32"}),
+        ("scale", {"alpha": 0.0}),
+        ("scale", {"alpha": 1e-60}),
+        ("scale", {"shapes": ((64, 32), (32, 16), (16,)), "bias_dtype": "bfloat16", "beta": 0.0}),
         ("axes", {"shapes": ((0, 32), (32, 16))}),
         ("axes", {"shapes": ((8, 32, 3), (32, 16, 3)), "dimensions": (((1,), (0,)), ((2,), (2,)))}),
         ("activation", {"activation": "silu"}),

@@ -12,9 +12,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import summed_to
 from ..gemm_epilogue.activations import ACTIVATIONS
@@ -102,29 +102,25 @@ def gradients(
 
 def _of_operand(slot: str, saved: Mapping[str, Array], dh: Array, sharding: Any, **attrs: Any) -> Array:
     """The transpose of the product as a function of one operand. The other is widened to the dtype of h first, as it is where a
-    program widens both before it multiplies."""
-    other = saved["b" if slot == "a" else "a"]
-    dtype = dict(attrs["dtypes"])[slot]
-    wide = other.astype(dh.dtype)
-    shape = _shape_of(slot, other.shape, dh.shape, attrs["dimensions"])
-    like = jax.ShapeDtypeStruct(shape, dh.dtype, sharding=sharding)
+    program widens both before it multiplies.
 
-    def of(operand: Array) -> Array:
-        return product(operand, wide, **attrs) if slot == "a" else product(wide, operand, **attrs)
-
-    (found,) = jax.linear_transpose(of, like)(dh)
-    return found.astype(dtype)
-
-
-def _shape_of(slot: str, other: tuple[int, ...], result: tuple[int, ...], dimensions: Dimensions) -> tuple[int, ...]:
-    """The shape of one operand, from that of the other and the result's."""
+    Written out: `jax.linear_transpose` takes no shape that varies along mesh axes, as all do inside a shard_map.
+    """
+    other = saved["b" if slot == "a" else "a"].astype(dh.dtype)
     mine, yours = (0, 1) if slot == "a" else (1, 0)
-    (contracted, batch) = dimensions
-    count = len(batch[0])
-    theirs = len(free(len(other), contracted[yours], batch[yours]))
-    own = result[count : len(result) - theirs] if slot == "a" else result[count + theirs :]
-    rank = count + len(own) + len(contracted[mine])
-    sizes = {axis: other[i] for axis, i in zip(contracted[mine], contracted[yours], strict=True)}
-    sizes |= dict(zip(batch[mine], result[:count], strict=True))
-    sizes |= dict(zip(free(rank, contracted[mine], batch[mine]), own, strict=True))
-    return tuple(sizes[i] for i in range(rank))
+    contracted, batch = ([pair[i] for i in (mine, yours)] for pair in attrs["dimensions"])
+    count, theirs = len(batch[1]), free(other.ndim, contracted[1], batch[1])
+    own = dh.ndim - count - len(theirs)
+    at = count + own if slot == "a" else count  # where the other's axes stand in the result
+    numbers = ((tuple(range(at, at + len(theirs))), theirs), (tuple(range(count)), batch[1]))
+    rank = count + own + len(contracted[0])
+    summed = [i for i, _ in sorted(zip(*contracted, strict=True), key=lambda pair: pair[1])]
+    order = (*batch[0], *free(rank, contracted[0], batch[0]), *summed)  # the operand's axes as the product gives them
+    if sharding is not None:
+        spec = (*sharding.spec, *(None for _ in range(rank - len(sharding.spec))))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[i] for i in order)))
+    found = lax.dot_general(
+        dh, other, numbers, precision=attrs["precision"], preferred_element_type=dh.dtype, out_sharding=sharding
+    )
+    places = tuple(order.index(i) for i in range(rank))
+    return (found if places == tuple(range(rank)) else found.transpose(places)).astype(dict(attrs["dtypes"])[slot])

@@ -41,7 +41,9 @@ def library(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason |
         return unable
     if attrs.get("role", "call") != "call":
         return Reason("role", "of a backward the products stay XLA's")
-    return _types(shapes, **attrs) or _layout(shapes, **attrs) or _epilogue(shapes, **attrs)
+    return (
+        _types(shapes, **attrs) or _factors(shapes, **attrs) or _layout(shapes, **attrs) or _epilogue(shapes, **attrs)
+    )
 
 
 def refuses_device(device: Device, missing: str) -> Reason | None:
@@ -68,6 +70,15 @@ def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any,
         )
     if any(p is not None and not isinstance(p, lax.Precision) for p in asked):
         return Reason("precision", f"precision {precision} names an algorithm, which cuBLASLt does not take")
+    return None
+
+
+def _factors(shapes: Mapping[str, Any], *, alpha: float, beta: float, product: str, **_: Any) -> Reason | None:
+    kind = np.float64 if product == "float64" else np.float32  # what it holds them in
+    used = (alpha, beta) if "bias" in shapes else (alpha,)
+    held = [float(np.asarray(one).astype(kind)) for one in used]
+    if 0.0 in held:
+        return Reason("scale", "what it multiplies by a factor of 0 it does not read: NaN and infinities would be lost")
     return None
 
 
