@@ -74,7 +74,7 @@ def checked_switch(library: Any) -> bool | None:
     Raises:
       ArgumentError: it is none of True, False and None.
     """
-    if library not in (True, False, None):
+    if not any(library is known for known in (True, False, None)):  # 0 is no False where it is asked for by identity
         raise ArgumentError(f"matmul_schedule: library is {library!r}, needed True, False or None")
     return library
 

@@ -58,6 +58,7 @@ SMOOTH_POINTS = (
 )
 HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
 _CHUNK_ELEMENTS = 2304
+_LARGEST = 40  # operations, literals that are broadcast among them; the longest spelling known has about a dozen
 _GRID = np.geomspace(1e-6, 3e38, 1500)  # 34 points a decade
 # The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
 # rounding of a constant that was folded in another order: 2 units in the last place. tanh- and erf-GELU are 4.7e-4 apart: half of that is
@@ -157,6 +158,8 @@ def recognise(
       certifier: remembers answers by the cone's signature.
     """
     nodes = between(view, start, end)
+    if len(nodes) > _LARGEST:  # each would be evaluated with all before it: minutes behind a few hundred operations
+        return Recognised(None, f"it takes {len(nodes)} operations, more than any known function")
     number: dict[int, Any] = {start.id: 0, **{i: ("known", c) for i, c in view.known_inputs.items()}}
     key = (
         "cone",

@@ -465,9 +465,10 @@ def test_a_fused_program_traced_again_finds_nothing_new():
     assert [n.primitive for n in found.graph.nodes()].count("matmul") == 1
 
 
-def test_the_switch_is_checked():
-    with pytest.raises(ArgumentError, match="library is 'on', needed True, False or None"):
-        find(single_mma_op, *ONES[:2], passes=fl.Strategy(matmul_schedule={"library": "on"}))
+@pytest.mark.parametrize("library", ["on", 0, 1])
+def test_the_switch_is_checked(library):
+    with pytest.raises(ArgumentError, match=f"library is {library!r}, needed True, False or None"):
+        find(single_mma_op, *ONES[:2], passes=fl.Strategy(matmul_schedule={"library": library}))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jax.scipy.stats import norm
 
 import fusionlab as fl
 from fusionlab.fusers.epilogues import KNOWN
+from fusionlab.graph import fingerprint
 from fusionlab.graph.canonical import View
 from fusionlab.graph.certify import Certifier
 from fusionlab.graph.fingerprint import TOLERANCE, _known_profile, cone, distance, recognise
@@ -274,3 +275,18 @@ def test_activations_are_known_under_an_explicit_mesh_too():
     with jax.set_mesh(mesh):
         found = fl.find(lambda x: jax.nn.gelu(x @ w), x)
     assert [c.attrs["activation"] for c in found.candidates] == ["gelu_tanh"]
+
+
+def test_a_long_function_is_no_known_one_and_is_not_evaluated(monkeypatch):
+    def fn(x, w):
+        h = x @ w
+        for _ in range(60):
+            h = jnp.sin(h)
+        return h
+
+    evaluated = []
+    real = fingerprint.profile
+    monkeypatch.setattr(fingerprint, "profile", lambda *a, **k: evaluated.append(a) or real(*a, **k))
+    found = fl.find(fn, jnp.ones((4, 8)), jnp.ones((8, 8)), passes="gemm_epilogue")
+    assert "takes 60 operations" in found.rejections[0].sentence
+    assert len(evaluated) <= 40 + 2 * len(KNOWN)

@@ -84,7 +84,7 @@ class Matmul(Op):
             raise unknown_name("activation", full["activation"], ACTIVATIONS)
         for name in ("alpha", "beta"):
             full[name] = _factor(name, full[name])
-        if full["library"] not in (None, True, False):
+        if not any(full["library"] is known for known in (None, True, False)):
             raise ArgumentError(f"matmul: library is {full['library']!r}, needed True, False or None")
         full["precision"] = canonical_precision(full["precision"])
         present, full["bias_axes"] = dict(given), ()
