@@ -115,10 +115,8 @@ class Routed(Site):
 
     def answers(self, call: Call) -> tuple[Answer, ...]:
         op = _op()
-        given, full = op.prepare(shapes_of(call), {**call.attrs, "library": self.library})
-        named = self.search.implementation
-        if named is not None:  # by the caller: no other route is asked
-            full["library"] = named == "cublaslt"
+        settings = {"library": self.library, "implementation": self.search.implementation}
+        given, full = op.prepare(shapes_of(call), call.attrs | settings)
         return op.routes(given, self.search.device, **full)
 
     def examine(self) -> Iterator[Candidate | Rejection]:

@@ -91,8 +91,10 @@ class Reader:
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
-        if isinstance(call.precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
-            return call  # an algorithm is named for operands of the dtype that they have
+        if any(p not in (None, lax.Precision.DEFAULT) for p in as_pair(call.precision)):
+            return (
+                call  # asked for more than the default, or for an algorithm by name: with the operands that they have
+            )
         # In float32 products of numbers of 16 bits are exact, and summed in float32 they are what the product of both as they are is.
         return replace(call, a=narrow[0], b=narrow[1], widened=True)
 
@@ -218,6 +220,11 @@ class Reader:
             return None
         nodes = between(self.view, call.value, end)
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
+
+
+def as_pair(precision: Any) -> tuple[Any, ...]:
+    """A precision, or one for each operand, as a tuple."""
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def _is_held(factor: float, dtype: str) -> bool:

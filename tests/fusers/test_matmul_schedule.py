@@ -301,8 +301,10 @@ def test_what_the_library_cannot_absorb_stays_behind_what_it_can_where_the_switc
     assert not find(fn, X, W, R, passes="matmul_schedule").candidates  # and as one where nothing was asked for
 
 
-@pytest.mark.parametrize("precision", [jax.lax.DotAlgorithmPreset.F32_F32_F32, jax.lax.DotAlgorithmPreset.F16_F16_F32])
-def test_an_algorithm_is_not_asked_for_with_operands_of_another_dtype(precision):
+@pytest.mark.parametrize(
+    "precision", [jax.lax.DotAlgorithmPreset.F32_F32_F32, jax.lax.DotAlgorithmPreset.F16_F16_F32, "highest", "high"]
+)
+def test_more_than_the_default_precision_is_not_asked_for_with_operands_of_another_dtype(precision):
     def fn(x, w):
         return jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision=precision)
 
@@ -494,6 +496,20 @@ def test_the_table_prints_tells_and_is_data():
     assert list(frame["tag"]) == ["evaluate", "evaluate"]
     assert "<table>" in table._repr_html_()
     assert len(find(lambda x: x + 1, X).routes()) == 0
+
+
+@pytest.mark.parametrize("named", ["cuda", "xla", "cublaslt"])
+def test_a_named_implementation_is_the_only_route_asked(named):
+    def fn(x, w, b):
+        return jax.nn.silu(x @ w + b)
+
+    found = fl.find(fn, X, W, B, passes="matmul_schedule", implementation=named, device="cpu")
+    (row,) = found.routes()
+    assert row.tag == "xla"
+    others = [a for a in row.answers if a.route.implementation != named and not a.takes]
+    assert all("another implementation was named" in a.sentence for a in others)
+    assert not any("switch is off" in a.sentence for a in row.answers)
+    assert not found.candidates
 
 
 def test_a_scope_named_by_the_model_cannot_inject_markup():

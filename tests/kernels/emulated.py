@@ -114,6 +114,7 @@ def kernels_on_the_cpu(emulator: Emulator, *modules: Any) -> Iterator[PlanBook]:
         for module in modules:
             patch.setattr(module, "refuses_device", lambda device: None)
         yield book
+        jax.block_until_ready(jax.live_arrays())  # a CPU computes while Python goes on
         jax.clear_caches()
 
 

@@ -110,4 +110,5 @@ def products_on_the_cpu(*modules: Any) -> Iterator[list[MatmulPlan]]:
         for module in modules:
             patch.setattr(module, "refuses_device", lambda *_: None)
         yield prepared
+        jax.block_until_ready(jax.live_arrays())  # a CPU computes while Python goes on
         jax.clear_caches()

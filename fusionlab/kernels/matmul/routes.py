@@ -76,20 +76,26 @@ def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **a
     for route in ROUTES:
         told.append(_answer(route, shapes, device, library, attrs))
         if told[-1].takes:
-            break
-    return tuple(told)
+            return tuple(told)
+    # A named one that cannot run it: the product stays as it is written, and that is XLA's.
+    return (*told[:-1], Answer(ROUTES[-1], True, "", "the product as it is written"))
 
 
 def _answer(
     route: Route, shapes: Mapping[str, Any], device: Device, library: bool | None, attrs: Mapping[str, Any]
 ) -> Answer:
-    if route.name == "library" and library is False:
+    named = attrs.get("implementation")
+    if named is not None and route.implementation != named:
+        return Answer(route, False, "switch", f"another implementation was named: {named!r}")
+    if route.name == "library" and library is False and named is None:
         return Answer(route, False, "switch", "the switch is off: matmul_schedule=dict(library=False)")
     unable = route.supports(shapes, device, **attrs)
     if unable is not None:
         return Answer(route, False, unable.code, unable.sentence)
     if route.name == "xla":
         return Answer(route, True, "", "the product as XLA compiles it")
+    if named is not None:
+        return Answer(route, True, "", "named by the caller")
     if route.name == "library" and library:
         return Answer(route, True, "", "the switch is on: matmul_schedule=dict(library=True)")
     return _by_measurement(route, shapes, device, attrs)
