@@ -222,7 +222,7 @@ class AttentionSuite:
     implementation: str
     least = 10  # cases that it holds in each dtype
     slack = 1.0
-    skips = False  # whether blocks of scores outside of a local window are left out
+    skips: bool | None = False  # whether blocks of scores outside of a local window are left out; None: who knows
     precision: Any = "highest"
 
     def cases(self, dtype):
@@ -284,8 +284,9 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("window", [(10, 0), (3, 12)])
     def test_what_is_far_outside_of_a_local_window_is_not_even_read(self, window):
-        if not self.skips:
-            pytest.skip("it computes all scores")
+        """Unless it computes all scores: then a weight of 0 meets the NaN."""
+        if self.skips is None:
+            pytest.skip("what a library reads is its own affair")
         case = Case(t=400, s=400, n=1, d=24, attrs={"window": window})
         made, ct, _ = operands(case, "bfloat16", "BTNH")
         early = slice(0, 8)
@@ -293,7 +294,7 @@ class AttentionSuite:
         f = functools.partial(dot_product_attention, **self.attrs(case, "BTNH"))
         out, pull = jax.vjp(f, made["query"], made["key"], v)
         late = [np.isfinite(np.asarray(a, np.float32)[:, 270:]).all() for a in (out, *pull(ct))]
-        assert all(late), late
+        assert all(late) == self.skips, late
         assert np.isnan(np.asarray(out, np.float32)[:, early]).all()
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
