@@ -18,10 +18,9 @@ from ..graph.fingerprint import ELEMENTWISE
 from ..graph.ir import Node, dtype_text
 from ..graph.region import NotARegion, escapes
 from ..graph.scopes import is_backward
-from ..kernels import OPS
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import Product, canonical
-from ..kernels.matmul.op import Matmul
+from ..kernels.matmul.op import MATMUL
 from ..kernels.matmul.routes import Answer
 from .base import Pass, Plan, Search, option, propose
 from .outcomes import Candidate, Rejection
@@ -114,10 +113,9 @@ class Routed(Site):
         return ", ".join(parts)
 
     def answers(self, call: Call) -> tuple[Answer, ...]:
-        op = _op()
         settings = {"library": self.library, "implementation": self.search.implementation}
-        given, full = op.prepare(shapes_of(call), call.attrs | settings)
-        return op.routes(given, self.search.device, **full)
+        given, full = MATMUL.prepare(shapes_of(call), call.attrs | settings)
+        return MATMUL.routes(given, self.search.device, **full)
 
     def examine(self) -> Iterator[Candidate | Rejection]:
         found = self.decided()
@@ -130,31 +128,25 @@ class Routed(Site):
         if told[-1].route.name == "xla" and not call.widened:
             return
         try:
-            yield self.candidate(call, told)
+            yield self.candidate(call)
         except NotARegion as reason:
             yield self.rejection("structure", f"{self.anchor.outputs[0]!r}: {reason}")
 
-    def candidate(self, call: Call, told: tuple[Answer, ...]) -> Candidate | Rejection:
+    def candidate(self, call: Call) -> Candidate | Rejection:
         region = region_of(self, call)
         if escapes(region):
             raise NotARegion("an inner value is read outside of it")
-        notes = tuple(_WIDENED.format(call.a.dtype) for _ in range(call.widened))
+        told = _WIDENED.format(call.a.dtype)
         plan = _plan(self, call, region.inputs)
+        notes = (told,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
         if not isinstance(outcome, Candidate) or not call.widened:
             return outcome
         # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
         backends = (
-            replace(b, verdict="chosen", reason=notes[0]) if b.verdict == "same code" else b for b in outcome.backends
+            replace(b, verdict="chosen", reason=told) if b.verdict == "same code" else b for b in outcome.backends
         )
         return replace(outcome, backends=tuple(backends))
-
-
-def _op() -> Matmul:
-    op = OPS["matmul"]
-    if not isinstance(op, Matmul):
-        raise TypeError(f"the op matmul is {op!r}")
-    return op
 
 
 def _plan(site: Routed, call: Call, inputs: tuple[Any, ...]) -> Plan:
@@ -166,11 +158,10 @@ def _plan(site: Routed, call: Call, inputs: tuple[Any, ...]) -> Plan:
             return given[where["a"]], given[where["b"]], None
         return given[where["a"]], given[where["b"]], given[where["bias"]].reshape(call.thin)
 
-    op = _op()
     attrs = {**call.attrs, "library": site.library, "implementation": site.search.implementation}
-    formula = op.formula(**call.attrs, bias=call.bias is not None)
+    formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
     arithmetic = product_arithmetic(str(call.a.dtype), call.precision, site.search.device)
-    return Plan(op, attrs, operands, lambda out: out, formula, arithmetic)
+    return Plan(MATMUL, attrs, operands, lambda out: out, formula, arithmetic)
 
 
 def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | None, findings: Any) -> Routes:
@@ -211,7 +202,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
         backend = claim.backend
         reason = f"claimed by {claim.pass_name}" + (f", {backend.name}: {backend.reason}" if backend else "")
         return ProductRoute(**about, site=claim.id, formula=claim.formula, tag=tag_of(claim), reason=reason)
-    bare = OPS["matmul"].formula()
+    bare = MATMUL.formula()
     if rule is not None:
         return ProductRoute(
             **about, formula=bare, reason=f"inside a {rule.primitive}, whose derivative is the user's own"
@@ -227,7 +218,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
     if found is None:
         return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")
     call, told = found
-    formula = OPS["matmul"].formula(**call.attrs, bias=call.bias is not None)
+    formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
     taken = told[-1].route.tag
     behind = routed.left_behind(call)
     return ProductRoute(**about, site=own.id if own else "", formula=formula, tag=taken, answers=told, split=behind)

@@ -19,7 +19,7 @@ from ..graph.evaluate import is_float, narrows
 from ..graph.fingerprint import between
 from ..graph.ir import Node, Value
 from ..graph.region import CASTS, NotARegion, Region, dead_with, widens
-from ..kernels.arrays import is_explicitly_sharded
+from ..kernels.arrays import is_explicitly_sharded, precisions
 from ..kernels.matmul.axes import Dimensions, Product, canonical
 from .epilogues import Epilogue
 from .site import Site
@@ -91,7 +91,7 @@ class Reader:
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
-        if any(p not in (None, lax.Precision.DEFAULT) for p in as_pair(call.precision)):
+        if any(p not in (None, lax.Precision.DEFAULT) for p in precisions(call.precision)):
             return (
                 call  # asked for more than the default, or for an algorithm by name: with the operands that they have
             )
@@ -220,11 +220,6 @@ class Reader:
             return None
         nodes = between(self.view, call.value, end)
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
-
-
-def as_pair(precision: Any) -> tuple[Any, ...]:
-    """A precision, or one for each operand, as a tuple."""
-    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def _is_held(factor: float, dtype: str) -> bool:

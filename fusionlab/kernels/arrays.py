@@ -63,6 +63,13 @@ def canonical_precision(precision: Any) -> Any:
     return traced.jaxpr.eqns[0].params["precision"]
 
 
+def precisions(precision: Any) -> tuple[Any, ...]:
+    """What a product's `precision` asks for, one for each operand or one for both; nothing where it is None."""
+    if precision is None:
+        return ()
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
 def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
 

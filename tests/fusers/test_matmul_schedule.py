@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
-from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
 from fusionlab.kernels import OPS
 from fusionlab.kernels.matmul import routes, support
@@ -264,7 +263,6 @@ def test_operands_that_are_only_widened_are_multiplied_as_they_are():
     assert not site.same_code
     assert "not widened" in site.notes[0]
     assert not find(widened, HX, HW, passes="matmul_schedule", device="cpu").candidates
-    assert "float32, summed" not in site.arithmetic.split(",")[0]
     assert site.arithmetic == "bfloat16, summed in float32"
 
 
@@ -540,4 +538,3 @@ def test_the_op_is_told_in_the_catalogue():
     (entry,) = [p for p in fl.passes() if p.name == "matmul_schedule"]
     assert "library" in entry.options
     assert OPS["matmul"].implementations.keys() == {"xla", "cublaslt", "cuda"}
-    assert Device.of("sm_90").platform == "cuda"

@@ -21,7 +21,7 @@ from fusionlab.kernels.matmul.axes import Product, stored
 from fusionlab.kernels.matmul.op import MATMUL
 from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
 from tests.kernels.emulated_blas import products_on_the_cpu
-from tests.kernels.matmul_suite import BEHIND, PRODUCTS, Case, MatmulSuite
+from tests.kernels.matmul_suite import BEHIND, PRODUCTS, MatmulSuite
 
 MATRICES = (((1,), (0,)), ((), ()))
 ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "cpu")
@@ -369,7 +369,3 @@ def test_the_formula_reads_as_it_computes():
     assert MATMUL.formula() == "a @ b"
     text = MATMUL.formula(alpha=2.0, beta=0.5, bias=True, activation="relu", product="float32", out="bfloat16")
     assert text == "bfloat16(relu(2 * (a @ b) + 0.5 * bias))"
-
-
-def test_a_case_of_the_suite_is_a_case():
-    assert dataclasses.asdict(Case())["dimensions"] == MATRICES

@@ -19,6 +19,7 @@ from jax import lax
 
 from ...device import Device
 from .. import cublaslt as lt
+from ..arrays import precisions
 from ..choices import CHOICES
 from ..compile import NOT_INSTALLED
 from ..launch import launch
@@ -47,9 +48,9 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
         return f"cuBLASLt has no epilogue for {activation}, only for relu and gelu_tanh"
     if role == "cotangent" and activation != "none" and activation not in cuda.KERNEL_ACTIVATIONS:
         return f"neither an epilogue nor a kernel for the derivative of {activation}"
-    if precision is not None and lax.Precision.HIGH in _precisions(precision):
+    if precision is not None and lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
-    if any(not isinstance(one, lax.Precision) for one in _precisions(precision)):
+    if any(not isinstance(one, lax.Precision) for one in precisions(precision)):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
     return None
 
@@ -85,17 +86,11 @@ def _refuses_chain(activation: str, saved: Any, x_contract: int) -> str | None:
     return None
 
 
-def _precisions(precision: Any) -> tuple[Any, ...]:
-    if precision is None:
-        return ()
-    return precision if isinstance(precision, tuple) else (precision,)
-
-
 def compute_of(dtype: str, precision: Any) -> str:
     """What is multiplied and accumulated in: as XLA does on a GPU, float32 operands are rounded to TF32 unless precision is HIGHEST."""
     if dtype == "float64":
         return "f64"
-    exact = bool(_precisions(precision)) and all(p == lax.Precision.HIGHEST for p in _precisions(precision))
+    exact = bool(precisions(precision)) and all(p == lax.Precision.HIGHEST for p in precisions(precision))
     return "tf32" if dtype == "float32" and not exact else "f32"
 
 

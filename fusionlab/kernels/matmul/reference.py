@@ -82,13 +82,6 @@ def cotangent(
     """The gradients wanted, in order: dh = act'(h) * ct, da = alpha * dh . b^T, db = alpha * a^T . dh, dbias = beta * dh, summed."""
     act = ACTIVATIONS[attrs["activation"]]
     dh = act.scale(saved.get(act.residual), ct.astype(attrs["product"]))
-    return gradients(saved, dh, wanted, shardings, **attrs)
-
-
-def gradients(
-    saved: Mapping[str, Array], dh: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
-) -> list[Array]:
-    """The gradients wanted of that of h."""
     found = {}
     for slot in ("a", "b"):
         if slot in wanted:

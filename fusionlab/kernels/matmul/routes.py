@@ -6,7 +6,6 @@ nothing of, nobody asks the library.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,8 +149,3 @@ def case(
     }
     content |= dict(zip(SIZES, sizes.sizes, strict=True))
     return case_text("matmul", "call", **content)
-
-
-def flops(shapes: Mapping[str, Any], dimensions: Any) -> int:
-    """Multiplications and additions of a product."""
-    return 2 * math.prod(Product.of(shapes["a"].shape, shapes["b"].shape, dimensions).sizes)

@@ -14,8 +14,9 @@ from jax import lax
 
 from ...device import Device
 from .. import cublaslt as lt
-from ..compile import NOT_INSTALLED
-from ..gemm_epilogue.cublaslt import MIN_CAPABILITY, compute_of
+from ..arrays import precisions
+from ..compile import refuses_device as refuses_compiled
+from ..gemm_epilogue.cublaslt import compute_of
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from .axes import Product, Stored, free, stored
 
@@ -36,9 +37,10 @@ class Reason:
 
 def library(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason | None:
     """Why cuBLASLt cannot compute a call in one product, or None."""
-    unable = refuses_device(device, lt.NOT_INSTALLED if "nvmath" in device.missing else NOT_INSTALLED)
-    if unable is not None:
+    if unable := refuses_device(device):
         return unable
+    if "nvmath" in device.missing:
+        return Reason("device", lt.NOT_INSTALLED)
     if attrs.get("role", "call") != "call":
         return Reason("role", "of a backward the products stay XLA's")
     return (
@@ -46,13 +48,10 @@ def library(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason |
     )
 
 
-def refuses_device(device: Device, missing: str) -> Reason | None:
-    """Why nothing of ours runs on a device; `missing` says what is not installed, if it is."""
-    if device.platform != "cuda":
-        return Reason("device", f"it needs a CUDA device, this is {device}")
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return Reason("device", f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that CUDA 13 supports")
-    return Reason("device", missing) if device.missing and missing else None
+def refuses_device(device: Device) -> Reason | None:
+    """Why nothing of ours runs on a device."""
+    text = refuses_compiled(device)
+    return Reason("device", text) if text else None
 
 
 def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any, **_: Any) -> Reason | None:
@@ -63,7 +62,7 @@ def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any,
         return Reason("dtype", f"{given} multiplied to {product}: it sums {given} in float32 or as it is")
     if out not in (product, given):
         return Reason("dtype", f"a result of {out} from operands of {given}: it writes {given} or {product}")
-    asked = precision if isinstance(precision, tuple) else (precision,)
+    asked = precisions(precision)
     if lax.Precision.HIGH in asked:
         return Reason(
             "precision", "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
@@ -122,7 +121,7 @@ def _epilogue(shapes: Mapping[str, Any], *, activation: str, precision: Any, out
 
 def kernel(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason | None:
     """Why XLA's product with a kernel of our own behind it cannot compute a call, or None."""
-    if unable := refuses_device(device, NOT_INSTALLED if "cupy" in device.missing else ""):
+    if unable := refuses_device(device):
         return unable
     if attrs.get("role", "call") != "call":
         return Reason("role", "of a backward the products and what stands before them stay XLA's")
