@@ -1,6 +1,6 @@
 """Attention: FusionLab, jax.jit, cuDNN through jax.nn and torch, forward and backward, in one run.
 
-    python -m benchmarks attention [--json] [-o FILE] [--quick]
+    python -m benchmarks attention [--json] [-o FILE] [--quick] [--only TEXT]
 
 On a CUDA device times are device times, programs take turns, and every sample is kept (see gemm_epilogue.py). FusionLab runs as shipped;
 its routes are printed. Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works, and otherwise
@@ -24,8 +24,7 @@ from typing import Any
 
 from . import attention_cpu
 from .measuring import (
-    add,
-    compiled,
+    compiled_at_once,
     differences,
     finish,
     has_torch,
@@ -34,6 +33,8 @@ from .measuring import (
     new_record,
     normal,
     parser_of,
+    refusal,
+    save,
     torch_samples,
 )
 
@@ -152,14 +153,16 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     args, device = operands(shape), Device.current()
     written = functools.partial(plain, shape)
     fused = fl.fuse(step_of(written))
-    programs: dict[str, Callable] = {"jax.jit": compiled(step_of(written), *args), "fusionlab": compiled(fused, *args)}
-    rounding = step_of(functools.partial(plain, shape, rounds=True))
-    programs["jax.jit, 16-bit scores"] = compiled(rounding, *args)
-    left_out = {}
-    for name in NAMED:
-        add(programs, left_out, f"op by {name}", step_of(functools.partial(by_name, name, shape)), args)
+    rivals: dict[str, Callable] = {
+        "jax.jit": step_of(written),
+        "fusionlab": fused,
+        "jax.jit, 16-bit scores": step_of(functools.partial(plain, shape, rounds=True)),
+    }
+    rivals |= {f"op by {name}": step_of(functools.partial(by_name, name, shape)) for name in NAMED}
     if device.platform == "cuda":
-        add(programs, left_out, "jax.nn cudnn", step_of(functools.partial(through_jax_nn, shape)), args)
+        rivals["jax.nn cudnn"] = step_of(functools.partial(through_jax_nn, shape))
+    left_out = {name: why for name, f in rivals.items() if (why := refusal(f, args))}
+    programs = compiled_at_once({name: (f, args) for name, f in rivals.items() if name not in left_out})
     reference = programs["jax.jit"]()
     found: dict[str, Any] = {"difference to jax.jit": {n: differences(reference, f()) for n, f in programs.items()}}
     found |= measured(programs, "jax.jit", samples)
@@ -277,11 +280,8 @@ def encoder(size: Encoder, rate: float, samples: int, wide: bool = False) -> dic
     args = params, x, y, jax.random.key(2)
     fused = fl.fuse(step, passes=["dot_product_attention"])
     every = fl.fuse(step)
-    programs = {
-        "jax.jit": compiled(step, *args),
-        "fusionlab": compiled(fused, *args),
-        "fusionlab, all passes": compiled(every, *args),
-    }
+    rivals = {"jax.jit": step, "fusionlab": fused, "fusionlab, all passes": every}
+    programs = compiled_at_once({name: (f, args) for name, f in rivals.items()})
     losses = {n: float(f()[0]) for n, f in programs.items()}
     return {**measured(programs, "jax.jit", samples), "losses": losses, "routes": routes(fused, *args)}
 
@@ -304,7 +304,9 @@ def memory(length: int) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
-    options = parser_of("attention", __doc__).parse_args(argv)
+    parser = parser_of("attention", __doc__)
+    parser.add_argument("--only", default="", help="only what has this text in its name")
+    options = parser.parse_args(argv)
 
     from fusionlab.device import Device
 
@@ -320,18 +322,20 @@ def main(argv: list[str]) -> int:
             print(line(name, found), flush=True)
 
     for shape in SHAPES if on_cuda else TINY:
-        record["attention"][shape.name] = found = attention(shape, samples, has_torch())
-        say(shape.name, found)
-    if importlib.util.find_spec("flax") is None:
-        record["encoder"] = "flax is not installed"
-    else:
-        for rate, wide in ((0.0, False), (0.0, True), (0.1, False)):
-            size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
-            name = f"dropout {rate}{', softmax in float32' if wide else ''}"
+        if options.only in shape.name:
+            record["attention"][shape.name] = found = attention(shape, samples, has_torch())
+            say(shape.name, found)
+            save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+    for rate, wide in ((0.0, False), (0.0, True), (0.1, False)) if importlib.util.find_spec("flax") else ():
+        size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
+        name = f"dropout {rate}{', softmax in float32' if wide else ''}"
+        if options.only in f"encoder step, {name}":
             record["encoder"][name] = found = encoder(size, rate, samples, wide)
             say(f"encoder step, {name}", found)
-    record["memory"] = memory(8192 if on_cuda else 1024)
-    if not options.json:
-        print("scratch bytes, length 8192, causal:", record["memory"])
+            save(record, options, on_cuda)
+    if options.only in "memory":
+        record["memory"] = memory(8192 if on_cuda else 1024)
+        if not options.json:
+            print("scratch bytes, length 8192, causal:", record["memory"])
     finish(record, options, on_cuda)
     return 0

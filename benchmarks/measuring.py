@@ -59,14 +59,6 @@ def refusal(fn: Callable, args: Sequence[Any]) -> str | None:
     return None
 
 
-def add(programs: dict[str, Callable], left_out: dict[str, str], name: str, fn: Callable, args: tuple) -> None:
-    """A rival, or why there is none."""
-    if reason := refusal(fn, args):
-        left_out[name] = reason
-    else:
-        programs[name] = compiled(fn, *args)
-
-
 def differences(a: Any, b: Any) -> float:
     """The largest ||b - a|| / ||a|| over outputs and gradients."""
     import jax
@@ -198,7 +190,8 @@ def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     here = environment().to_dict()
     if has_torch():
         here["versions"]["torch"] = importlib.metadata.version("torch")
-    command = f"python -m benchmarks {benchmark}" + " --quick" * options.quick
+    only = f" --only {options.only!r}" if getattr(options, "only", "") else ""
+    command = f"python -m benchmarks {benchmark}" + " --quick" * options.quick + only
     return {"benchmark": benchmark, "command": command, "environment": here}
 
 
