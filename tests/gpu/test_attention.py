@@ -57,17 +57,17 @@ class TestBlockwise(AttentionSuite):
 
 # SYSTEMS 2.4: what the fused attention of the pass was held to, here forward and all gradients, by every implementation that takes it.
 SEED = {
-    "fp16, nothing": ("float16", Case((8,), 128, 128, 12, 64), 5e-4),
-    "fp16, lengths": ("float16", Case((8,), 128, 128, 12, 64, given=("lengths",)), 5e-4),
-    "fp16, causal": ("float16", Case((8,), 128, 128, 12, 64, attrs={"is_causal": True}), 1e-3),
-    "bf16, nothing": ("bfloat16", Case((8,), 128, 128, 12, 64, spread=0.02), 5e-3),
-    "bf16, lengths": ("bfloat16", Case((8,), 128, 128, 12, 64, given=("lengths",), spread=0.02), 5e-3),
-    "bf16, causal": ("bfloat16", Case((8,), 128, 128, 12, 64, attrs={"is_causal": True}, spread=0.02), 5e-3),
-    "bf16, lengths, 1024": ("bfloat16", Case((2,), 1024, 1024, 4, 64, given=("lengths",), spread=0.02), 5e-3),
-    "bf16, lengths, 2048": ("bfloat16", Case((1,), 2048, 2048, 2, 128, given=("lengths",), spread=0.02), 5e-3),
-    "bf16, causal, 1024": ("bfloat16", Case((2,), 1024, 1024, 4, 128, attrs={"is_causal": True}, spread=0.02), 5e-3),
-    "bf16, half at random": ("bfloat16", Case((2,), 512, 512, 4, 64, given=("random",), spread=0.02), 5e-3),
-    "bf16, a hole": ("bfloat16", Case((2,), 512, 512, 4, 64, given=("hole",), spread=0.02), 5e-3),
+    "fp16, nothing": ("float16", Case((8,), 128, 128, 12, d=64), 5e-4),
+    "fp16, lengths": ("float16", Case((8,), 128, 128, 12, d=64, given=("lengths",)), 5e-4),
+    "fp16, causal": ("float16", Case((8,), 128, 128, 12, d=64, attrs={"is_causal": True}), 1e-3),
+    "bf16, nothing": ("bfloat16", Case((8,), 128, 128, 12, d=64, spread=0.02), 5e-3),
+    "bf16, lengths": ("bfloat16", Case((8,), 128, 128, 12, d=64, given=("lengths",), spread=0.02), 5e-3),
+    "bf16, causal": ("bfloat16", Case((8,), 128, 128, 12, d=64, attrs={"is_causal": True}, spread=0.02), 5e-3),
+    "bf16, lengths, 1024": ("bfloat16", Case((2,), 1024, 1024, 4, d=64, given=("lengths",), spread=0.02), 5e-3),
+    "bf16, lengths, 2048": ("bfloat16", Case((1,), 2048, 2048, 2, d=128, given=("lengths",), spread=0.02), 5e-3),
+    "bf16, causal, 1024": ("bfloat16", Case((2,), 1024, 1024, 4, d=128, attrs={"is_causal": True}, spread=0.02), 5e-3),
+    "bf16, half at random": ("bfloat16", Case((2,), 512, 512, 4, d=64, given=("random",), spread=0.02), 5e-3),
+    "bf16, a hole": ("bfloat16", Case((2,), 512, 512, 4, d=64, given=("hole",), spread=0.02), 5e-3),
 }
 
 

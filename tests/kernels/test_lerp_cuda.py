@@ -18,6 +18,7 @@ from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.kernels.lerp import cuda, plan, tiling
 from fusionlab.kernels.lerp.axes import SLOTS, Axis, accumulator, collapse, result_shape
 from fusionlab.kernels.lerp.plan import backward_passes, forward_plan
+from tests.kernels import lerp_suite
 from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
@@ -246,6 +247,19 @@ def test_every_kind_of_tiling_is_right_and_not_only_the_one_chosen(emulator, cas
         one = plan.tiled_pass(t)
         assert len(one.plan.launches) == 1 + bool(one.scratch)
         check_gradients(run_pass(emulator, one, shapes, values, ct, dtype), shapes, values, ct, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("grads", [("x", "y"), EVERY])
+def test_no_tiling_takes_more_shared_memory_than_a_kernel_may_declare(grads, dtype):
+    """ptxas refuses it otherwise: sums over two axes of 8-byte numbers, in tiles of many rows, were."""
+    padded = ([(1,) * (max(map(len, shapes)) - len(s)) + s for s in shapes] for shapes in lerp_suite.LARGE.values())
+    found = [
+        t.stage() * t.step_bytes
+        for shapes in padded
+        for t in plan.all_tilings(plan.call_of(shapes_of(*shapes), grads, dtype))
+    ]
+    assert tiling.STAGE_BYTES // 2 < max(found) <= 48 << 10
 
 
 def test_the_same_bits_every_time(emulator, monkeypatch):

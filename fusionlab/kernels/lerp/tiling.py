@@ -24,6 +24,9 @@ MAX_LANES = 32  # along the last axis: a warp, whose sums need no shared memory
 MIN_LANES = 8  # of those that are tried where the axis has more; with fewer lanes a tile has more rows, and leaves fewer partial sums
 SUM_REGISTERS = 64  # words of running sums that a thread may hold
 STAGE_BYTES = 32 << 10  # shared memory in which sums over p wait for the next barrier: four blocks fit a multiprocessor
+STATIC_SHARED = (
+    48 << 10
+)  # bytes of shared memory that a kernel may declare (CUDA C++ Programming Guide, technical specifications)
 PARTS_OF_A_THREAD = 8  # in lerp_sum, before more threads share a column
 # The model, in bytes of traffic.
 BLOCK_BYTES = 2 << 10  # a block's beginning and end
@@ -176,13 +179,17 @@ class Tiling:
         p, q, _ = self.sums_over[slot]
         return p and not q
 
-    def stage(self) -> int:
-        """Steps along q between two barriers: as many as the shared memory for sums over p takes, in two halves."""
+    @functools.cached_property
+    def step_bytes(self) -> int:
+        """Shared memory that one step along q takes for sums over p, in two halves; 0 where there are none."""
         words = [1 if self.sums_over[s][2] else self.call.vec for s in self.call.grads if self.passed_on(s)]
-        if not words:
+        return 2 * sum(words) * self.threads * self.rows_q * ITEM_BYTES[accumulator(self.call.dtype)]
+
+    def stage(self) -> int:
+        """Steps along q between two barriers: as many as the shared memory takes, and one at least."""
+        if not self.step_bytes:
             return 1
-        one = 2 * sum(words) * self.threads * self.rows_q * ITEM_BYTES[accumulator(self.call.dtype)]
-        return max(1, min(STAGE_BYTES // one, parts_of(self.q_span, self.rows_q)))
+        return max(1, min(STAGE_BYTES // self.step_bytes, parts_of(self.q_span, self.rows_q)))
 
 
 def tilings(call: Call) -> Iterator[Tiling]:
@@ -207,7 +214,7 @@ def tilings(call: Call) -> Iterator[Tiling]:
                 tiling = Tiling(call, grid, p, q, rows_p, rows_q, splits)
                 if splits == 1 and _sum_words(tiling) > SUM_REGISTERS:
                     break
-                if tiling.blocks <= GRID_X:
+                if tiling.blocks <= GRID_X and tiling.step_bytes <= STATIC_SHARED:
                     yield tiling
                 splits *= 2
                 if splits * tiling.q_step > tiling.q_size or tiling.blocks > 64 * TAIL_BLOCKS:
