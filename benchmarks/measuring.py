@@ -37,12 +37,18 @@ def compiled(fn: Callable, *args: Any, **options: Any) -> Callable[[], Any]:
 
 
 def compiled_at_once(programs: Mapping[str, tuple[Callable, Sequence[Any]]]) -> dict[str, Callable[[], Any]]:
-    """Programs on their arguments, compiled side by side."""
+    """Programs on their arguments, compiled side by side, after the first.
+
+    XLA times several kernels for each product it finds, and its choice varies from one compilation to the next; what it has chosen for a
+    product it takes again in the same process. So the others run the first one's choices, wherever they leave a product to XLA.
+    """
     import jax
 
     lowered = {name: jax.jit(fn).lower(*args) for name, (fn, args) in programs.items()}
+    first, *others = lowered
+    made = {first: lowered[first].compile()}
     with ThreadPoolExecutor() as pool:
-        made = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
+        made |= zip(others, pool.map(lambda name: lowered[name].compile(), others), strict=True)
     return {name: functools.partial(program, *programs[name][1]) for name, program in made.items()}
 
 
