@@ -9,7 +9,8 @@ attention_cpu.py is run.
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
              jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention
-  encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too
+  encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too, and
+             its parameters in bfloat16: by attention alone, as FusionLab comes, and with the norms too
   memory     scratch of the compiled programs at length 8192
 """
 
@@ -235,13 +236,23 @@ class Encoder:
     layers: int = 2
 
 
-def encoder(size: Encoder, rate: float, samples: int, wide: bool = False) -> dict[str, Any]:
+STEPS = {
+    "dropout 0.0": (0.0, False, "float32"),
+    "dropout 0.0, softmax in float32": (0.0, True, "float32"),
+    "dropout 0.0, softmax in float32, parameters in bfloat16": (0.0, True, "bfloat16"),
+    "dropout 0.1": (0.1, False, "float32"),
+}
+
+
+def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: int) -> dict[str, Any]:
     """A step (loss, gradients, SGD) of post-LN layers with flax.linen's own attention, unchanged; `wide`: its softmax in float32."""
     import jax
     import jax.numpy as jnp
     from flax import linen as nn
 
     import fusionlab as fl
+
+    makers = (nn.LayerNorm, nn.Dense)
 
     class Layer(nn.Module):
         @nn.compact
@@ -252,11 +263,13 @@ def encoder(size: Encoder, rate: float, samples: int, wide: bool = False) -> dic
                 dropout_rate=rate,
                 deterministic=rate == 0.0,
                 force_fp32_for_softmax=wide,
+                param_dtype=jnp.dtype(parameters),
             )
             drop = nn.Dropout(rate, deterministic=rate == 0.0)
-            x = nn.LayerNorm(dtype=jnp.bfloat16)(x + drop(attend(x)))
-            h = nn.Dense(size.hidden, dtype=jnp.bfloat16)(nn.relu(nn.Dense(size.ffn, dtype=jnp.bfloat16)(x)))
-            return nn.LayerNorm(dtype=jnp.bfloat16)(x + drop(h))
+            norm, dense = (functools.partial(m, dtype=jnp.bfloat16, param_dtype=jnp.dtype(parameters)) for m in makers)
+            x = norm()(x + drop(attend(x)))
+            h = dense(size.hidden)(nn.relu(dense(size.ffn)(x)))
+            return norm()(x + drop(h))
 
     class Stack(nn.Module):
         @nn.compact
@@ -275,12 +288,16 @@ def encoder(size: Encoder, rate: float, samples: int, wide: bool = False) -> dic
 
     def step(params: Any, x: Any, y: Any, key: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, x, y, key)
-        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return value, jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
 
     args = params, x, y, jax.random.key(2)
     fused = fl.fuse(step, passes=["dot_product_attention"])
-    every = fl.fuse(step)
-    rivals = {"jax.jit": step, "fusionlab": fused, "fusionlab, all passes": every}
+    rivals = {
+        "jax.jit": step,
+        "fusionlab": fused,
+        "fusionlab, as it comes": fl.fuse(step),
+        "with layer_norm": fl.fuse(step, passes=["dot_product_attention", "gemm_epilogue", "layer_norm"]),
+    }
     programs = compiled_at_once({name: (f, args) for name, f in rivals.items()})
     losses = {n: float(f()[0]) for n, f in programs.items()}
     return {**measured(programs, "jax.jit", samples), "losses": losses, "routes": routes(fused, *args)}
@@ -326,11 +343,10 @@ def main(argv: list[str]) -> int:
             record["attention"][shape.name] = found = attention(shape, samples, has_torch())
             say(shape.name, found)
             save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
-    for rate, wide in ((0.0, False), (0.0, True), (0.1, False)) if importlib.util.find_spec("flax") else ():
+    for name, settings in STEPS.items() if importlib.util.find_spec("flax") else ():
         size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
-        name = f"dropout {rate}{', softmax in float32' if wide else ''}"
         if options.only in f"encoder step, {name}":
-            record["encoder"][name] = found = encoder(size, rate, samples, wide)
+            record["encoder"][name] = found = encoder(size, *settings, samples)
             say(f"encoder step, {name}", found)
             save(record, options, on_cuda)
     if options.only in "memory":

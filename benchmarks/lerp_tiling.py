@@ -29,7 +29,7 @@ SWEEP = {
 }
 NEXT, WORSE = 6, 6  # of those that the model ranks: the next best, and as many more up to WORSE_THAN times the cost
 WORSE_THAN = 1.3
-SHOWN = 6  # the quickest of each case
+SHOWN = 10  # the quickest of each case
 
 
 @dataclass

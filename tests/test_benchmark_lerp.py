@@ -102,7 +102,7 @@ def test_constants_are_as_they_were_afterwards():
     with lerp_tiling.constants(IN_FLIGHT=2, FLAT_ITEMS=1):
         assert (tiling.IN_FLIGHT, plan.FLAT_ITEMS) == (2, 1)
         assert plan.backward_passes(shapes, ("x", "y"), "float32") != before
-    assert (tiling.IN_FLIGHT, plan.FLAT_ITEMS) == (8, 4)
+    assert (tiling.IN_FLIGHT, plan.FLAT_ITEMS) == (8, 2)
     assert plan.backward_passes(shapes, ("x", "y"), "float32") == before
 
 

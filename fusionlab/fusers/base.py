@@ -23,6 +23,7 @@ from ..graph.trace import block_of_jaxpr
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
 
+BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -82,6 +83,11 @@ class Search:
     def gradient(self) -> bool:
         """Whether the pass's `_grad` is on: else the gradient is JAX's own of the reference."""
         return self.options.get(GRADIENT, True)
+
+    def idle(self, op: Op) -> str:
+        """Why a site of that op is left as it is unless it is asked for; "" where it is not, or its pass or implementation was named."""
+        unasked = self.options.get(BY_DEFAULT, False) and self.implementation is None
+        return op.idle(self.device) if unasked else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +157,7 @@ def propose(
         edit = f"name one to have it all the same: {', '.join(f'implementation={name!r}' for name in able)}"
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
-    plan_call = plan.call
+    plan_call, idle = plan.call, search.idle(plan.op)
     replacement = Replacement(region.block.path, region.nodes, region.root, region.inputs, plan_call)
     return Candidate(
         id=f"{name}@{anchor.scope}",
@@ -169,7 +175,8 @@ def propose(
         arithmetic=plan.arithmetic,
         residuals=facts.residuals,
         backends=facts.backends,
-        notes=tuple(notes),
+        idle=idle,
+        notes=(*notes, f"left as it is unless asked for: {idle}") if idle else tuple(notes),
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,

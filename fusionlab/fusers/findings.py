@@ -99,7 +99,7 @@ class Findings:
     def select(
         self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()
     ) -> tuple[Candidate, ...]:
-        """Candidates by site id or pass name: those `enabled` (None: all) and not in `skip`; one name may stand alone.
+        """Candidates by site id or pass name: those `enabled` (None: all that are not idle) and not in `skip`; one name may stand alone.
 
         Raises:
           UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
@@ -110,7 +110,9 @@ class Findings:
         for name in (*(wanted or ()), *skip):
             if name not in names:
                 raise unknown_name("site or pass", name, names)
-        chosen = (c for c in self.candidates if wanted is None or c.id in wanted or c.pass_name in wanted)
+        chosen = (
+            c for c in self.candidates if (not c.idle if wanted is None else c.id in wanted or c.pass_name in wanted)
+        )
         return tuple(c for c in chosen if c.id not in skip and c.pass_name not in skip)
 
     def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
@@ -126,12 +128,16 @@ class Findings:
 
     def line(self, pass_name: str) -> str:
         """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
-        mine = [c for c in self.candidates if c.pass_name == pass_name]
+        found = [c for c in self.candidates if c.pass_name == pass_name]
+        mine = [c for c in found if not c.idle]
+        left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
         why = f" ({', '.join(counted(declined))})" if declined else ""
         before = self.graph.node_count
         after = self.apply([c.id for c in mine]).node_count if mine else before
-        return f"{pass_name}: {len(mine)} subgraphs fused, {len(declined)} declined{why}, nodes {before} -> {after}"
+        return (
+            f"{pass_name}: {len(mine)} subgraphs fused{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+        )
 
     def lines(self) -> list[str]:
         """The line of every pass asked, in order; that of its gradient, where there is something to say, after it."""

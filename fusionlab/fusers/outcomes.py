@@ -33,6 +33,7 @@ class Candidate:
       arithmetic: what its products are computed in on the device asked about ("bfloat16, summed in float32"); "" where that is its dtype.
       residuals: what the fused forward saves for backward when differentiated.
       backends: every implementation with its verdict.
+      idle: why it is left as it is unless it or its pass is asked for; "" where it is fused.
       notes: sentences worth reading (fallbacks taken, ...).
       concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
       program: what replaces the site, as a function of its leaves' values in the order the site reads them.
@@ -58,6 +59,7 @@ class Candidate:
     arithmetic: str = ""
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
+    idle: str = ""
     notes: tuple[str, ...] = ()
     concepts: tuple[str, ...] = ()
     program: Block | None = dataclasses.field(default=None, repr=False)
@@ -106,6 +108,7 @@ class Candidate:
             "nodes_after": self.nodes_after,
             "source": str(self.source) if self.source else None,
             "residuals": [dataclasses.asdict(r) for r in self.residuals],
+            "idle": self.idle,
             "backends": [dataclasses.asdict(b) for b in self.backends],
             "notes": list(self.notes),
             "concepts": list(self.concepts),

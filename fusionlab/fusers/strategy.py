@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
-from .base import GRADIENT, Pass, check_options
+from .base import BY_DEFAULT, GRADIENT, Pass, check_options
 
 
 class Strategy(Mapping[str, Any]):
@@ -71,7 +71,7 @@ def select(
       ArgumentError: a `_grad` without its pass, or with options.
     """
     if passes is None:
-        return [(p, {}) for p in registry.values()]
+        return [(p, {BY_DEFAULT: True}) for p in registry.values()]
     if isinstance(passes, str):
         passes = [passes]
     chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)

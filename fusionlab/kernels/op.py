@@ -220,6 +220,11 @@ class Op(abc.ABC):
         `xla`, where that is what is preferred, is what XLA makes of the site anyway."""
         return None
 
+    def idle(self, device: Device) -> str:
+        """Why sites that could become this op are found and left as they are on a device, unless they or their pass are asked for;
+        "" where they are not: it was measured slower there than what XLA makes of them."""
+        return ""
+
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
         """A plain-jnp function of the operands of one of this op's primitives, with these parameters: -> list."""
         return self.primitives[primitive_name].function(params, "xla")

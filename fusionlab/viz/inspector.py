@@ -10,6 +10,8 @@ from fusionlab.graph.ir import Atom, Graph, Literal, Node, Value, literal_text, 
 from fusionlab.graph.scopes import Source
 from fusionlab.graph.text import params_text
 
+from .sites import is_applied
+
 _PARAMS_LENGTH = 300
 
 
@@ -34,7 +36,7 @@ def atom_dict(atom: Atom, producer: dict[int, Node], names: dict[int, str]) -> d
 
 
 def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) -> dict[str, Any]:
-    """One candidate or rejection as plain data; `enabled` None means every candidate is applied."""
+    """One candidate or rejection as plain data; `enabled` None means every candidate is applied that is not idle."""
     common = {
         "id": short(record.id, 200),
         "pass": record.pass_name,
@@ -44,7 +46,7 @@ def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) ->
     }
     if isinstance(record, Candidate):
         return common | {
-            "state": "applied" if enabled is None or record.id in enabled else "candidate",
+            "state": "applied" if is_applied(record, enabled) else "candidate",
             "text": record.formula,
             "arithmetic": record.arithmetic,
             "op": record.op,

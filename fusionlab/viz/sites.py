@@ -40,14 +40,19 @@ def owners(graph: Graph) -> dict[str, Node]:
     return {block.path: node for node in graph.nodes() for block in node.blocks}
 
 
+def is_applied(c: Candidate, enabled: Collection[str] | None) -> bool:
+    """Whether a candidate is one of those `enabled`, by id (None: all that are not idle)."""
+    return not c.idle if enabled is None else c.id in enabled
+
+
 def drawn_sites(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> list[Site]:
-    """All sites of the findings, candidates first; `enabled` are the ids of applied candidates (None: all are)."""
+    """All sites of the findings, candidates first; `enabled` are the ids of applied candidates (None: all that are not idle)."""
     if findings is None:
         return []
     owner = owners(graph)
     sites: list[Site] = []
     for c in findings.candidates:
-        applied = enabled is None or c.id in enabled
+        applied = is_applied(c, enabled)
         sites.append(_place(graph, owner, c, "applied" if applied else "candidate", c.node_ids, sites))
     for r in findings.rejections:
         sites.append(_place(graph, owner, r, "declined", frozenset(r.site_ids or r.node_ids), sites))

@@ -18,7 +18,7 @@ from .flow import flow
 from .folding import LAYOUT_OPS, Group, Item, Leaf, fold, leaves, members
 from .inspector import node_dict, short, site_dict, source_dict
 from .palette import colour_of, pass_of_op, tint_of
-from .sites import Site, drawn_sites
+from .sites import Site, drawn_sites, is_applied
 
 FORMAT, VERSION = "fusionlab.view", 1
 _LABEL = 48
@@ -43,7 +43,7 @@ def view_model(
     Args:
       graph: what is drawn.
       findings: candidates and rejections over this graph, or None.
-      enabled: ids of the candidates that are applied; None means all of them.
+      enabled: ids of the candidates that are applied; None means all of them that are not idle.
       evidence: a measured comparison, or None.
       formulas: pass name -> what it computes.
       expanded, collapsed: group ids to open or close ("all" opens everything).
@@ -110,7 +110,7 @@ def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, m
 
 def _counts(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> dict[str, int]:
     found = findings.candidates if findings else ()
-    applied = len(found) if enabled is None else sum(c.id in enabled for c in found)
+    applied = sum(is_applied(c, enabled) for c in found)
     declined = len(findings.rejections) if findings else 0
     return {
         "nodes": graph.node_count,
@@ -126,8 +126,8 @@ def _passes(
     rows = []
     for name in findings.passes if findings else ():
         assert findings is not None
-        ids = [c.id for c in findings.candidates if c.pass_name == name]
-        on = len(ids) if enabled is None else sum(i in enabled for i in ids)
+        mine = [c for c in findings.candidates if c.pass_name == name]
+        ids, on = [c.id for c in mine], sum(is_applied(c, enabled) for c in mine)
         state = "none" if not ids else "on" if on == len(ids) else "partial" if on else "off"
         rows.append(
             {

@@ -49,7 +49,7 @@ class Explorer(widgets.VBox):
       measure: `measure(enabled_ids, progress, cancel) -> Evidence`; called only when asked. It may call
         `progress(what, done, total)`, and should stop once `cancel()` is True.
       after: `after(enabled_ids) -> Graph`, the program with those sites fused.
-      enabled: ids of the sites that are on at the start; None means all.
+      enabled: ids of the sites that are on at the start; None means all that are not idle.
       formulas: pass name -> what it computes.
       engine: layout engine, as for `to_svg`.
 
@@ -78,7 +78,7 @@ class Explorer(widgets.VBox):
         formulas: Mapping[str, str] | None = None,
         engine: str | None = None,
     ):
-        start = frozenset(c.id for c in findings.candidates) if enabled is None else frozenset(enabled)
+        start = frozenset(c.id for c in findings.select()) if enabled is None else frozenset(enabled)
         self.graph, self.findings = graph, findings
         self.toggles = Toggles(findings, start, self._toggled)
         self._measure_with, self._after_with = measure, after

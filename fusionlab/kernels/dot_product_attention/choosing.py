@@ -1,11 +1,11 @@
 """Which implementation a call of `dot_product_attention` takes: what was measured for it, or a rule.
 
-The rule for CUDA devices is what was measured on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features), in a run of
-`python -m benchmarks attention --quick`, of few samples, of which no record is kept. XLA's code of scores and softmax in bfloat16, cuDNN
-and kernels of our own take 0.116, 0.083 and 0.081 ms at batch 32, 12 heads, 128 x 128 scores, and 4.96, 1.35 and 2.95 ms at batch 32, 16
-heads, 1024 x 1024. With a mask of all scores (batch 8) our kernels take 2.5 ms and XLA's code 1.5; in float32 3.7 and 2.2. So from 128 x
-128 scores a head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias or factors are read and the dtype
-has 16 bits; below that nothing was measured.
+The rule for CUDA devices is what was measured on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features) by
+`python -m benchmarks attention` (benchmarks/results/h200). XLA's code of scores and softmax in bfloat16, cuDNN and kernels of our own take
+0.116, 0.083 and 0.081 ms at batch 32, 12 heads, 128 x 128 scores, and 4.96, 1.35 and 2.95 ms at batch 32, 16 heads, 1024 x 1024. With a
+mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in float32 XLA's code takes 2.2
+and our kernels 3.7. So from 128 x 128 scores a head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias
+or factors are read and the dtype has 16 bits; below that nothing was measured.
 """
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 
 def _slower(name: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
     """Why an implementation that could run is left alone: it was measured slower than XLA's code."""
-    if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
-        return "a mask of all scores as its bias was not measured yet (implementation='cudnn' takes it)"
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):

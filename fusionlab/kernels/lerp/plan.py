@@ -32,8 +32,8 @@ SOURCE = Source("lerp/lerp.cu", ("lerp_forward", "lerp_backward_flat", "lerp_bac
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _PLACES = ("ct", "w", "x", "y", "dx", "dy", "dw", "column", "first p", "first q")  # the kernel's enum
 _NARROW = 2**31 - 1  # elements that 32-bit numbers are used for
-# To be tuned on a GPU, as those of tiling.py.
-FLAT_ITEMS = 4  # at most, of those kernels that go element by element: they run with 2,048 threads a multiprocessor
+# Tuned as those of tiling.py.
+FLAT_ITEMS = 2  # at most, of those kernels that go element by element: they run with 2,048 threads a multiprocessor
 PASS_BYTES = 12 << 20  # another pass
 
 

@@ -17,10 +17,11 @@ WARP = 32
 THREADS = 256  # at most, of a block: a few blocks a multiprocessor, so that one works while another waits at a barrier
 GRID_X = 2**31 - 1  # CUDA's limit
 
-# To be tuned on a GPU. Vectors that a thread loads before it uses the first: 8 of 16 bytes in 1,024 threads of a multiprocessor
+# Tuned on an H200 by `python -m benchmarks lerp --tune`.
+# Vectors that a thread loads before it uses the first: 8 of 16 bytes in 1,024 threads of a multiprocessor
 # are 128 KiB on their way, several times what the latency of memory needs.
 IN_FLIGHT = 8
-MAX_LANES = 32  # along the last axis: a warp, whose sums need no shared memory
+MAX_LANES = 16  # along the last axis, of one warp: their sums need no shared memory; 32 took 1 to 2% longer
 MIN_LANES = 8  # of those that are tried where the axis has more; with fewer lanes a tile has more rows, and leaves fewer partial sums
 SUM_REGISTERS = 64  # words of running sums that a thread may hold
 STAGE_BYTES = 32 << 10  # shared memory in which sums over p wait for the next barrier: four blocks fit a multiprocessor
@@ -29,7 +30,7 @@ STATIC_SHARED = (
 )  # bytes of shared memory that a kernel may declare (CUDA C++ Programming Guide, technical specifications)
 PARTS_OF_A_THREAD = 8  # in lerp_sum, before more threads share a column
 # The model, in bytes of traffic.
-BLOCK_BYTES = 2 << 10  # a block's beginning and end
+BLOCK_BYTES = 4 << 10  # a block's beginning and end
 TAIL_BLOCKS = 132  # the end of n blocks costs as if there were this many more: one for each multiprocessor
 SUM_BYTES = 8 << 20  # the launch of lerp_sum: 2 microseconds
 SUM_ROUND_BYTES = 3 << 20  # and the latency of memory each time that a thread of it waits for PARTS_OF_A_THREAD parts

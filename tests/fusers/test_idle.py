@@ -1,0 +1,83 @@
+"""Sites that are found and left as they are: what was measured slower on a device is off by default."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fusionlab as fl
+from fusionlab.viz.view_model import view_model
+
+
+def layer(x, w, v, scale, bias):
+    h = x + jax.nn.relu(x @ w) @ v
+    mean = h.mean(-1, keepdims=True)
+    normed = (h - mean) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+    return normed * scale + bias
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+ARGS = (f32(8, 16), f32(16, 32), f32(32, 16), f32(16), f32(16))
+
+
+def names(closed):
+    return str(closed).count("fusionlab.layer_norm") + str(closed).count("layer_norm")
+
+
+def found(**options):
+    return fl.find(layer, *ARGS, **options)
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_120"])
+def test_on_a_gpu_a_norm_is_found_and_left_as_it_is(device):
+    f = found(device=device)
+    (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
+    assert "no kernel" in norm.idle
+    assert norm.id not in {c.id for c in f.select()}
+    assert f.line("layer_norm").startswith("layer_norm: 0 subgraphs fused, 1 left as they are, 0 declined")
+    assert "left as it is unless asked for" in f.report()
+    assert norm.to_dict()["idle"] == norm.idle
+    assert not names(f.rewritten())
+    assert any(s.kind == "residual_norm" for s in f.structures)  # what it is part of is seen all the same
+
+
+@pytest.mark.parametrize("asked", ["layer_norm", "id"])
+def test_it_is_fused_where_it_is_asked_for(asked):
+    f = found(device="sm_90")
+    (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
+    assert names(f.rewritten([norm.id if asked == "id" else asked]))
+    assert norm.id not in {c.id for c in f.select(skip="gemm_epilogue")}
+
+
+@pytest.mark.parametrize(
+    "options", [{"passes": ["layer_norm"]}, {"passes": fl.Strategy(layer_norm=True)}, {"implementation": "xla"}]
+)
+def test_a_pass_or_implementation_that_is_named_is_asked_for(options):
+    f = found(device="sm_90", **options)
+    (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
+    assert not norm.idle
+    assert norm in f.select()
+    assert not any("left as it is" in n for n in norm.notes)
+
+
+def test_on_a_cpu_it_is_fused():
+    f = found()
+    assert not any(c.idle for c in f.candidates)
+    assert "left as they are" not in f.line("layer_norm")
+    fused = fl.fuse(layer)
+    args = [jnp.asarray(np.random.default_rng(i).standard_normal(a.shape), jnp.float32) for i, a in enumerate(ARGS)]
+    np.testing.assert_allclose(fused(*args), layer(*args), rtol=2e-5, atol=2e-5)
+
+
+def test_it_is_drawn_as_a_candidate_and_not_as_applied():
+    f = found(device="sm_90")
+    (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
+    for enabled, state, on in ((None, "candidate", "off"), ([norm.id], "applied", "on")):
+        view = view_model(f.graph, f, enabled=enabled)
+        assert {s["pass"]: s["state"] for s in view["sites"]}["layer_norm"] == state
+        assert {p["name"]: p["state"] for p in view["passes"]}["layer_norm"] == on
