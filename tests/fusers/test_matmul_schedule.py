@@ -274,6 +274,24 @@ def test_values_of_what_is_widened_are_the_same_to_the_bit():
     np.testing.assert_allclose(jax.jit(new)(HX, HW), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("widened", ["before it is broadcast", "after it", "both"])
+def test_a_bias_of_16_bits_is_added_as_it_is_wherever_the_program_widens_it(widened, cast):
+    """By numpy's promotion it is widened, then broadcast. XLA's own kernels of a product add no bias that they have to widen."""
+
+    def fn(x, w, b):
+        h = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        if widened != "after it":
+            b = b.astype(jnp.float32)
+        b = jnp.broadcast_to(b, h.shape).astype(jnp.float32)
+        return (h + b).astype(x.dtype) if cast else h + b
+
+    found = agree(fn, HX, HW, HB, within=2e-2)  # gradients in bfloat16
+    (site,) = found.candidates
+    assert site.leaves["bias"].dtype == jnp.bfloat16
+    assert site.attrs["out"] == ("bfloat16" if cast else "float32")
+
+
 def test_what_is_not_only_widened_stays_float32():
     def one_side(x, w):
         return x.astype(jnp.float32) @ w

@@ -345,10 +345,14 @@ def test_a_case_says_all_its_speed_hangs_on():
         {"shapes": ((64, 32), (32, 16), (16,))},
         {"shapes": ((64, 32), (32, 16), (64, 1))},
         {"shapes": ((64, 32), (32, 16), (64, 1)), "beta": 2.0},
+        {"shapes": ((64, 32), (32, 16), (16,)), "product": "float32"},
+        {"shapes": ((64, 32), (32, 16), (16,)), "product": "float32", "bias": "float32"},
     ]
 
-    def text(dtype, shapes, **attrs):
-        operands = {n: jax.ShapeDtypeStruct(s, dtype) for n, s in zip(("a", "b", "bias"), shapes, strict=False)}
+    def text(dtype, shapes, bias=None, **attrs):
+        dtypes = (dtype, dtype, bias or dtype)
+        given = zip(("a", "b", "bias"), shapes, dtypes, strict=False)
+        operands = {n: jax.ShapeDtypeStruct(s, d) for n, s, d in given}
         given, full = MATMUL.prepare(operands, attrs)
         return MATMUL.case("call", given, **full)
 

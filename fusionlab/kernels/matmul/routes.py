@@ -147,5 +147,7 @@ def case(
         "b": {None: "other", True: "KN", False: "NK"}[sides[1]],
         "residuals": bool(residuals) and activation != "none",
     }
+    if "bias" in shapes and (given := np.dtype(shapes["bias"].dtype).name) != product:
+        content["bias_dtype"] = given  # XLA widens it in a kernel behind the product
     content |= dict(zip(SIZES, sizes.sizes, strict=True))
     return case_text("matmul", "call", **content)
