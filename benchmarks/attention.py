@@ -331,7 +331,7 @@ def main(argv: list[str]) -> int:
     if not on_cuda and not options.quick:
         print("JAX sees no CUDA device here: attention_cpu runs (--quick: tiny sizes of this one)", file=sys.stderr)
         return attention_cpu.main(["-o", str(options.output)] if options.output else [])
-    samples = 40 if not options.quick else 6 if on_cuda else 3
+    samples = 20 if not options.quick else 6 if on_cuda else 3
     record: dict[str, Any] = new_record("attention", options) | {"attention": {}, "encoder": {}}
 
     def say(name: str, found: Mapping[str, Any]) -> None:
