@@ -122,7 +122,7 @@ class GatedMatmul(Op):
         return Axes(_labels(len(shapes["out"]), attrs["w_contract"]))
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
-        return None  # two products in one: no remat policy that names one product means it
+        return ((-1,), (params["w_contract"],)), ((), ())
 
     def formula(self, *, activation: str = "silu", w_contract: int = 0, **_: Any) -> str:
         """ "silu(x @ w) * (x @ v)"."""
