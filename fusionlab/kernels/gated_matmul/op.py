@@ -29,11 +29,15 @@ _UNMEASURED = "what XLA runs anyway: nothing was measured faster"
 
 
 class GatedMatmul(Op):
-    """act(x . w) * (x . v); see `gated_matmul` below for shapes and attributes."""
+    """act(x . w) * (x . v); see `gated_matmul` below for shapes and attributes.
+
+    Attributes beside those: `prefer`, the implementation to take wherever it can run (where it cannot, "xla" does; `implementation` names
+    the one that has to run).
+    """
 
     name = "gated_matmul"
     slots = ("x", "w", "v")
-    defaults: ClassVar[Mapping[str, Any]] = {"activation": "silu", "w_contract": 0, "precision": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"activation": "silu", "w_contract": 0, "precision": None, "prefer": None}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
             "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
@@ -62,6 +66,8 @@ class GatedMatmul(Op):
             raise unknown_name("activation", full["activation"], ACTIVATIONS)
         if full["w_contract"] not in (0, 1) or isinstance(full["w_contract"], bool):
             raise ArgumentError(f"gated_matmul: w_contract is {full['w_contract']!r}, needed 0 (K x N) or 1 (N x K)")
+        if full["prefer"] is not None and full["prefer"] not in self.implementations:
+            raise unknown_name("gated_matmul implementation", full["prefer"], self.implementations)
         full["w_contract"] = int(full["w_contract"])
         _check(given, full["w_contract"])
         full["precision"] = canonical_precision(full["precision"])
@@ -84,6 +90,9 @@ class GatedMatmul(Op):
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if role != "call":
             return "xla", "what XLA runs anyway: the products of a backward, and forward mode"
+        if wanted := attrs["prefer"]:
+            unable = self.implementations[wanted].refuses(shapes, device, role=role, **attrs)
+            return ("xla", f"not {wanted}: {unable}") if unable else (wanted, "asked for where it can run")
         found = self.measured(shapes, device, **attrs)
         known = found and self.implementations.get(found.implementation)
         if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
