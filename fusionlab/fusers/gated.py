@@ -17,7 +17,6 @@ from ..errors import ArgumentError
 from ..graph.fingerprint import ELEMENTWISE, between
 from ..graph.ir import Node, Value
 from ..graph.region import CASTS, VIEWS, NotARegion, Region, dead_with, escapes
-from ..graph.rules import is_jax_rule
 from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.arrays import is_explicitly_sharded
@@ -45,6 +44,7 @@ _BETWEEN = {
     "add": "bias",
     **dict.fromkeys(VIEWS, "axes"),
 }
+_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
 _ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
 
 
@@ -134,7 +134,7 @@ class GatedSite(Site):
             seen.add(one.id)
             if node is not None and node.primitive == "dot_general":
                 products[node.id] = node
-            elif node is not None and (node.primitive in ELEMENTWISE | _BETWEEN.keys() or is_jax_rule(node)):
+            elif node is not None and (node.primitive in ELEMENTWISE | _RULES | _BETWEEN.keys()):
                 stack += [a for a in node.inputs if isinstance(a, Value)]
             elif node is not None or not self.given(one):
                 return None
