@@ -100,7 +100,7 @@ __device__ __forceinline__ void step(Sums& gate, Sums& up, T* stage, int row, in
   T* x = stage;
   T* w = stage + kRows * kInner;
   T* v = w + kWeights;
-#pragma unroll
+#pragma unroll 2 // all four steps at once would take more registers than two blocks of a multiprocessor have
   for (int k = 0; k < kInner; k += 16) {
     unsigned left[2][4];
 #pragma unroll
