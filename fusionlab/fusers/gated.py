@@ -198,9 +198,6 @@ class GatedSite(Site):
         if dimensions[0] != dimensions[1] or dimensions[0] not in plain or len(w.shape) != 2 or len(x.shape) < 2:
             sentence = f"{both} are not both a product of rows, by their last axis, with a matrix that lies as the other's does"
             return self.rejection("axes", sentence, [gate, up], (1, 2))
-        if self.common(gate, up) is None:
-            sentence = f"{both} do not read the same x: one of it is cast or laid out in another way"
-            return self.rejection("structure", sentence, [gate, up], (1, 2))
         if self.view.read(w) == self.view.read(v) or w.shape != v.shape:
             return self.rejection("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
         if gate.params.get("precision") != up.params.get("precision"):
@@ -311,7 +308,7 @@ class GatedSite(Site):
         block, view, root = self.search.block, self.view, self.root()
         shared = self.common(gate, up)
         if shared is None:
-            raise NotARegion("the products do not read the same x")
+            raise NotARegion("its products do not read the same x: one of it is cast or laid out in another way")
         x, dtypes, casts = shared
         leaves = {"x": x, "w": gate.inputs[1], "v": up.inputs[1]}
         last = (block.producer[root.id],) if root is not self.anchor.outputs[0] else ()

@@ -169,6 +169,16 @@ def test_it_wins_over_the_sites_of_its_parts_where_it_is_asked_for():
     assert (lost.code, lost.winner) == ("overlap", "matmul_schedule@#1")
 
 
+def test_it_wins_over_a_site_that_runs_faster_than_xla_too(monkeypatch):
+    faster = choices.Choice("cuda", {"xla": 2.0, "cuda": 1.0})
+    monkeypatch.setattr(choices.Choices, "lookup", lambda self, arch, text: faster if "gemm" in text else None)
+    args = HX, HW, HV, HD
+    (site,) = find(feed_forward, *args, passes="gemm_epilogue", device="sm_90").candidates
+    assert site.backend.name == "cuda"
+    found = find(feed_forward, *args, passes=BOTH, device="sm_90")
+    assert [c.op for c in found.candidates] == ["gated_matmul"]
+
+
 def test_by_default_the_pair_stays_as_it_is():
     for device in ("cpu", "sm_90"):
         found = find(feed_forward, HX, HW, HV, HD, passes=None, device=device)
@@ -293,6 +303,9 @@ HALF = {
     "rounded to another dtype": lambda x, w, v: (silu(wide(x, w)) * wide(x, v)).astype(jnp.float16),
     "widened before the activation": lambda x, w, v: silu((x @ w).astype(jnp.float32)) * (x @ v),
     "float32 sums that are read beside their rounding": lambda x, w, v: (
+        lambda y: y.astype(x.dtype) + jnp.tanh(y).astype(x.dtype)
+    )(silu(wide(x, w)) * wide(x, v)),
+    "float32 sums that are returned beside their rounding": lambda x, w, v: (
         lambda y: (y, y.astype(x.dtype))
     )(silu(wide(x, w)) * wide(x, v)),
 }  # fmt: skip
