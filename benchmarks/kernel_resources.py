@@ -14,6 +14,7 @@ from typing import Any
 from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, Source, compile_source, nvrtc_version, resources
 from fusionlab.kernels.dot_product_attention import tiles
 from fusionlab.kernels.dot_product_attention.probe import probe_plan
+from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 from fusionlab.kernels.lerp import plan as lerp
@@ -46,6 +47,7 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             yield f"{name}: backward", elementwise.backward_plan(64, n, dtype, activation, dbias=True, saves=saves)[0]
     yield from _lerp(arch)
     yield from _attention(arch)
+    yield from _gated(arch)
 
 
 def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:
@@ -66,6 +68,22 @@ def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             for wanted in (("x", "y"), ("x", "y", "w")):
                 for i, one in enumerate(lerp.backward_passes(given, wanted, dtype)):
                     yield f"{name}: {' and '.join(wanted)}, pass {i + 1}", one.plan
+
+
+def _gated(arch: str) -> Iterator[tuple[str, KernelPlan]]:
+    """Of gated_matmul: each way the weights lie, each activation of feed-forwards, many rows and few, and sizes that fit no vector."""
+    if arch not in gated.SOURCE.archs:
+        return
+    everything = [("bfloat16", a, t) for a in ("silu", "gelu_tanh", "gelu_erf", "relu") for t in (False, True)]
+    for dtype, activation, transposed in (
+        (*everything, ("float16", "silu", False)) if arch == "sm_90" else everything[:2]
+    ):
+        sizes = ((4096, 4096, 1024), (64, 4096, 1024), (4096, 4095, 1023))
+        for rows, columns, inner in sizes if activation == "silu" else sizes[:1]:
+            for saves in (False, True):
+                plan = gated.forward_plan(rows, columns, inner, dtype, activation, transposed=transposed, saves=saves)
+                kind = f"{'N x K' if transposed else 'K x N'}{', saves' if saves else ''}"
+                yield f"gated {dtype} {activation} {rows}x{inner}x{columns} {kind}", plan
 
 
 def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:

@@ -10,7 +10,7 @@ What is measured, at sizes of 1024 and more:
   products   every pair of shapes of the original's tests, a linear layer of each, and one term to a sum
   epilogues  bias, relu and tanh-GELU, in 16 bits and with a float32 result; factors; a bias along the rows; a cast
   widened    operands of 16 bits that a program widens to float32
-  llama      the gated feed-forward of Llama's 7B model, 4096 tokens
+  llama      the gated feed-forward of Llama's 7B model, 4096 tokens; also with the gated pair as one product, and as one kernel
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from .measuring import compiled_at_once, differences, finish, line, measured, ne
 
 @dataclass(frozen=True)
 class Case:
-    """A program and the shapes of its arguments, all of one dtype."""
+    """A program and the shapes of its arguments, all of one dtype; `gated`: it has a gated pair."""
 
     name: str
     fn: Callable
     shapes: tuple[tuple[int, ...], ...]
     dtype: str = "bfloat16"
+    gated: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         import jax
@@ -60,7 +61,7 @@ def cases(size: int, batch: int) -> Iterator[Case]:
     yield from _epilogues(size)
     yield from _widened(size)
     h = size * 43 // 4  # 11008 of 4096
-    yield Case("llama", _llama, ((4 * m, 4 * k), (4 * k, h), (4 * k, h), (h, 4 * k)))
+    yield Case("llama", _llama, ((4 * m, 4 * k), (4 * k, h), (4 * k, h), (h, 4 * k)), gated=True)
 
 
 def _linear(x: Any, w: Any, b: Any) -> Any:
@@ -119,7 +120,7 @@ def _widened(size: int) -> Iterator[Case]:
 
 
 def one(case: Case, samples: int) -> dict[str, Any]:
-    """Times of jax.jit and of FusionLab in three settings; the routes of each."""
+    """Times of jax.jit and of FusionLab in three settings, five for a gated pair; the routes of each."""
     import fusionlab as fl
 
     args = case.arguments()
@@ -128,6 +129,9 @@ def one(case: Case, samples: int) -> dict[str, Any]:
         "library": fl.fuse(case.fn, passes=fl.Strategy(gemm_epilogue=True, matmul_schedule={"library": True})),
         "no library": fl.fuse(case.fn, passes=fl.Strategy(gemm_epilogue=True, matmul_schedule={"library": False})),
     }
+    for gated in ("concatenated", "kernel") if case.gated else ():
+        passes = fl.Strategy(gemm_epilogue=True, matmul_schedule={"gated": gated})
+        fused[f"gated {gated}"] = fl.fuse(case.fn, passes=passes)
     programs = compiled_at_once({"jax.jit": (case.fn, args)} | {name: (f, args) for name, f in fused.items()})
     reference = programs["jax.jit"]()
     apart = {name: differences(reference, run()) for name, run in programs.items()}
@@ -153,8 +157,10 @@ def table(path: Path, all_cases: list[Case], samples: int) -> None:
     from fusionlab.evidence.tuning import calls_in, tune_calls
     from fusionlab.kernels.choices import write
 
-    for case in all_cases:
-        fused = fl.fuse(case.fn, passes=fl.Strategy(matmul_schedule={"library": True}))
+    settings = [(case, {"library": True}) for case in all_cases]
+    settings += [(case, {"gated": "concatenated"}) for case in all_cases if case.gated]
+    for case, options in settings:
+        fused = fl.fuse(case.fn, passes=fl.Strategy(matmul_schedule=options))
         calls = calls_in(jax.make_jaxpr(fused)(*case.arguments()).jaxpr)
         found = tune_calls(calls, samples=samples)
         write(path, Device.current().arch, found)

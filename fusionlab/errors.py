@@ -79,6 +79,7 @@ REJECTIONS: dict[str, str] = {
     "overlap": "another, larger fusion claims the same nodes",
     "uncertified": "the site holds a primitive that certification cannot evaluate",
     "slower": "on this device nothing was measured faster than the code that XLA makes of the site as it is written",
+    "implementation": "the implementation that was asked for cannot run it here",
     "gelu_form": "the model computes a different GELU from the one asked for",
     "skipped": "the site was switched off",
 }

@@ -5,9 +5,10 @@ refuse a bad argument by its name.
 """
 
 from .kernels.dot_product_attention import dot_product_attention
+from .kernels.gated_matmul import gated_matmul
 from .kernels.gemm_epilogue import gemm_epilogue
 from .kernels.layer_norm import layer_norm
 from .kernels.lerp import lerp
 from .kernels.matmul import matmul
 
-__all__ = ["dot_product_attention", "gemm_epilogue", "layer_norm", "lerp", "matmul"]
+__all__ = ["dot_product_attention", "gated_matmul", "gemm_epilogue", "layer_norm", "lerp", "matmul"]

@@ -44,6 +44,22 @@ def test_a_record_holds_samples_ratios_and_routes_of_every_setting(tmp_path):
         }
 
 
+def test_of_a_gated_pair_there_are_two_more_settings(tmp_path):
+    path = tmp_path / "record.json"
+    assert bench.main(["--quick", "--only", "llama", "-o", str(path)]) == 0
+    case = json.loads(path.read_text())["cases"]["llama"]
+    assert all(case["difference to jax.jit"][f"gated {name}"] < 2e-2 for name in ("concatenated", "kernel"))
+    formulas = {setting: [formula for _, formula, _ in rows] for setting, rows in case["products"].items()}
+    pair = "silu(x @ w) * (x @ v)"
+    assert formulas["gated concatenated"] == [pair, pair, "a @ b"]
+    assert formulas["gated kernel"] == formulas["fusionlab"]  # there is no kernel for a CPU
+    (llama,) = (c for c in bench.cases(1024, 16) if c.gated)
+    shapes = [jax.ShapeDtypeStruct(s, llama.dtype) for s in llama.shapes]
+    for name, tag in (("concatenated", "xla"), ("kernel", "kernel")):
+        found = fl.find(llama.fn, *shapes, passes=fl.Strategy(matmul_schedule={"gated": name}), device="sm_90")
+        assert [(row.formula, row.tag) for row in found.routes()][:2] == [(pair, tag)] * 2
+
+
 def test_without_a_gpu_it_says_what_it_needs(capsys):
     assert bench.main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def _find_in(
         found = with_backward(graph, certifier_views, found, certifier)
         found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
         seconds["pairs"] = time.perf_counter() - started
-    last = {p.name for p, _ in passes if getattr(p, "takes_the_rest", False)}
+    last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
     candidates, rejections = settle(found, last)
     names = tuple(p.name for p, _ in passes)
     gradients = tuple(f"{p.name}_grad" for p, options in passes if options.get(GRADIENT, True))

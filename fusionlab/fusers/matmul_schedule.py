@@ -1,6 +1,7 @@
 """Pass `matmul_schedule`: every product that no larger fusion claims -> the route that takes it.
 
 A route takes a product with all it can absorb (factors, a bias, an activation, a cast), or says why it does not (`kernels.matmul.routes`).
+A gated pair of products is one call of its own where that is asked for or was measured faster (`gated`), and wins over its products.
 A product that stays with XLA as it is written is no candidate and no rejection: it has a route, and `Findings.routes()` tells which.
 """
 
@@ -23,6 +24,7 @@ from ..kernels.matmul.axes import Product, canonical
 from ..kernels.matmul.op import MATMUL
 from ..kernels.matmul.routes import Answer
 from .base import Pass, Plan, Search, option, propose
+from .gated import TOLD, checked, gated_pairs
 from .outcomes import Candidate, Rejection
 from .products import Call, Reader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of
@@ -41,7 +43,7 @@ class MatmulSchedulePass:
     needs: str = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
     options: Any = None
     takes_the_rest: bool = (
-        True  # where it overlaps with another pass, that one wins, unless it would run XLA's own code
+        True  # where its op overlaps with another pass's, that one wins, unless it would run XLA's own code
     )
     sample_for: tuple[str, Mapping[str, Any]] = (
         "sm_90",
@@ -50,7 +52,7 @@ class MatmulSchedulePass:
 
     def __post_init__(self) -> None:
         told = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
-        object.__setattr__(self, "options", {"library": (None, told)})
+        object.__setattr__(self, "options", {"library": (None, told), "gated": (None, TOLD)})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def product(a: Any, b: Any, bias: Any) -> Any:
@@ -60,6 +62,7 @@ class MatmulSchedulePass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         library = checked_switch(option(search, self, "library"))
+        yield from gated_pairs(self, search, checked(option(search, self, "gated")))
         if search.device.platform != "cuda":
             return  # there all stay with XLA
         for node in search.block.nodes:
@@ -172,8 +175,8 @@ def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | No
       library: the switch.
       findings: whose candidates claim products.
     """
-    claims = {n: c for c in findings.candidates if c.pass_name != _PASS.name for n in c.all_node_ids}
-    mine = [c for c in findings.candidates if c.pass_name == _PASS.name]
+    mine = [c for c in findings.candidates if (c.pass_name, c.op) == (_PASS.name, _PASS.op)]
+    claims = {n: c for c in findings.candidates if c not in mine for n in c.all_node_ids}
     own = {n: c for c in mine for n in c.all_node_ids}
     rows = []
     for search, rule in searched:
@@ -200,7 +203,8 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
     }
     if claim is not None:
         backend = claim.backend
-        reason = f"claimed by {claim.pass_name}" + (f", {backend.name}: {backend.reason}" if backend else "")
+        by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
+        reason = f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")
         return ProductRoute(**about, site=claim.id, formula=claim.formula, tag=tag_of(claim), reason=reason)
     bare = MATMUL.formula()
     if rule is not None:

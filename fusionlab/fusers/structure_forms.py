@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ..graph.pattern import Example
 from ..kernels.dot_product_attention import dot_product_attention
+from ..kernels.gated_matmul import gated_matmul
 from ..kernels.gemm_epilogue import gemm_epilogue
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.layer_norm import layer_norm
@@ -92,7 +93,8 @@ _OUT_OF: dict[str, Callable[..., Any]] = {
 
 
 def _layers() -> Iterator[Form]:
-    kinds = itertools.product(_INTO.items(), _OUT_OF.items(), _LINEAR.items(), (False, True), (True, False))
+    gates = ("", "gated", "gated in one op")
+    kinds = itertools.product(_INTO.items(), _OUT_OF.items(), _LINEAR.items(), gates, (True, False))
     for (name, (qk, v, project)), (end, output), (last, linear), gated, first in kinds:
         if end == "bare, by heads" and len(qk) == 2:
             continue  # a weight with an axis for the heads beside weights without one
@@ -102,7 +104,9 @@ def _layers() -> Iterator[Form]:
         ) -> Any:
             return output(dot_product_attention(project(x, q), project(x, k), project(x, v), scale=scale), o)
 
-        def feed(x: Any, up: Any, down: Any, *gate: Any, linear: Any = linear) -> Any:
+        def feed(x: Any, up: Any, down: Any, *gate: Any, linear: Any = linear, gated: str = gated) -> Any:
+            if gated == "gated in one op":
+                return linear(gated_matmul(x, up, gate[0], activation="relu"), down)
             h = gemm_epilogue(x, up, activation="relu")
             return linear(h * linear(x, gate[0]) if gate else h, down)
 
@@ -120,7 +124,7 @@ def _layers() -> Iterator[Form]:
         leaves |= {"gate": "en"} if gated else {}
         order = "norm before" if first else "norm after"
         example = _example(
-            f"transformer layer, {order}, projections {name}, their result's {end}, feed-forward {last}{', gated' if gated else ''}",
+            f"transformer layer, {order}, projections {name}, their result's {end}, feed-forward {last}{gated and f', {gated}'}",
             pre if first else post, leaves, ("scale", "epsilon", "epsilon of the second"),
         )  # fmt: skip
         text = f"a transformer layer ({order} attention and feed-forward{', gated' if gated else ''})"

@@ -28,6 +28,7 @@ _COLOURS = {
     "lerp_grad": "#006b4e",
     "matmul_schedule": _YELLOW,
     "matmul": _YELLOW,
+    "gated_matmul": _YELLOW,
     "layer_norm": _VERMILION,
     "layer_norm_grad": "#9c4400",
     "multi_transformer": _PURPLE,
@@ -35,7 +36,15 @@ _COLOURS = {
 _SPARE = ("#44aa99", "#882255", "#999933", "#aa4499", "#117733", "#6699cc")
 
 
-_FUSED_OPS = ("gemm_epilogue", "dot_product_attention", "multi_transformer", "lerp", "layer_norm", "matmul")
+_FUSED_OPS = (
+    "gemm_epilogue",
+    "dot_product_attention",
+    "multi_transformer",
+    "lerp",
+    "layer_norm",
+    "matmul",
+    "gated_matmul",
+)
 
 
 def pass_of_op(primitive: str) -> str | None:

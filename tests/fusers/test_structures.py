@@ -138,6 +138,20 @@ def test_a_transformer_layer_is_one_structure_in_every_spelling(spelling, by_hea
     assert whole.node_ids >= {n for c in found.candidates for n in c.node_ids}
 
 
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_a_transformer_layer_whose_gated_pair_is_one_op(by_heads):
+    p = weights(heads=2 if by_heads else None)
+    passes = fl.Strategy(
+        **dict.fromkeys((p.name for p in fl.passes()), True) | {"matmul_schedule": {"gated": "concatenated"}}
+    )
+    found = fl.find(lambda p, x: layer(p, x, **SPELLINGS["gated, no biases"]), p, INPUT, passes=passes, device="cpu")
+    assert "gated_matmul" in {c.op for c in found.candidates}
+    (whole,) = [s for s in found.structures if s.kind == "transformer_layer"]
+    assert "gated" in whole.text
+    assert set(whole.sites) == {c.id for c in found.candidates}
+    assert "glu_pair" not in {s.kind for s in found.structures}
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"residual": 0.5}, {"swap": True}, {"act": lambda h: h}],

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 from fusionlab.errors import BackendError
 from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION
+from fusionlab.kernels.gated_matmul.op import GATED_MATMUL
 from fusionlab.kernels.gemm_epilogue import reference
 from fusionlab.kernels.gemm_epilogue.activations import ACTIVATIONS
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue, _labels
@@ -143,7 +144,7 @@ def register() -> None:
     unsplit = replace(OPAQUE, name="unsplit", opaque=False)
     GemmEpilogue.implementations = {**GemmEpilogue.implementations, "opaque": OPAQUE, "unsplit": unsplit}
     Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
-    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION, LERP):
+    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION, LERP, GATED_MATMUL):
         one = op.implementations["xla"]
         type(op).implementations = {
             **op.implementations,
@@ -501,6 +502,37 @@ def a_blend_is_split_along_every_axis_and_sums_of_its_parts_are_added_up() -> No
         assert local("call") == shapes, specs
         _, text = compiled(gradients(blend_of("opaque")), placed(mesh_of(SQUARE), *specs, args=args))
         assert not count(text, "all-gather"), specs
+
+
+def pair(implementation: str) -> Callable[..., Any]:
+    return partial(fl.ops.gated_matmul, implementation=implementation)
+
+
+@trial
+def a_gated_pair_is_split_along_rows_and_columns_and_contracts_whole() -> None:
+    args = arrays((2, M, K), (K, N), (K, N))
+    want = jax.jit(everything(pair("xla")))(*args)
+    whole = {"x": (2, M, K), "w": (K, N), "v": (K, N)}
+    columns = P(None, ("a", "b"))
+    for specs, changed in (
+        ((P("a", "b"), P(), P()), {"x": (1, M // 2, K)}),
+        ((P(), columns, columns), {"w": (K, N // 4), "v": (K, N // 4)}),
+        ((P("a"), P(None, "b"), P(None, "b")), {"x": (1, M, K), "w": (K, N // 2), "v": (K, N // 2)}),
+        ((P(None, None, "a"), P("a"), P("a")), {}),
+    ):
+        for name in ("opaque", "concatenated"):
+            got, _ = compiled(everything(pair(name)), placed(mesh_of(SQUARE), *specs, args=args))
+            close(got, want, (specs, name))
+            if name == "opaque":
+                assert local("call") == whole | changed, specs
+    for name in ("xla", "concatenated"):
+        specs = P("a"), P(None, "b"), P(None, "b")
+        got, _ = compiled(everything(pair(name)), placed(mesh_of(SQUARE, AxisType.Explicit), *specs, args=args))
+        close(got, want, ("explicit", name))
+    text = compiled(
+        gradients(pair("opaque")), placed(mesh_of(LINE), P("d"), P(), P(), args=arrays((4, M, K), (K, N), (K, N)))
+    )[1]
+    assert not count(text, "all-gather")
 
 
 def blend_of(implementation: str) -> Callable[..., Array]:

@@ -41,6 +41,7 @@ UNREACHED: dict[str, str] = {
     "region": "needs a mesh: a site in a shard_map that checks which mesh axes values vary along",
     "uncertified": "a net under the matcher: whatever an example holds can be evaluated",
     "gelu_form": "given where a user asks for one GELU and the model has the other, which no pass lets them do yet",
+    "implementation": "given where an option names one that cannot run the call (tests/fusers/test_gated.py)",
     "slower": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
     "skipped": "given to sites that a user switched off, not to programs",
 }

@@ -1,0 +1,129 @@
+"""The meaning of `gated_matmul` in plain jnp, its tangent and its cotangent.
+
+    gate = x . w,  up = x . v
+    out = act(gate) * up
+
+Products are summed in float32 (float64 for float64); activation and product are computed in that, and rounded once, to the operands' dtype.
+A differentiated call keeps `gate` and `up`, rounded to the operands' dtype, as a program keeps them that writes them out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..gemm_epilogue.activations import ACTIVATIONS
+
+Array = Any
+
+
+def wide(a: Array) -> Array:
+    """In the dtype of the arithmetic."""
+    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+
+
+def product(x: Array, w: Array, *, w_contract: int, precision: Any, out_sharding: Any = None, **_: Any) -> Array:
+    """x (*M x K) . w (K x N, or N x K with `w_contract` 1), in the dtype of the arithmetic."""
+    return _product(x, w, (((x.ndim - 1,), (w_contract,)), ((), ())), precision, out_sharding)
+
+
+def _product(a: Array, b: Array, dimensions: Any, precision: Any, out_sharding: Any) -> Array:
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
+    )
+
+
+def forward(x: Array, w: Array, v: Array, *, residuals: bool, activation: str, **attrs: Any) -> list[Array]:
+    """[out], and gate and up if asked for: two products."""
+    return gated(product(x, w, **attrs), product(x, v, **attrs), x.dtype, activation, residuals)
+
+
+def forward_concatenated(
+    x: Array, w: Array, v: Array, *, residuals: bool, activation: str, w_contract: int, **attrs: Any
+) -> list[Array]:
+    """The same by one product, the weights side by side."""
+    both = product(x, jnp.concatenate([w, v], axis=1 - w_contract), w_contract=w_contract, **attrs)
+    gate, up = jnp.split(both, [w.shape[1 - w_contract]], axis=-1)
+    return gated(gate, up, x.dtype, activation, residuals)
+
+
+def gated(gate: Array, up: Array, dtype: Any, activation: str, residuals: bool) -> list[Array]:
+    """What stands behind both products."""
+    out = (ACTIVATIONS[activation].fn(gate) * up).astype(dtype)
+    return [out, gate.astype(dtype), up.astype(dtype)] if residuals else [out]
+
+
+def tangent(
+    saved: Mapping[str, Array],
+    tangents: Mapping[str, Array],
+    shape: tuple[int, ...],
+    shardings: Mapping[str, Any],
+    *,
+    activation: str,
+    **attrs: Any,
+) -> Array:
+    """act'(gate) * dgate * up + act(gate) * dup, with dgate = dx . w + x . dw and dup = dx . v + x . dv, of the tangents given."""
+    act, gate = ACTIVATIONS[activation].fn, wide(saved["gate"])
+    parts = []
+    moved = _sum_of(saved, tangents, "w", attrs)
+    if moved is not None:
+        parts.append(jax.jvp(act, (gate,), (moved,))[1] * wide(saved["up"]))
+    moved = _sum_of(saved, tangents, "v", attrs)
+    if moved is not None:
+        parts.append(act(gate) * moved)
+    return functools.reduce(jnp.add, parts).astype(saved["gate"].dtype)
+
+
+def _sum_of(saved: Mapping[str, Array], tangents: Mapping[str, Array], slot: str, attrs: Any) -> Array | None:
+    """The tangent of x . w (or of x . v), of the tangents given; None where neither x nor the weight moves."""
+    parts = []
+    if "x" in tangents:
+        parts.append(product(tangents["x"], saved[slot], **attrs))
+    if slot in tangents:
+        parts.append(product(saved["x"], tangents[slot], **attrs))
+    return functools.reduce(jnp.add, parts) if parts else None
+
+
+def cotangent(
+    saved: Mapping[str, Array],
+    ct: Array,
+    wanted: Sequence[str],
+    shardings: Mapping[str, Any],
+    *,
+    activation: str,
+    **attrs: Any,
+) -> list[Array]:
+    """The gradients wanted: dgate = act'(gate) * up * ct and dup = act(gate) * ct, rounded to the operands' dtype for the products
+    dx = dgate . w^T + dup . v^T, dw = x^T . dgate and dv = x^T . dup.
+    """
+    act, gate, pulled = ACTIVATIONS[activation].fn, wide(saved["gate"]), wide(ct)
+    dtype = ct.dtype
+    along: dict[str, Array] = {}
+    if "x" in wanted or "w" in wanted:
+        along["w"] = jax.vjp(act, gate)[1](wide(saved["up"]) * pulled)[0].astype(dtype)
+    if "x" in wanted or "v" in wanted:
+        along["v"] = (act(gate) * pulled).astype(dtype)
+    found = {}
+    for slot in wanted:
+        if slot == "x":
+            parts = (_of_x(along[one], saved[one], shardings.get("x"), **attrs) for one in ("w", "v"))
+            found["x"] = functools.reduce(jnp.add, parts).astype(dtype)
+        else:
+            found[slot] = _of_weight(saved["x"], along[slot], shardings.get(slot), **attrs).astype(dtype)
+    return [found[slot] for slot in wanted]
+
+
+def _of_x(d: Array, weight: Array, sharding: Any, *, w_contract: int, precision: Any, **_: Any) -> Array:
+    return _product(d, weight, (((d.ndim - 1,), (1 - w_contract,)), ((), ())), precision, sharding)
+
+
+def _of_weight(x: Array, d: Array, sharding: Any, *, w_contract: int, precision: Any, **_: Any) -> Array:
+    rows = tuple(range(x.ndim - 1))
+    pair = (d, x) if w_contract else (x, d)
+    return _product(*pair, ((rows, rows), ((), ())), precision, sharding)
