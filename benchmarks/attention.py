@@ -39,7 +39,7 @@ from .measuring import (
     torch_samples,
 )
 
-NAMED = ("cuda", "cudnn", "xla_blockwise")
+NAMED = {"cuda": ("cuda", "cudnn"), "cpu": ("xla_blockwise",)}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
         "fusionlab": fused,
         "jax.jit, 16-bit scores": step_of(functools.partial(plain, shape, rounds=True)),
     }
-    rivals |= {f"op by {name}": step_of(functools.partial(by_name, name, shape)) for name in NAMED}
+    rivals |= {f"op by {name}": step_of(functools.partial(by_name, name, shape)) for name in NAMED[device.platform]}
     if device.platform == "cuda":
         rivals["jax.nn cudnn"] = step_of(functools.partial(through_jax_nn, shape))
     left_out = {name: why for name, f in rivals.items() if (why := refusal(f, args))}

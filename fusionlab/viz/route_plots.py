@@ -40,7 +40,8 @@ def plot_routes(*tables: Routes, ax: Any = None) -> Any:
         raise ArgumentError(
             "plot_routes: the tables are not of the same products; needed those of one program on several devices"
         )
-    rows = tables[0].rows
+    first, *_ = tables
+    rows = first.rows
     several = len(tables) > 1
     heads = [_short_device(t.device) for t in tables] if several else [r.name for r in ROUTES]
     cells = [[_tag_cell(t[i]) for t in tables] if several else _route_cells(row) for i, row in enumerate(rows)]
@@ -58,7 +59,7 @@ def plot_routes(*tables: Routes, ax: Any = None) -> Any:
     ax.tick_params(length=0)
     ax.set(xlim=(-0.5, len(heads) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     ax.spines[:].set_visible(False)
-    ax.set_title("route of each product" if several else f"routes on {tables[0].device}", fontsize=9, loc="left")
+    ax.set_title("route of each product" if several else f"routes on {first.device}", fontsize=9, loc="left")
     return ax
 
 
