@@ -44,6 +44,7 @@ _BETWEEN = {
     "add": "bias",
     **dict.fromkeys(VIEWS, "axes"),
 }
+_ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
 _ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
 
@@ -233,19 +234,23 @@ class GatedSite(Site):
         return made
 
     def common(self, gate: Node, up: Node) -> tuple[Value, tuple[Any, ...], tuple[Node, ...]] | None:
-        """The x of both products, the dtypes it is cast to for each in the same way, and these casts; None where there is none."""
+        """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do; None where there is none.
+
+        Inside a `shard_map` x may also be marked as varying for each: the op does so itself.
+        """
         first, second = gate.inputs[0], up.inputs[0]
         dtypes: list[Any] = []
-        casts: dict[int, Node] = {}
+        passed: dict[int, Node] = {}
         while isinstance(first, Value) and isinstance(second, Value):
             if first is second:
-                return first, tuple(reversed(dtypes)), tuple(casts.values())
-            makers = [self.search.block.producer.get(a.id) for a in (first, second)]
-            if any(m is None or m.primitive not in CASTS for m in makers) or first.dtype != second.dtype:
+                return first, tuple(reversed(dtypes)), tuple(passed.values())
+            makers = [m for a in (first, second) if (m := self.search.block.producer.get(a.id)) is not None]
+            kinds = {m.primitive for m in makers}
+            if len(makers) < 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
                 return None
-            dtypes.append(first.dtype)
-            casts.update((m.id, m) for m in makers if m is not None)
-            first, second = (m.inputs[0] for m in makers if m is not None)
+            dtypes += [first.dtype] if kinds <= CASTS else []
+            passed.update((m.id, m) for m in makers)
+            first, second = (m.inputs[0] for m in makers)
         return None
 
     # -- the candidate -----------------------------------------------------------------------------------------------------
@@ -309,12 +314,12 @@ class GatedSite(Site):
         shared = self.common(gate, up)
         if shared is None:
             raise NotARegion("its products do not read the same x: one of it is cast or laid out in another way")
-        x, dtypes, casts = shared
+        x, dtypes, passed = shared
         leaves = {"x": x, "w": gate.inputs[1], "v": up.inputs[1]}
         last = (block.producer[root.id],) if root is not self.anchor.outputs[0] else ()
         activation = between(view, gate.outputs[0], end)
         numbers = [n for n in activation if view.is_literal(view.ref[n.outputs[0].id])]  # others may read them too
-        support = {n.id: n for n in (*casts, *numbers)}
+        support = {n.id: n for n in (*passed, *numbers)}
         inner = {n.id: n for n in (gate, up, self.anchor, *last, *activation) if n.id not in support}
         inner.update(dead_with(block, inner, support, leaves.values()))
         kept = tuple(support[i] for i in sorted(support) if i not in inner)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import REJECTIONS, ArgumentError
@@ -341,3 +343,35 @@ def test_the_option_is_checked(gated):
 def test_a_fused_program_traced_again_finds_nothing_new():
     fused = fl.fuse(feed_forward, passes=PAIR)
     assert not find(fused, X, W, V, D).candidates
+
+
+def test_inside_a_shard_map_that_checks_what_varies():
+    """Columns of the pair on each device, as in a feed-forward that is split over devices."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def fn(x, w, v, d):
+        def local(x, w, v, d):
+            return jax.lax.psum(feed_forward(x, w, v, d), "d")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "d"), P(None, "d"), P("d")), out_specs=P())(
+            x, w, v, d
+        )
+
+    agree(fn, X, W, V, D)
+
+
+def test_a_users_derivative_rule_keeps_its_pair():
+    @jax.custom_jvp
+    def block(x, w, v):
+        return silu(x @ w) * (x @ v)
+
+    block.defjvp(lambda primals, tangents: (block(*primals), 2 * block(*primals)))
+    found = find(lambda x, w, v: block(x, w, v), X, W, V)
+    assert not pairs(found)
+    assert [r.code for r in found.rejections] == ["custom_rule"]
+
+
+def test_a_matrix_may_be_its_own_weight():
+    (square,) = normal((16, 16))
+    agree(lambda x, v: silu(x @ x) * (x @ v), square, W[:, :16])
+    agree(lambda x, w: silu(x @ w) * (x @ w.T), square, W[:, :16])
