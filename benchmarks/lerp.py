@@ -1,17 +1,19 @@
 """lerp and its gradients: FusionLab, jax.jit, a broadcast-then-sum composite and torch, in one run.
 
-    python -m benchmarks lerp [--json] [-o FILE] [--quick] [--table FILE] [--tune]
+    python -m benchmarks lerp [--json] [-o FILE] [--quick] [--table FILE [--of RECORD]] [--tune]
 
 Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). What takes microseconds is repeated in one
 program, each time on the results of the time before. Beside the times stands what the bytes alone would take at the copy rate measured in
 the same run, and how many times faster than each rival FusionLab is, as shipped: what it takes comes from the table of the architecture.
-`--table` measures these cases and adds them to such a table instead; `--tune` times other ways to tile the backward (lerp_tiling.py).
-Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
+`--table` measures these cases and adds them to such a table instead, or with `--of` takes what a record of this benchmark measured, whose
+repeated programs tell apart what a single launch of few microseconds does not; `--tune` times other ways to tile the backward
+(lerp_tiling.py). Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import sys
@@ -275,13 +277,46 @@ def table(path: Path, samples: int) -> None:
             print(f"{case.name}: {choice.implementation}, {choice.reason}", flush=True)
 
 
+def table_of(path: Path, record: Mapping[str, Any]) -> None:
+    """Adds what a record holds for best to a table; XLA's time is that of the op where it took XLA's code, else jax.jit's."""
+    import jax
+
+    from fusionlab.evidence.tuning import MIN_GAIN, calls_in
+    from fusionlab.kernels.choices import Choice, Measured, write
+    from fusionlab.ops import lerp
+
+    parts, choices = {"call": "forward", "cotangent": "backward"}, {}
+    for case in CASES:
+        with jax.enable_x64(case.dtype == "float64"):
+            shapes = [jax.ShapeDtypeStruct(s, case.dtype) for s in (case.out, case.x, case.y, case.w)]
+            calls = calls_in(jax.make_jaxpr(total_of(lerp))(*shapes).jaxpr)
+        for call in calls:
+            found = record["cases"][case.name][parts[call.primitive.role]]
+            took = [r["implementation"] for r in found["routes"] if r["role"] == call.primitive.role]
+            times = {"xla": found["fusionlab" if took == ["xla"] else "jax.jit"], "cuda": found["op by cuda"]}
+            us = {name: one["median_s"] * 1e6 for name, one in times.items()}
+            best = "cuda" if us["cuda"] < (1 - MIN_GAIN) * us["xla"] else "xla"
+            text = call.case()
+            assert text is not None  # a call of lerp has one
+            choices[text] = Choice(best, us)
+            print(f"{case.name}: {best}, {choices[text].reason}")
+    here = record["environment"]
+    write(path, "sm_90", Measured(choices, {}, here["hardware"], here["versions"]))
+
+
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("lerp", __doc__)
     parser.add_argument("--table", type=Path, help="measure the cases and add them to the table of this architecture")
+    parser.add_argument(
+        "--of", type=Path, metavar="RECORD", help="with --table: take what this record of an H200 measured"
+    )
     parser.add_argument("--tune", action="store_true", help="time other tilings of the backward, and print them")
     options = parser.parse_args(argv)
 
+    if options.table and options.of:
+        table_of(options.table, json.loads(options.of.read_text(encoding="utf-8")))
+        return 0
     # Both JAX and torch hold arrays of several GiB: JAX, which takes three quarters of the memory otherwise, leaves torch enough.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     import jax

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-NAMES = ("00_tour", "02_attention", "04_lerp")
+NAMES = ("00_tour", "02_attention", "04_lerp", "05_matmul_routes")
 
 
 def test_the_notebooks_are_those_that_are_run_here():
@@ -40,6 +40,11 @@ def attention():
 @pytest.fixture(scope="module")
 def lerp():
     return executed("04_lerp")
+
+
+@pytest.fixture(scope="module")
+def matmul_routes():
+    return executed("05_matmul_routes")
 
 
 def code_cells(notebook):
@@ -124,6 +129,28 @@ def test_lerp_s_numbers_hold(lerp):
     for xla, plan, launched in found:
         assert float(plan) < 1.2 < float(xla)
         assert launched in ("lerp_backward_flat", "lerp_backward, lerp_sum")
+
+
+def test_matmul_routes_runs_and_shows_its_story(matmul_routes):
+    cells = code_cells(matmul_routes)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "6 products on a CUDA sm_90 device (simulated)",
+        "evaluate gelu_tanh(a @ b)",
+        "kernel: [nothing] without an activation",
+        "sin before it",
+        "library=True: {'evaluate': 6, 'kernel': 0, 'xla': 0}",
+        "library=False: {'evaluate': 0, 'kernel': 0, 'xla': 6}",
+        "gated=None: two products, and the gate",
+        "gated='concatenated': silu(x @ w) * (x @ v) by concatenated",
+        "gated='kernel': silu(x @ w) * (x @ v) by cuda",
+    ):
+        assert said in everything, said
+    pictures = [o for c in cells for o in c.outputs if "image/svg+xml" in o.get("data", {})]
+    assert len(pictures) == 3  # routes, devices, what they were worth
+    faster = re.findall(r"([\d.]+) us -> +([\d.]+) us", text_of(cells[-1]))
+    assert len(faster) >= 10
+    assert sum(float(before) > 1.03 * float(after) for before, after in faster) >= 3
 
 
 def test_no_cell_defines_a_helper_or_reaches_outside():

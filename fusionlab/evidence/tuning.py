@@ -28,7 +28,7 @@ from .record import environment
 
 SAMPLES = 10
 _SHARED = ("activation", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")
-_MIN_GAIN = 0.01  # of the time: less is no reason to leave XLA's own code
+MIN_GAIN = 0.01  # of the time: less is no reason to leave XLA's own code
 
 
 @dataclass(frozen=True)
@@ -255,4 +255,4 @@ def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:
 
 def _quickest(times: Mapping[str, float]) -> str:
     name = min(times, key=lambda n: times[n])
-    return "xla" if times["xla"] <= times[name] * (1 + _MIN_GAIN) else name
+    return "xla" if times["xla"] <= times[name] * (1 + MIN_GAIN) else name
