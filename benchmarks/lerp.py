@@ -176,11 +176,13 @@ def operands(case: Case) -> tuple[Any, ...]:
 
 def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -> dict[str, Any]:
     """Forward, backward and both of one case."""
+    import fusionlab as fl
     from fusionlab.ops import lerp
 
+    fused = fl.fuse(blend)
     rivals = {
         "jax.jit": blend,
-        "fusionlab": lerp,
+        "fusionlab": fused,
         "broadcast, then sum": naive,
         "op by cuda": functools.partial(lerp, implementation="cuda"),
     }
@@ -200,7 +202,7 @@ def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -
         found[part]["torch"] = by_torch.get(part, {})
         found[part]["fusionlab against"] = against(found[part])
         found[part] |= {"difference to jax.jit": apart, "left out": left_out}
-        found[part]["routes"] = routes(wrap(lerp), *args)
+        found[part]["routes"] = routes(wrap(fused), *args)
     if copy_bytes_per_s:
         found["floor_s"] = case.backward_bytes / copy_bytes_per_s
         found["backward to floor"] = found["backward"]["fusionlab"]["median_s"] / found["floor_s"]
@@ -215,7 +217,7 @@ def against(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
-    """Each call of the op: its role, the implementation it takes and why."""
+    """Each call of the op: its role, the implementation it takes and why; none where the program is left as it is."""
     import jax
 
     from fusionlab.device import Device
@@ -278,7 +280,7 @@ def table(path: Path, samples: int) -> None:
 
 
 def table_of(path: Path, record: Mapping[str, Any]) -> None:
-    """Adds what a record holds for best to a table; XLA's time is that of the op where it took XLA's code, else jax.jit's."""
+    """Adds what a record holds for best to a table; XLA's time is FusionLab's where that took XLA's code, else jax.jit's."""
     import jax
 
     from fusionlab.evidence.tuning import MIN_GAIN, calls_in
@@ -293,7 +295,7 @@ def table_of(path: Path, record: Mapping[str, Any]) -> None:
         for call in calls:
             found = record["cases"][case.name][parts[call.primitive.role]]
             took = [r["implementation"] for r in found["routes"] if r["role"] == call.primitive.role]
-            times = {"xla": found["fusionlab" if took == ["xla"] else "jax.jit"], "cuda": found["op by cuda"]}
+            times = {"xla": found["jax.jit" if took == ["cuda"] else "fusionlab"], "cuda": found["op by cuda"]}
             us = {name: one["median_s"] * 1e6 for name, one in times.items()}
             best = "cuda" if us["cuda"] < (1 - MIN_GAIN) * us["xla"] else "xla"
             text = call.case()

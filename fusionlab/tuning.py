@@ -60,7 +60,7 @@ def tune(
     fused = (
         fn
         if isinstance(fn, lab.Fused)
-        else lab.fuse(fn, passes=passes, static_argnums=static_argnums, static_argnames=static_argnames)
+        else lab.fuse(fn, passes=_named(passes), static_argnums=static_argnums, static_argnames=static_argnames)
     )
     # Traced alone first: an error of the function's own is told as one.
     lab.trace(fused._fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
@@ -93,6 +93,11 @@ def share_plan() -> None:
       ArgumentError: process 0's file is there and is no plan file; in all processes.
     """
     CHOICES.share()
+
+
+def _named(passes: lab.Passes) -> lab.Passes:
+    """All by name where none are: what is left as it is because nothing was measured for it is measured, too."""
+    return [p.name for p in lab._registry().values()] if passes is None else passes
 
 
 def _calls(

@@ -84,10 +84,10 @@ class Search:
         """Whether the pass's `_grad` is on: else the gradient is JAX's own of the reference."""
         return self.options.get(GRADIENT, True)
 
-    def idle(self, op: Op) -> str:
-        """Why a site of that op is left as it is unless it is asked for; "" where it is not, or its pass or implementation was named."""
-        unasked = self.options.get(BY_DEFAULT, False) and self.implementation is None
-        return op.idle(self.device) if unasked else ""
+    @property
+    def by_default(self) -> bool:
+        """Whether neither the pass nor an implementation was named."""
+        return bool(self.options.get(BY_DEFAULT, False)) and self.implementation is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,7 @@ class _Facts:
     residuals: tuple[Residual, ...]
     backends: tuple[Backend, ...]
     left_alone: str | None
+    idle: str
 
 
 def propose(
@@ -157,7 +158,7 @@ def propose(
         edit = f"name one to have it all the same: {', '.join(f'implementation={name!r}' for name in able)}"
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
-    plan_call, idle = plan.call, search.idle(plan.op)
+    plan_call, idle = plan.call, facts.idle if search.by_default else ""
     replacement = Replacement(region.block.path, region.nodes, region.root, region.inputs, plan_call)
     return Candidate(
         id=f"{name}@{anchor.scope}",
@@ -234,7 +235,8 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     alone = None
     if search.implementation is None:
         alone = plan.op.left_alone(*operands, device=search.device, **attrs)
-    return _Facts(verdict, program, residuals, backends, alone)
+    idle = plan.op.idle(*operands, device=search.device, **attrs)
+    return _Facts(verdict, program, residuals, backends, alone, idle)
 
 
 def reject(

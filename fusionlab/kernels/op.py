@@ -220,9 +220,9 @@ class Op(abc.ABC):
         `xla`, where that is what is preferred, is what XLA makes of the site anyway."""
         return None
 
-    def idle(self, device: Device) -> str:
-        """Why sites that could become this op are found and left as they are on a device, unless they or their pass are asked for;
-        "" where they are not: it was measured slower there than what XLA makes of them."""
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        """Why a site that could become this op is found and left as it is, unless it or its pass is asked for; "" where it is not: on that
+        device nothing gains by it, or it was measured slower than what XLA makes of the site."""
         return ""
 
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:

@@ -74,6 +74,39 @@ def test_on_a_cpu_it_is_fused():
     np.testing.assert_allclose(fused(*args), layer(*args), rtol=2e-5, atol=2e-5)
 
 
+def blend(x, y, w):
+    return x + w * (y - x)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fused"),
+    [
+        (((1024, 1, 1024), (1, 1024, 1024), (1,)), True),  # measured: the kernels are faster
+        (((2000, 1, 1024), (1, 512, 1024), (1,)), True),  # near that
+        (((16, 1, 1, 1), (16, 3, 224, 224), (1,)), True),  # forward not, backward
+        (((64, 1024, 1024), (64, 1024, 1024), (1,)), False),  # measured: XLA's code is
+        (((16, 1, 16), (1, 16, 16), (1,)), False),  # nothing near it was measured
+        (((1000, 1, 1001), (1, 1000, 1001), (1,)), False),
+    ],
+)
+def test_a_blend_is_fused_on_a_gpu_where_something_near_it_was_measured_faster(shapes, fused):
+    args = [f32(*s) for s in shapes]
+    (site,) = fl.find(blend, *args, device="sm_90").candidates
+    assert (site.idle == "") == fused
+    assert "fusionlab.tune" in site.idle or fused
+    (named,) = fl.find(blend, *args, device="sm_90", passes="lerp").candidates
+    assert not named.idle
+    (here,) = fl.find(blend, *args).candidates
+    assert not here.idle
+
+
+def test_tune_measures_what_is_left_as_it_is():
+    from fusionlab import tuning
+
+    assert set(tuning._named(None)) == {p.name for p in fl.passes()}
+    assert tuning._named("lerp") == "lerp"
+
+
 def test_it_is_drawn_as_a_candidate_and_not_as_applied():
     f = found(device="sm_90")
     (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]

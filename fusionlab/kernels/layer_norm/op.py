@@ -71,8 +71,8 @@ class LayerNorm(Op):
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         return "xla", "what XLA runs anyway: the only implementation there is"
 
-    def idle(self, device: Device) -> str:
-        if device.platform != "cuda":
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        if Device.of(device).platform != "cuda":
             return ""
         return "there is no kernel for it yet, and as an op of its own XLA was measured to take longer (benchmarks attention, encoder)"
 

@@ -18,10 +18,12 @@ from ..labels import Axes
 from ..op import Op
 from ..primitive import wanted_of
 from . import cuda, reference
+from .axes import MAX_RANK, collapse
 
 Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+SIZES = tuple(f"axis {i}" for i in range(MAX_RANK))
 
 
 class Lerp(Op):
@@ -94,21 +96,37 @@ class Lerp(Op):
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if device.platform == "cuda" and device.arch:
-            found = CHOICES.lookup(device.arch, self.case(role, shapes, **attrs) or "")
+            text = self.case(role, shapes, **attrs)
+            found = None
+            if text is not None:
+                found = CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
             known = found is not None and self.implementations.get(found.implementation)
             if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
                 return found.implementation, found.reason
         return "xla", "what XLA runs anyway: nothing was measured faster"
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
-        """By the shapes of the operands, and what is wanted of them."""
-        if role == "tangent":
+        """By the axes of the result, those that all operands share taken together, which operands have each, and what is wanted."""
+        operands = {slot: shape for slot, shape, _ in attrs["broadcast"]}
+        if role == "tangent" or any(0 in shape or len(shape) > MAX_RANK for shape in operands.values()):
             return None
-        content: dict[str, Any] = {slot: list(shape) for slot, shape, _ in attrs["broadcast"]}
+        axes = collapse(operands, self.slots)
+        content: dict[str, Any] = {name: axis.size for name, axis in zip(SIZES, axes, strict=False)}
+        content["axes"] = ["".join(slot for slot in self.slots if slot in axis.slots) for axis in axes]
         content["dtype"] = attrs["broadcast"][0][2]
         if role == "cotangent":
             content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
         return case_text(self.name, role, **content)
+
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        device = Device.of(device)
+        if device.platform != "cuda":
+            return ""
+        shapes, full = self._prepared(operands, attrs, device)
+        live = (("call", {}), *(("cotangent", {"live": moves}) for moves in ((True, True, False), (True, True, True))))
+        if any(self.preferred(role, shapes, device, **full, **more)[0] != "xla" for role, more in live):
+            return ""
+        return "XLA's code was measured as fast forward and backward, or nothing near it was measured (fusionlab.tune measures)"
 
     def formula(self, **_: Any) -> str:
         return "x + w * (y - x)"
