@@ -316,6 +316,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tune", action="store_true", help="time other tilings of the backward, and print them")
     options = parser.parse_args(argv)
 
+    if options.of and not options.table:
+        parser.error("--of needs --table: the file that what the record measured is added to")
     if options.table and options.of:
         table_of(options.table, json.loads(options.of.read_text(encoding="utf-8")))
         return 0

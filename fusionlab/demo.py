@@ -151,6 +151,10 @@ def _choices(found: lab.Findings) -> Iterator[list[str]]:
     """A line for each different (pass, backend, reason), with the number of sites that share it."""
     shared: dict[tuple[str, str, str], int] = {}
     for candidate in found.candidates:
+        if candidate.idle:
+            key = candidate.pass_name, "left as it is", candidate.idle
+            shared[key] = shared.get(key, 0) + 1
+            continue
         for backend in candidate.backends:
             if backend.verdict in ("chosen", "same code"):
                 key = candidate.pass_name, f"{backend.name} ({backend.verdict})", backend.reason

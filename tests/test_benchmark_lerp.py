@@ -135,3 +135,9 @@ def test_the_command_lists_them_without_a_gpu(capsys):
     told = capsys.readouterr().out
     assert told.count("<- as shipped") == len(bench.CASES)
     assert "not timed" in told
+
+
+def test_a_record_without_a_table_to_add_it_to_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--quick", "--of", str(tmp_path / "lerp.json")])
+    assert "--of needs --table" in capsys.readouterr().err

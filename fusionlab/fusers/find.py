@@ -139,7 +139,8 @@ def _number(
     winners = {str(key): name for key, name in ids.items()}
 
     def told(item: Candidate | Rejection) -> Any:
-        return item.backward and replace(item.backward, site=ids[id(item)])
+        idle = isinstance(item, Candidate) and bool(item.idle)
+        return item.backward and replace(item.backward, site=ids[id(item)], idle=idle)
 
     new_c = tuple(replace(c, id=ids[id(c)], backward=told(c)) for c in sorted(candidates, key=lambda c: first[id(c)]))
     new_r = tuple(

@@ -63,7 +63,7 @@ class Findings:
             mine = [c for c in self.candidates if c.pass_name == p]
             found[p] = len(mine)
             if f"{p}_grad" in self.gradients:
-                fused = sum(c.backward is not None and c.backward.stays is None for c in mine)
+                fused = sum(c.backward is not None and c.backward.is_fused for c in mine)
                 found[f"{p}_grad"] = fused if self.differentiated else RUNS_UNDER_GRAD
         return found
 
@@ -152,7 +152,7 @@ class Findings:
 
     def _under_grad(self) -> list[str]:
         """What is said of the gradients of a program that is not differentiated."""
-        names = [g for g in self.gradients if any(f"{c.pass_name}_grad" == g for c in self.candidates)]
+        names = [g for g in self.gradients if any(f"{c.pass_name}_grad" == g for c in self.select())]
         return [f"{', '.join(names)}: {RUNS_UNDER_GRAD}"] if names and not self.differentiated else []
 
     def __str__(self) -> str:
@@ -191,7 +191,8 @@ class Findings:
     def _paired(self) -> list[str]:
         """The pairs, alike ones together."""
         groups = together(
-            self.pairs, lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.grouping, p.joins)
+            self.pairs,
+            lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.idle, p.grouping, p.joins),
         )
         return (
             ["backward passes in this program:", *(f"  {told_together(alike)}" for alike in groups)] if groups else []

@@ -214,17 +214,30 @@ class GatedSite(Site):
         made = {np.dtype(n.outputs[0].dtype).name for n in (gate, up)}
         if len(given) == len(made) == 1 and given <= set(DTYPES):
             (dtype,) = given
-            if made == given or (made == {"float32"} and np.dtype(self.root().dtype).name == dtype):
+            if made == given:
                 return None
+            if made == {"float32"} and np.dtype(self.root(gate).dtype).name == dtype:
+                return self.narrow_range(gate, up) if dtype == "float16" and self.search.gradient else None
         sentence = (
             f"{anchor_text(gate)} and {anchor_text(up)} multiply {', '.join(sorted(given))} to {', '.join(sorted(made))}; "
             f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
         )
         return self.rejection("dtype", sentence, [gate, up], (1, 2), "give both products, and the result, one dtype")
 
-    def root(self) -> Value:
+    def narrow_range(self, gate: Node, up: Node) -> Rejection:
+        """For sums that the program keeps in float32 for its gradient, and the op in float16, where they may be infinite or 0."""
+        sentence = (
+            f"{anchor_text(gate)} and {anchor_text(up)} are kept in float32 for the gradient; the fused op keeps them in float16, "
+            f"which has not their range"
+        )
+        edit = "give both products the dtype of their operands, or use bfloat16"
+        return self.rejection("dtype", sentence, [gate, up], (1, 2), edit)
+
+    def root(self, gate: Node) -> Value:
         """What the pair makes: of products in float32 of 16 bits, what alone reads it and rounds it to these."""
         made = self.anchor.outputs[0]
+        if np.dtype(gate.inputs[0].dtype).name not in ("bfloat16", "float16"):
+            return made  # a cast behind it stays behind it
         users = self.users(made)
         alone = len(users) == 1 and made.id not in self.search.block.returned
         if np.dtype(made.dtype).name == "float32" and alone and users[0].primitive in CASTS:
@@ -310,7 +323,7 @@ class GatedSite(Site):
 
     def region(self, gate: Node, up: Node, end: Value) -> tuple[Region, tuple[Any, ...]]:
         """The pair's nodes with x, w and v as leaves, and the dtypes that x is cast to."""
-        block, view, root = self.search.block, self.view, self.root()
+        block, view, root = self.search.block, self.view, self.root(gate)
         shared = self.common(gate, up)
         if shared is None:
             raise NotARegion("its products do not read the same x: one of it is cast or laid out in another way")

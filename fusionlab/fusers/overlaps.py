@@ -10,7 +10,7 @@ from .outcomes import Candidate, Rejection
 def settle(
     found: list[Candidate | Rejection], last: Collection[tuple[str, str]] = ()
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Where candidates overlap the one with more nodes wins; the loser becomes a rejection naming the winner.
+    """Where candidates overlap the one with more nodes wins, over one that is idle any; the loser becomes a rejection naming the winner.
 
     They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
     is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
@@ -18,7 +18,7 @@ def settle(
     """
     taken, lost = _Taken(), {}
     candidates = [c for c in found if isinstance(c, Candidate)]
-    for c in sorted(candidates, key=lambda c: ((c.pass_name, c.op) in last, -c.nodes_before)):
+    for c in sorted(candidates, key=lambda c: (bool(c.idle), (c.pass_name, c.op) in last, -c.nodes_before)):
         others = taken.overlapping(c)
         if others and ((c.pass_name, c.op) not in last or c.same_code or not all(o.same_code for o in others)):
             lost[id(c)] = others[0]

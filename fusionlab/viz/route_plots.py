@@ -106,14 +106,15 @@ def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequen
         one = found["fusionlab"]
         tag = _tag_of(found["products"]["fusionlab"])
         low, high = one["interval"]
-        ends = [[max(0.0, one["ratio"] - low)], [max(0.0, high - one["ratio"])]]
-        ax.errorbar([one["ratio"]], [y], xerr=ends, marker="D", markersize=4, capsize=2, color=colours[tag])
+        bars = [[max(0.0, one["ratio"] - low)], [max(0.0, high - one["ratio"])]]
+        ax.errorbar([one["ratio"]], [y], xerr=bars, marker="D", markersize=4, capsize=2, color=colours[tag])
     for tag, colour in colours.items():
         ax.plot([], [], marker="D", linestyle="", markersize=4, color=colour, label=tag)
     ax.axvline(1, color=AFTER, linewidth=1)
     ax.set_yticks(range(len(cases)), list(cases), fontsize=7)
     ax.set_ylim(len(cases) - 0.5, -0.5)
-    ax.set_xlim(0.85, 1.08 * max((found["fusionlab"]["ratio"] for found in cases.values()), default=1.0))
+    ends = [end for found in cases.values() for end in (found["fusionlab"]["ratio"], *found["fusionlab"]["interval"])]
+    ax.set_xlim(min(0.85, 0.95 * min(ends, default=1.0)), 1.08 * max(ends, default=1.0))
     ax.set_xlabel("speed beside jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
     ax.set_title(record["environment"]["hardware"], fontsize=9, loc="left")
     ax.legend(fontsize=8, frameon=False, loc="lower right")

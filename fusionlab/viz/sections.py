@@ -134,7 +134,8 @@ def _backward_text(site: Mapping[str, Any]) -> str:
     if pair is None:
         return ""
     if pair["fused"]:
-        return f"Fused with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
+        fused = "Fused" if site["state"] == "applied" else "Not applied; it would be fused"
+        return f"{fused} with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
     return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
 
 
@@ -170,7 +171,8 @@ def structures_html(view: Mapping[str, Any]) -> str:
 
 def residuals_html(view: Mapping[str, Any]) -> str:
     """What the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
-    kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in view["sites"] for r in s.get("residuals", ())]
+    applied = [s for s in view["sites"] if s["state"] == "applied"]
+    kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in applied for r in s["residuals"]]
     if not kept:
         return ""
     rows = []

@@ -111,6 +111,36 @@ def test_of_16_bits_with_sums_in_float32_it_is_what_the_program_says():
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_rounds_a_pair_of_float32_stays_behind_it(dtype):
+    """As a layer does whose parameters are float32 and whose activations are not."""
+
+    def fn(x, w, v):
+        return (silu(x @ w) * (x @ v)).astype(dtype)
+
+    assert agree(fn, X, W, V).root.dtype == jnp.float32
+
+
+def test_of_float16_with_sums_in_float32_the_gradient_keeps_their_range():
+    """x @ w is 1e5 and more, which float16 has not: its gradient would be no number."""
+
+    def fn(x, w, v):
+        return (silu(wide(x, w)) * wide(x, v)).astype(x.dtype)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), (0, 1, 2)))(*args)
+
+    args = X.astype(jnp.float16), (3e4 * W).astype(jnp.float16), (1e-4 * V).astype(jnp.float16)
+    assert not np.isfinite(np.asarray(wide(*args[:2]).astype(jnp.float16))).all()
+    close(gradients(fl.fuse(fn, passes=PAIR)), gradients(fn))
+    (told,) = find(fn, *args).rejections
+    assert told.code == "dtype"
+    assert "float16" in told.sentence
+    strategy = fl.Strategy(matmul_schedule={"gated": "concatenated"}, matmul_schedule_grad=False)
+    assert pairs(find(fn, *args, passes=strategy))  # JAX's own gradient of it keeps float32 too
+    close(gradients(fl.fuse(fn, passes=strategy)), gradients(fn))
+
+
 def test_x_may_be_cast_for_each_product():
     """As layers do that each cast their operands."""
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fusionlab as fl
+from fusionlab.demo import _choices
+from fusionlab.fusers.overlaps import settle
+from fusionlab.viz.html import report_html
 from fusionlab.viz.view_model import view_model
 
 
@@ -114,3 +119,37 @@ def test_it_is_drawn_as_a_candidate_and_not_as_applied():
         view = view_model(f.graph, f, enabled=enabled)
         assert {s["pass"]: s["state"] for s in view["sites"]}["layer_norm"] == state
         assert {p["name"]: p["state"] for p in view["passes"]}["layer_norm"] == on
+
+
+def test_no_gradient_of_it_is_said_to_be_fused():
+    """Neither in a program that is differentiated later on nor in one that is already."""
+    assert "gemm_epilogue_grad: runs under jax.grad" in found(device="sm_90").report().splitlines()
+    step = jax.value_and_grad(lambda *a: (layer(*a) ** 2).mean(), (0, 1, 2, 3, 4))
+    f = fl.find(step, *ARGS, device="sm_90")
+    (norm,) = [c for c in f.candidates if c.idle]
+    assert f.counts()["layer_norm_grad"] == 0
+    assert "layer_norm_grad: 0 subgraphs fused" in f.report().splitlines()
+    assert norm.backward.text.endswith("fused with it if that is asked for")
+    assert not norm.backward.to_dict()["fused"]
+    assert f"  {norm.id}: dx, dscale, dbias; fused with it if that is asked for" in f.report().splitlines()
+    told = report_html(f.graph, f)
+    assert "Not applied; it would be fused with its backward pass" in told
+    assert "rstd" not in told.partition("<h2>Residuals")[2].partition("<h2>")[0]
+    assert norm.backward.node_ids <= norm.all_node_ids
+    assert names(f.rewritten("layer_norm"))
+    g = fl.find(step, *ARGS, device="sm_90", passes="layer_norm")
+    assert g.counts() == {"layer_norm": 1, "layer_norm_grad": 1}
+
+
+def test_it_takes_no_node_from_a_site_that_is_fused():
+    f = found(device="sm_90")
+    (norm,) = [c for c in f.candidates if c.idle]
+    other = dataclasses.replace(norm, pass_name="mine", idle="", nodes_before=norm.nodes_before - 1)
+    for order in ([norm, other], [other, norm]):
+        kept, (lost,) = settle(order)
+        assert [c.pass_name for c in kept] == ["mine"]
+        assert (lost.pass_name, lost.code) == ("layer_norm", "overlap")
+
+
+def test_the_demo_does_not_say_that_it_would_run():
+    assert ["layer_norm", "1 site", "left as it is"] in [row[:3] for row in _choices(found(device="sm_90"))]

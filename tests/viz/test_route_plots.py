@@ -79,4 +79,9 @@ def test_a_record_is_drawn_case_by_case_in_the_colour_of_its_route():
     points = [line for line in ax.lines if line.get_marker() == "D" and len(line.get_xdata())]
     assert [float(line.get_xdata()[0]) for line in points] == [1.0, 1.5]
     assert points[0].get_color() != points[1].get_color()
+    record["cases"]["slow"] = case(0.5, "kernel")
+    left, right = plot_route_record(record).get_xlim()
+    assert left < 0.49  # what lost is drawn too
+    assert right > 1.51
+    record["cases"].pop("slow")
     assert [t.get_text() for t in plot_route_record(record, only=["b"]).get_yticklabels()] == ["b"]
