@@ -167,6 +167,11 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     return (
         Ability("backend xla", True, "plain jax.numpy, compiled by XLA; runs wherever JAX runs"),
         Ability(
+            "backend concatenated",
+            True,
+            "both products of a gated pair as one, compiled by XLA; runs wherever JAX runs",
+        ),
+        Ability(
             "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
         ),
         _cuda_backend("cublaslt", "one cuBLASLt call a product", device, cublaslt_missing(), cupy_missing()),

@@ -180,9 +180,10 @@ def test_the_rule_says_why_it_takes_what_it_takes():
     assert chosen(*shapes(t=128, s=128)).name == "cudnn"
     assert chosen(*shapes(**large), is_causal=True).name == "cudnn"
     assert chosen(*shapes(**large), scale=-1.0).name == "cuda"
-    masked = chosen(*shapes(**large), None, jax.ShapeDtypeStruct((2, 1, 1024, 1024), jnp.bool_))
+    assert chosen(*shapes(**large), None, jax.ShapeDtypeStruct((2, 1, 1024, 1024), jnp.bool_)).name == "cudnn"
+    masked = chosen(*shapes(t=1024, s=512), None, jax.ShapeDtypeStruct((2, 1, 1024, 512), jnp.bool_))
     assert masked.name == "xla"
-    assert "not cudnn: a mask of all scores as its bias was not measured" in masked.reason
+    assert "not cudnn: a mask of fewer than 1024 x 1024 scores as its bias was not measured" in masked.reason
     assert "not cuda: with a mask it was measured slower" in masked.reason
     odd = chosen(*shapes(**large, h=20))
     assert odd.name == "xla"
@@ -203,7 +204,7 @@ def test_on_a_gpu_a_site_that_nothing_was_measured_faster_for_stays_as_it_is_wri
     assert not found.candidates
     (site,) = found.rejections
     assert site.code == "slower"
-    assert "not cudnn: a mask of all scores as its bias was not measured" in site.sentence
+    assert "not cudnn: a mask of fewer than 1024 x 1024 scores as its bias was not measured" in site.sentence
     assert "not cuda: with a mask it was measured slower" in site.sentence
     assert "implementation='cuda'" in site.edit
     keys = fl.find(composite, *args[:3], jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_), device="sm_90")

@@ -24,6 +24,7 @@ from .layouts import Sizes
 
 SIZES = ("batch", "heads", "queries", "keys")
 FEW_ON_CUDA = 128 * 128  # scores a head
+FEW_MASKED_ON_CUDA = 1024 * 1024  # of those with a mask of all scores, as cuDNN's bias: fewer were not measured
 # Per head. Below, the composite fits in a CPU's cache, and keeping the probabilities is cheaper than computing them again.
 FEW_ON_CPU = 512 * 512
 
@@ -97,6 +98,10 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 
 def _slower(name: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
     """Why an implementation that could run is left alone: it was measured slower than XLA's code."""
+    if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
+        t, s = _lengths(shapes, attrs["layout"])
+        few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
+        return few if t * s < FEW_MASKED_ON_CUDA else None
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
