@@ -556,3 +556,24 @@ def test_the_op_is_told_in_the_catalogue():
     (entry,) = [p for p in fl.passes() if p.name == "matmul_schedule"]
     assert "library" in entry.options
     assert OPS["matmul"].implementations.keys() == {"xla", "cublaslt", "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("times", "tag"),
+    [
+        ({"xla": 10.0, "cublaslt": 9.5}, "xla"),
+        ({"xla": 10.0, "cublaslt": 8.5}, "evaluate"),
+        ({"cublaslt": 1.0}, "evaluate"),
+    ],
+)
+def test_a_small_gain_at_other_sizes_is_none_at_these(monkeypatch, times, tag):
+    from fusionlab.kernels.choices import CHOICES, Choice
+
+    near = Choice("cublaslt", times, source="a table, at other sizes")
+    monkeypatch.setattr(type(CHOICES), "lookup", lambda *_: None)
+    monkeypatch.setattr(type(CHOICES), "nearest", lambda *_: near)
+    (row,) = find(lambda x, w: x @ w, X, W, passes="matmul_schedule").routes()
+    assert row.tag == tag
+    monkeypatch.setattr(type(CHOICES), "lookup", lambda *_: near)  # measured for this very product: any gain is one
+    (row,) = find(lambda x, w: x @ w, X, W, passes="matmul_schedule").routes()
+    assert row.tag == "evaluate"
