@@ -83,7 +83,11 @@ def _told(text: str) -> str:
     if op == "gemm_epilogue":
         shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
         return f"{op} {c['activation']} {shape} {c['dtype']} {role}" + (", mask in bits" if c["packed"] else "")
-    lists = {k: (" " if k == "wanted" else "x").join(map(str, v)) for k, v in c.items() if isinstance(v, list)}
+    lists = {
+        k: (" " if all(isinstance(one, str) for one in v) else "x").join(map(str, v))
+        for k, v in c.items()
+        if isinstance(v, list)
+    }
     told = (f"{k} {lists.get(k, v)}" for k, v in c.items() if v is not False)
     return f"{op} {', '.join(told)}, {role}"
 

@@ -92,8 +92,8 @@ def test_cases_of_every_op_are_printed(bench):
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4, 1, 8), (4, 6, 8), (1,))]
     lines = repr(fl.tune(blend, *shapes)).splitlines()[1:]
-    case = "  lerp dtype float32, w 1x1x1, {}x 4x1x8, y 4x6x8, {}: cuda (cuda 20 us, xla 30 us)"
-    assert lines == [case.format("", "forward"), case.format("wanted x y w, ", "backward")]
+    case = "  lerp axes xy y xy, axis 0 4, axis 1 6, axis 2 8, dtype float32, {}: cuda (cuda 20 us, xla 30 us)"
+    assert lines == [case.format("forward"), case.format("wanted x y w, backward")]
 
 
 @pytest.mark.parametrize("records", [False, True])
