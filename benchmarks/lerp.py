@@ -1,13 +1,13 @@
 """lerp and its gradients: FusionLab, jax.jit, a broadcast-then-sum composite and torch, in one run.
 
-    python -m benchmarks lerp [--json] [-o FILE] [--quick] [--table FILE [--of RECORD]] [--tune]
+    python -m benchmarks lerp [--json] [-o FILE] [--quick] [--table FILE --of RECORD] [--tune]
 
 Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). What takes microseconds is repeated in one
 program, each time on the results of the time before. Beside the times stands what the bytes alone would take at the copy rate measured in
 the same run, and how many times faster than each rival FusionLab is, as shipped: what it takes comes from the table of the architecture.
-`--table` measures these cases and adds them to such a table instead, or with `--of` takes what a record of this benchmark measured, whose
-repeated programs tell apart what a single launch of few microseconds does not; `--tune` times other ways to tile the backward
-(lerp_tiling.py). Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
+`--table FILE --of RECORD` adds what a record of this benchmark holds for best to such a table and measures nothing: its repeated programs
+tell apart what single launches of few microseconds do not. `--tune` times other ways to tile the backward (lerp_tiling.py). Without a
+CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
 """
 
 from __future__ import annotations
@@ -260,25 +260,6 @@ def torch_lerp(case: Case, samples: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def table(path: Path, samples: int) -> None:
-    """Measures the cases and adds what is best for each to a table."""
-    import jax
-
-    from fusionlab.device import Device
-    from fusionlab.evidence.tuning import calls_in, tune_calls
-    from fusionlab.kernels.choices import write
-    from fusionlab.ops import lerp
-
-    for case in CASES:
-        with jax.enable_x64(case.dtype == "float64"):
-            shapes = [jax.ShapeDtypeStruct(s, case.dtype) for s in (case.out, case.x, case.y, case.w)]
-            calls = calls_in(jax.make_jaxpr(total_of(lerp))(*shapes).jaxpr)
-            found = tune_calls(calls, samples=samples)
-        write(path, Device.current().arch, found)
-        for choice in found.cases.values():
-            print(f"{case.name}: {choice.implementation}, {choice.reason}", flush=True)
-
-
 def table_of(path: Path, record: Mapping[str, Any]) -> None:
     """Adds what a record holds for best to a table; XLA's time is FusionLab's where that took XLA's code, else jax.jit's."""
     import jax
@@ -309,16 +290,14 @@ def table_of(path: Path, record: Mapping[str, Any]) -> None:
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("lerp", __doc__)
-    parser.add_argument("--table", type=Path, help="measure the cases and add them to the table of this architecture")
-    parser.add_argument(
-        "--of", type=Path, metavar="RECORD", help="with --table: take what this record of an H200 measured"
-    )
+    parser.add_argument("--table", type=Path, help="a table of an architecture, to which --of is added")
+    parser.add_argument("--of", type=Path, metavar="RECORD", help="with --table: what this record of an H200 measured")
     parser.add_argument("--tune", action="store_true", help="time other tilings of the backward, and print them")
     options = parser.parse_args(argv)
 
-    if options.of and not options.table:
-        parser.error("--of needs --table: the file that what the record measured is added to")
-    if options.table and options.of:
+    if bool(options.of) != bool(options.table):
+        parser.error("--table and --of go together: what the record measured is added to the table")
+    if options.table:
         table_of(options.table, json.loads(options.of.read_text(encoding="utf-8")))
         return 0
     # Both JAX and torch hold arrays of several GiB: JAX, which takes three quarters of the memory otherwise, leaves torch enough.
@@ -333,9 +312,6 @@ def main(argv: list[str]) -> int:
         print("this benchmark needs a CUDA device (JAX sees none here), or --quick for tiny sizes", file=sys.stderr)
         return 2
     samples = 40 if not options.quick else 6 if on_cuda else 3
-    if options.table:
-        table(options.table, samples // 4)
-        return 0
     rate = measure_peaks().copy_bytes_per_s if on_cuda else None
     if options.tune:
         from . import lerp_tiling

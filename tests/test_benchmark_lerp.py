@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import lerp as bench
 from benchmarks import lerp_tiling
+from fusionlab.kernels import choices
 from fusionlab.kernels.lerp import cuda, plan, tiling
 from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
 
@@ -137,7 +139,19 @@ def test_the_command_lists_them_without_a_gpu(capsys):
     assert "not timed" in told
 
 
-def test_a_record_without_a_table_to_add_it_to_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("alone", ["--of", "--table"])
+def test_a_record_and_a_table_go_together(tmp_path, capsys, alone):
     with pytest.raises(SystemExit):
-        bench.main(["--quick", "--of", str(tmp_path / "lerp.json")])
-    assert "--of needs --table" in capsys.readouterr().err
+        bench.main(["--quick", alone, str(tmp_path / "lerp.json")])
+    assert "--table and --of go together" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_shipped_table_is_what_the_record_holds_for_best(tmp_path):
+    shipped = choices.TABLES / "sm_90.json"
+    mine = tmp_path / "sm_90.json"
+    results = Path(bench.__file__).parent / "results" / "h200"
+    assert bench.main(["--table", str(mine), "--of", str(max(results.glob("lerp_*.json")))]) == 0
+    made, known = (choices.read(path, "")["sm_90"].cases for path in (mine, shipped))
+    assert len(made) == 2 * len(bench.CASES)
+    assert made == {text: one for text, one in known.items() if json.loads(text)["op"] == "lerp"}

@@ -16,14 +16,14 @@ import numpy as np
 from ..errors import ArgumentError
 from ..graph.fingerprint import ELEMENTWISE, between
 from ..graph.ir import Node, Value
-from ..graph.region import CASTS, VIEWS, NotARegion, Region, dead_with, escapes
+from ..graph.region import CASTS, VIEWS, NotARegion, Region, dead_with
 from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.arrays import is_explicitly_sharded
 from ..kernels.gated_matmul.op import DTYPES
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import canonical
-from .base import Pass, Plan, Search, anchor_text, propose
+from .base import Pass, Plan, Search, anchor_text
 from .epilogues import Epilogue, concepts_of
 from .outcomes import Candidate, Rejection
 from .site import Site
@@ -296,16 +296,7 @@ class GatedSite(Site):
         rounds = np.dtype(gate.outputs[0].dtype).name in ("bfloat16", "float16")
         notes = (_ROUNDED_ONCE.format(dtype),) if rounds else ()
         concepts = concepts_of(False, name)
-
-        def proposed() -> Candidate | Rejection:
-            return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
-
-        leaks = escapes(region)
-        if not leaks:
-            return proposed()
-        edit = "compute the outside use from x, w and v again"
-        problem = self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
-        return self.unless_paired(problem, proposed)
+        return self.offered(region, plan, "compute the outside use from x, w and v again", notes, concepts)
 
     def refused(self, gate: Node, up: Node, attrs: Mapping[str, Any]) -> Rejection | None:
         """Where an implementation is named and cannot run the call, or none is and none was measured faster than XLA's."""

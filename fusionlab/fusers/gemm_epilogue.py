@@ -18,13 +18,13 @@ from ..errors import unknown_name
 from ..graph.evaluate import is_float
 from ..graph.ir import Node, Value
 from ..graph.match import close
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.region import NotARegion, Region, cut
 from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.gemm_epilogue.op import DTYPES
-from .base import Plan, Search, anchor_text, option, propose
+from .base import Plan, Search, anchor_text, option
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
@@ -144,16 +144,7 @@ class _Site(LinearSite):
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
         concepts = concepts_of(linear.bias, activation)
-
-        def proposed() -> Candidate | Rejection:
-            return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
-
-        leaks = escapes(region)
-        if not leaks:
-            return proposed()
-        edit = "compute the outside use from x, w and b again"
-        problem = self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
-        return self.unless_paired(problem, proposed)
+        return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
 
     def conditions(self, linear: Linear, region: Region, activation: str) -> Rejection | None:
         if self.anchor not in region.nodes:

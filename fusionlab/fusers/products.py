@@ -202,7 +202,7 @@ class Reader:
 
     def widened(self, value: Value) -> Value:
         """What a value is widened from, if it is: the op widens again what is added, and XLA adds none that it has to widen in a product's
-        own kernel (84 us against 54 on an H200: `python -m benchmarks matmul_schedule --only "to f32, bias"`)."""
+        own kernel (84 us against 55 on an H200: `python -m benchmarks matmul_schedule --only "to f32, bias"`)."""
         while (maker := self.block.producer.get(value.id)) is not None and widens(maker):
             (source,) = maker.inputs
             if not isinstance(source, Value):

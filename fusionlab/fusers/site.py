@@ -10,9 +10,9 @@ from ..graph.canonical import View
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region
+from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
 from ..graph.scopes import in_differentiated, is_backward
-from .base import Pass, Search, anchor_text, escape_text, reject
+from .base import Pass, Plan, Search, anchor_text, escape_text, propose, reject
 from .findings import Candidate, Rejection
 
 # Rejection codes of what stands where a pattern has something else, by canonical op.
@@ -191,6 +191,20 @@ class Site:
             edit = FUSE_FIRST
         problem = self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)
         return replace(problem, region=region)
+
+    def offered(
+        self, region: Region, plan: Plan, edit: str, notes: Sequence[str] = (), concepts: Sequence[str] = ()
+    ) -> Candidate | Rejection:
+        """The site as the plan has it, where nothing outside reads its inner values, or the backward pass may; `edit` where others do."""
+
+        def proposed() -> Candidate | Rejection:
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
+
+        leaks = escapes(region)
+        if not leaks:
+            return proposed()
+        problem = self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
+        return self.unless_paired(problem, proposed)
 
     def unless_paired(self, problem: Rejection, propose: Callable[[], Candidate | Rejection]) -> Candidate | Rejection:
         """The rejection of a site whose inner values are read outside; where the backward pass may be who reads them, the site

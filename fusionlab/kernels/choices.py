@@ -27,6 +27,9 @@ from ..errors import ArgumentError
 from ..output import write_file
 
 FORMAT = 1
+NEAR_GAIN = (
+    0.1  # of XLA's time, where XLA would run a product as well: a gain of less at other sizes says nothing of these
+)
 TABLES = Path(__file__).parent / "tables"
 
 
@@ -45,6 +48,13 @@ class Choice:
     times_us: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+
+    @property
+    def gain(self) -> float:
+        """The share of XLA's time that it saves; all of it where XLA was found best, or was not measured."""
+        if self.implementation == "xla" or "xla" not in self.times_us:
+            return 1.0
+        return 1.0 - self.times_us.get(self.implementation, math.inf) / self.times_us["xla"]
 
     @property
     def reason(self) -> str:
@@ -208,9 +218,12 @@ class Choices:
             self.misses += 1
             return None
 
-    def nearest(self, arch: str, text: str, sizes: tuple[str, ...], within: float = 4.0) -> Choice | None:
+    def nearest(
+        self, arch: str, text: str, sizes: tuple[str, ...], within: float = 4.0, gain: float = 0.0
+    ) -> Choice | None:
         """What is known of the nearest call that differs in `sizes` alone, none of them by more than a factor; distance is the sum of the
-        logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there.
+        logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there. One that
+        saves less than `gain` of XLA's time says nothing of other sizes.
         """
         kind, asked = _parts(text, sizes)
         best, found, least = None, None, math.inf
@@ -223,7 +236,7 @@ class Choices:
             distance = _distance(list(zip(asked, content, strict=True)), within)
             if distance < least:
                 best, found, least = choice, content, distance
-        if best is None or found is None:
+        if best is None or found is None or best.gain < gain:
             return None
         shape = " x ".join(map(str, found))
         return replace(best, source=f"{best.source}, at {shape}, the nearest measured")

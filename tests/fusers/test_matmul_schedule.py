@@ -567,13 +567,17 @@ def test_the_op_is_told_in_the_catalogue():
     ],
 )
 def test_a_small_gain_at_other_sizes_is_none_at_these(monkeypatch, times, tag):
-    from fusionlab.kernels.choices import CHOICES, Choice
+    from fusionlab.kernels.choices import CHOICES, Choice, Measured
 
     near = Choice("cublaslt", times, source="a table, at other sizes")
-    monkeypatch.setattr(type(CHOICES), "lookup", lambda *_: None)
-    monkeypatch.setattr(type(CHOICES), "nearest", lambda *_: near)
-    (row,) = find(lambda x, w: x @ w, X, W, passes="matmul_schedule").routes()
-    assert row.tag == tag
-    monkeypatch.setattr(type(CHOICES), "lookup", lambda *_: near)  # measured for this very product: any gain is one
-    (row,) = find(lambda x, w: x @ w, X, W, passes="matmul_schedule").routes()
-    assert row.tag == "evaluate"
+    monkeypatch.setattr(CHOICES, "_mine", lambda arch: Measured())
+    for rows, expected in (
+        (16, tag),
+        (8, "evaluate"),
+    ):  # measured at other rows; for this very product, where any gain is one
+        a, b = (jax.ShapeDtypeStruct(s, X.dtype) for s in ((rows, 16), W.shape))
+        given, full = OPS["matmul"].prepare({"a": a, "b": b}, {})
+        text = OPS["matmul"].case("call", given, **full)
+        monkeypatch.setattr(CHOICES, "_table", lambda arch, text=text: Measured({text: near}))
+        (row,) = find(lambda x, w: x @ w, X[:8], W, passes="matmul_schedule").routes()
+        assert row.tag == expected

@@ -12,7 +12,7 @@ from ...device import Device
 from ...errors import ArgumentError, unknown_name
 from ...graph.labelled import Form
 from ..arrays import batch_of_rows, canonical_precision, check_dtypes
-from ..choices import CHOICES, Choice, case_text
+from ..choices import CHOICES, NEAR_GAIN, Choice, case_text
 from ..gemm_epilogue.activations import ACTIVATIONS
 from ..gemm_epilogue.cublaslt import compute_of
 from ..implementation import Implementation
@@ -104,7 +104,7 @@ class GatedMatmul(Op):
         text = self.case("call", shapes, **attrs)
         if device.platform != "cuda" or not device.arch or text is None:
             return None
-        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
+        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By sizes, dtype, activation, and how the weights lie."""

@@ -6,7 +6,6 @@ nothing of, nobody asks the library.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from ...device import Device
-from ..choices import CHOICES, Choice, case_text
+from ..choices import CHOICES, NEAR_GAIN, Choice, case_text
 from ..gemm_epilogue.cublaslt import compute_of
 from . import support
 from .axes import Product
 from .support import Reason
 
 SIZES = ("batch", "rows", "columns", "inner")
-NEAR_GAIN = 0.1  # of XLA's time: a gain of less at other sizes says nothing of these
 
 
 @dataclass(frozen=True)
@@ -117,18 +115,7 @@ def measured(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]
     if device.platform != "cuda" or not device.arch:
         return None
     text = case(shapes, **attrs)
-    if (exact := CHOICES.lookup(device.arch, text)) is not None:
-        return exact
-    near = CHOICES.nearest(device.arch, text, SIZES)
-    return None if near is None or _gain(near) < NEAR_GAIN else near
-
-
-def _gain(choice: Choice) -> float:
-    """What it saves of XLA's time; all of it where XLA was found best."""
-    if choice.implementation == "xla":
-        return 1.0
-    times = choice.times_us
-    return 1.0 - times.get(choice.implementation, math.inf) / times.get("xla", math.inf)
+    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
 
 
 def case(
