@@ -232,32 +232,56 @@ def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
 
 
 def torch_lerp(case: Case, samples: int) -> dict[str, dict[str, Any]]:
-    """torch.lerp eager and compiled, by part; apart from the others' turns. Its w is broadcast as numpy's is."""
+    """torch.lerp eager and compiled, by part; apart from the others' turns. Its w is broadcast as numpy's is.
+
+    What is repeated goes from one to the next as in `repeated`: a cotangent that stays where it is would be read from the cache.
+    """
     import torch
 
     make = functools.partial(torch.randn, device="cuda", dtype=getattr(torch, case.dtype))
     x, y = (make(s).requires_grad_() for s in (case.x, case.y))
-    w, ct = make(case.w), make(case.out)
+    w, cotangent = make(case.w), make(case.out)
     torch.cuda.empty_cache()  # of the case before
     torch._dynamo.reset()  # else it takes the shapes of the case before, and these, for one that varies
     found: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for label, f in (("torch eager", torch.lerp), ("torch.compile", torch.compile(torch.lerp, dynamic=False))):
-
-        def forward(f: Any = f) -> Any:
-            with torch.no_grad():
-                return f(x, y, w)
-
-        def total(f: Any = f) -> Any:
-            return torch.autograd.grad(f(x, y, w), (x, y), ct)
-
-        out = f(x, y, w)  # once, outside of what is timed
-
-        def backward(out: Any = out) -> Any:
-            return torch.autograd.grad(out, (x, y), ct, retain_graph=True)
-
-        for part, step in (("forward", forward), ("backward", backward), ("total", total)):
-            found[part][label] = timed(torch_samples(step, samples, case.calls), case.calls)
+        for part, step in torch_steps(f, x, y, w, cotangent, case.repeats).items():
+            calls = case.calls if case.repeats == 1 else 4  # all are queued before the first starts
+            taken = torch_samples(step, samples, calls)
+            found[part][label] = timed([t / case.repeats for t in taken], calls * case.repeats)
     return found
+
+
+def torch_steps(f: Callable, x: Any, y: Any, w: Any, cotangent: Any, times: int) -> dict[str, Callable[[], Any]]:
+    """The parts in torch, each as many times in a row, on the results of the time before; x's gradients are kept, as `repeated` does."""
+    import torch
+
+    out = f(x, y, w)  # once, outside of what is timed
+
+    def forward() -> Any:
+        at = y
+        with torch.no_grad():
+            for _ in range(times):
+                at = f(x, at, w)
+        return at
+
+    def backward() -> Any:
+        ct, kept = cotangent, []
+        for _ in range(times):
+            dx, ct = torch.autograd.grad(out, (x, y), ct, retain_graph=True)
+            kept.append(dx)
+        return kept, ct
+
+    def total() -> Any:
+        at, ct, kept = y, cotangent, []
+        for _ in range(times):
+            made = f(x, at, w)
+            dx, ct = torch.autograd.grad(made, (x, at), ct)
+            at = made.detach().requires_grad_()
+            kept.append(dx)
+        return at, kept, ct
+
+    return {"forward": forward, "backward": backward, "total": total}
 
 
 def table_of(path: Path, record: Mapping[str, Any]) -> None:
