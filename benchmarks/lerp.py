@@ -199,6 +199,7 @@ def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -
         if case.repeats > 1:
             once = compiled_at_once({n: (repeated(part, f, case.repeats), args) for n, f in taken.items()})
         found[part] = measured(once, "jax.jit", samples, case.calls, case.repeats)
+        found[part]["same code as jax.jit"] = same_code(once["jax.jit"], once["fusionlab"])
         found[part]["torch"] = by_torch.get(part, {})
         found[part]["fusionlab against"] = against(found[part])
         found[part] |= {"difference to jax.jit": apart, "left out": left_out}
@@ -207,6 +208,13 @@ def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -
         found["floor_s"] = case.backward_bytes / copy_bytes_per_s
         found["backward to floor"] = found["backward"]["fusionlab"]["median_s"] / found["floor_s"]
     return found
+
+
+def same_code(*programs: Any) -> bool:
+    """Whether compiled programs on their arguments are one, but for names."""
+    from fusionlab.evidence.instructions import instructions
+
+    return len({instructions(program.func.as_text()) for program in programs}) == 1
 
 
 def against(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +254,7 @@ def torch_lerp(case: Case, samples: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for label, f in (("torch eager", torch.lerp), ("torch.compile", torch.compile(torch.lerp, dynamic=False))):
         for part, step in torch_steps(f, x, y, w, cotangent, case.repeats).items():
-            calls = case.calls if case.repeats == 1 else 4  # all are queued before the first starts
+            calls = case.calls if case.repeats == 1 else 1  # all are queued before the first starts
             taken = torch_samples(step, samples, calls)
             found[part][label] = timed([t / case.repeats for t in taken], calls * case.repeats)
     return found

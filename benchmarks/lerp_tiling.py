@@ -25,7 +25,8 @@ SWEEP = {
     "MIN_LANES": (1, 4, 16, 32),
     "STAGE_BYTES": (8 << 10, 16 << 10, 48 << 10),
     "IN_FLIGHT": (2, 4, 16),
-    "FLAT_ITEMS": (1, 2, 8),
+    "FLAT_ITEMS": (1, 4, 8),
+    "FLAT_BYTES": (0, 1 << 40),
 }
 NEXT, WORSE = 6, 6  # of those that the model ranks: the next best, and as many more up to WORSE_THAN times the cost
 WORSE_THAN = 1.3
@@ -60,7 +61,7 @@ def _geometry(one: Pass) -> str:
 @contextlib.contextmanager
 def constants(**changes: int) -> Iterator[None]:
     """The model with other constants."""
-    home = {name: plan if name == "FLAT_ITEMS" else tiling for name in changes}
+    home = {name: plan if name.startswith("FLAT") else tiling for name in changes}
     before = {name: getattr(home[name], name) for name in changes}
     try:
         for name, value in changes.items():

@@ -92,7 +92,7 @@ def test_the_shipped_way_is_first_and_all_differ():
     for case in bench.CASES:
         made = lerp_tiling.ways(lerp_tiling.shapes_of(case), case.dtype)
         assert made[0].labels[0] == lerp_tiling.SHIPPED
-        assert len({tuple(one.plan for one in way.passes) for way in made}) == len(made) > 2
+        assert len({tuple(one.plan for one in way.passes) for way in made}) == len(made) > 1
         for name, values in lerp_tiling.SWEEP.items():
             labels = [label for way in made for label in way.labels if label.startswith(name)]
             assert sorted(labels) == sorted(f"{name}={v}" for v in values)

@@ -12,6 +12,7 @@ from fusionlab.evidence.record import newest_record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 SAMPLES = 40
+NOISE = 0.01  # of the time: what repetitions of one program differ by
 RATE = 4e12  # bytes a second, made up
 
 
@@ -41,7 +42,7 @@ def _slower(case, found):
             against = found[part]["fusionlab against"].get(rival)
             if against is None:
                 yield f"{case.name}, {part}: {rival} was not measured"
-            elif against["interval"][1] < 1:
+            elif against["interval"][1] < 1 - NOISE * (rival == "jax.jit" and found[part]["same code as jax.jit"]):
                 yield f"{case.name}, {part}: slower than {rival}, {against['ratio']:.3f} {against['interval']}"
 
 
@@ -89,7 +90,7 @@ def made_up(case: Case):
     floor = case.backward_bytes / RATE
     against = {rival: {"ratio": 1.02, "interval": [0.99, 1.05]} for rival in RIVALS}
     mine = {"samples_s": [1.05 * floor] * SAMPLES, "median_s": 1.05 * floor}
-    part = {"fusionlab": mine, "fusionlab against": against}
+    part = {"fusionlab": mine, "fusionlab against": against, "same code as jax.jit": False}
     return {name: copy.deepcopy(part) for name in PARTS}
 
 
@@ -120,6 +121,15 @@ def test_slower_beyond_the_interval_is_missed_where_it_is_asked_for(holds, case,
     found = misses(holds)
     assert len(found) == count
     assert all(f"slower than {rival}, 0.970" in line for line in found)
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.985, 1), (0.995, 0)])
+def test_code_that_is_the_same_may_differ_by_noise(holds, ratio, count):
+    part = holds["cases"][CASES[4].name]["forward"]
+    part["fusionlab against"]["jax.jit"] = {"ratio": ratio, "interval": [ratio - 0.001, ratio + 0.001]}
+    assert len(misses(holds)) == 1
+    part["same code as jax.jit"] = True
+    assert len(misses(holds)) == count
 
 
 def test_what_was_not_measured_is_missed(holds):

@@ -456,6 +456,15 @@ def test_without_sums_there_is_one_launch_of_one_kernel():
         assert not one.scratch
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "items"), [("float32", 16, "2"), ("float32", 17, "1"), ("float64", 8, "2"), ("float64", 9, "1")]
+)
+def test_threads_take_one_vector_each_where_no_cache_holds_the_arrays(dtype, rows, items):
+    alike = (rows, 1024, 1024)  # 64 MiB in 16 rows of float32
+    (one,) = backward_passes(shapes_of(alike, alike, (1, 1, 1)), ("x", "y"), dtype)
+    assert option(one.plan, "ITEMS") == items
+
+
 def test_one_element_of_w_is_told_by_count():
     for w, one in (((1, 1), "1"), ((3, 1), "0"), ((1, 4), "0")):
         assert option(forward_plan(shapes_of((3, 4), (3, 4), w), "float32"), "W_ONE") == one

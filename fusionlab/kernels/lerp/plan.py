@@ -17,6 +17,7 @@ from ..compile import Source
 from ..kernel_plan import KernelPlan, Launch
 from . import tiling
 from .axes import (
+    ITEM_BYTES,
     SLOTS,
     Axis,
     collapse,
@@ -34,6 +35,7 @@ _PLACES = ("ct", "w", "x", "y", "dx", "dy", "dw", "column", "first p", "first q"
 _NARROW = 2**31 - 1  # elements that 32-bit numbers are used for
 # Tuned as those of tiling.py.
 FLAT_ITEMS = 2  # at most, of those kernels that go element by element: they run with 2,048 threads a multiprocessor
+FLAT_BYTES = 64 << 20  # of an array of the result's shape beyond which they take one item each: no cache holds it then
 PASS_BYTES = 12 << 20  # another pass
 
 
@@ -237,7 +239,8 @@ def _flat(
     units = elements // vec
     w_one = not any("w" in axis.slots for axis in axes)
     loads = len(reads) + bool(grads) - (w_one and "w" in reads)
-    items = max(1, min(FLAT_ITEMS, tiling.IN_FLIGHT // power_of_2(loads)))
+    most = FLAT_ITEMS if elements * ITEM_BYTES[dtype] <= FLAT_BYTES else 1
+    items = max(1, min(most, tiling.IN_FLIGHT // power_of_2(loads)))
     texts = []
     for i, axis in enumerate(axes):
         inner = axes[i + 1 :]

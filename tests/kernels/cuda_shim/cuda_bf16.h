@@ -122,6 +122,8 @@ inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned delta) 
   return lane + delta < 32 ? all[lane + delta][0] : value;
 }
 
+template <typename Value> Value __ldcs(const Value* from) { return *from; }
+
 template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int other) {
   if (mask != ~0u) std::abort();
   unsigned words[sizeof(Value) / 4];
