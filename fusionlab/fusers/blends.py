@@ -41,21 +41,28 @@ class Blend:
     match: Match
 
 
-def blends(view: View) -> Iterator[Blend]:
-    """Every blend of a block outside of folded sites."""
+def blends(view: View, weighted_sums: bool = True) -> Iterator[Blend]:
+    """Every blend of a block outside of folded sites; without `weighted_sums`, not those that multiply both x and y by numbers."""
     for node in view.block.nodes:
         wanted = node.primitive in _SUMS and node.id not in view.covered and is_float(node.outputs[0].dtype)
         if wanted and not is_backward(node.eqn):
-            found = _blend(view, node)
+            found = _blend(view, node, weighted_sums)
             if found is not None:
                 yield found
 
 
-def _blend(view: View, root: Node) -> Blend | None:
+def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
     near = _expanded(view, [root], {"mul": {"sub"}})
     if all(n.primitive != "mul" for n in near):
         return None
-    for nodes in (near, _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})):
+    wide = _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})
+    # An optimizer has thousands of sums, and views of their own are dear: x and y are each multiplied, or their difference is.
+    difference = any(n.primitive == "sub" for n in near if n is not root)
+    if not difference and sum(n.primitive == "mul" for n in wide) < 2:
+        return None
+    if not difference and not weighted_sums and _weighted(view, root):
+        return None
+    for nodes in (near, wide):
         part = view.over((), nodes)
         ref = part.ref[root.outputs[0].id]
         target = part.nodes[ref.nid]
@@ -118,6 +125,11 @@ def _adds_up(view: View, root: Node, found: Match) -> bool:
     multiplied = all(_multiplies(view, maker) for maker, _ in _makers(view, root))
     rounding = float(jnp.finfo(root.outputs[0].dtype).eps)
     return multiplied and min(pair) > 0 and max(pair) <= 1 and abs(sum(pair) - 1) <= rounding
+
+
+def _weighted(view: View, root: Node) -> bool:
+    """Whether both operands are products. Where neither reads a difference, they can only be a blend by two numbers: 0.9 * x + 0.1 * y."""
+    return all(maker is not None and maker.primitive == "mul" for maker, _ in _makers(view, root))
 
 
 def _multiplies(view: View, node: Node | None) -> bool:

@@ -46,7 +46,7 @@ class LerpPass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         asked = option(search, self, "reassociate")
-        for blend in blends(search.view):
+        for blend in blends(search.view, weighted_sums=asked):
             # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
             # asked for they are told as structures, and not declined one by one.
             if asked or "1 - w" not in blend.match.scalars:
