@@ -83,8 +83,8 @@ class Structure:
 
 def structures_of(found: Findings) -> tuple[Structure, ...]:
     """Every structure of a program whose sites are known, in program order within each kind."""
-    attended = _attended(found)
-    items = [item for view, _ in folded_views(found) for item in _Searcher(view, found.graph, attended).search()]
+    told = _told(found)
+    items = [item for view, _ in folded_views(found) for item in _Searcher(view, found.graph, told).search()]
     items.sort(key=lambda s: (list(KINDS).index(s.kind), max(s.node_ids)))
     return _numbered(items)
 
@@ -100,9 +100,11 @@ def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
     return views(found.graph, tiles)
 
 
-def _attended(found: Findings) -> frozenset[int]:
-    """The nodes of attentions that were declined, whose softmax is no structure of its own."""
-    return frozenset(i for r in found.rejections if "attention" in r.concepts for i in r.site_ids)
+def _told(found: Findings) -> frozenset[int]:
+    """The nodes of sites, folded or fused with their backward pass, and of attentions that were declined: a softmax or a blend in them
+    is no structure of its own."""
+    declined = (r.site_ids for r in found.rejections if "attention" in r.concepts)
+    return frozenset().union(*(c.node_ids for c in found.candidates), *declined)
 
 
 def _numbered(items: Sequence[Structure]) -> tuple[Structure, ...]:
@@ -117,8 +119,8 @@ def _numbered(items: Sequence[Structure]) -> tuple[Structure, ...]:
 class _Searcher:
     """The structures of one block."""
 
-    def __init__(self, view: View, graph: Graph, attended: frozenset[int]) -> None:
-        self.view, self.graph, self.attended = view, graph, attended
+    def __init__(self, view: View, graph: Graph, told: frozenset[int]) -> None:
+        self.view, self.graph, self.told = view, graph, told
 
     def search(self) -> Iterator[Structure]:
         for nid in self.view.by_op.get("dot_product_attention", ()):
@@ -138,7 +140,8 @@ class _Searcher:
         for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
             yield from self.softmax(found)
         for blend in blends(self.view):
-            yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
+            if blend.nodes[-1].id not in self.told:
+                yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
 
     def matches(self, forms: Sequence[Form], wanted: Callable[[CNode], bool]) -> Iterator[tuple[Form, Match]]:
         """At every node that is `wanted` the first of the forms of each kind."""
@@ -282,7 +285,7 @@ class _Searcher:
             region = cut(self.view, root, found.leaves, through_scale=frozenset({"x"}))
         except NotARegion:
             return
-        if region.node_ids & self.attended:
+        if region.node_ids & self.told:
             return
         yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
 

@@ -554,3 +554,16 @@ def test_every_form_compiles_to_a_pattern_of_its_own():
         "row_parallel",
         "repeated_layers",
     } == KINDS.keys()
+
+
+def test_what_is_in_a_site_that_is_fused_with_its_backward_pass_is_no_structure_of_its_own():
+    q, k, v = normal((2, 8, 2, 4), (2, 8, 2, 4), (2, 8, 2, 4))
+
+    def loss(q, k, v, w):
+        out = jax.nn.dot_product_attention(q, k, v)
+        return jnp.sum(out + w * (v - out))
+
+    found = fl.find(jax.value_and_grad(loss, argnums=(0, 1, 2)), q, k, v, jnp.float32(0.3))
+    assert {c.pass_name for c in found.candidates} == {"dot_product_attention", "lerp"}
+    assert all(c.backward for c in found.candidates)
+    assert found.structures == ()
