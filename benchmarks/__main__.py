@@ -16,6 +16,7 @@ NAMES = (
     "pairs",
     "random_programs",
     "recall",
+    "timing_method",
 )
 
 

@@ -5,6 +5,8 @@ from importlib.metadata import version as _version
 
 from . import errors as errors
 from . import ops as ops
+from .by_site import bisect as bisect
+from .by_site import errors_by_site as errors_by_site
 from .device import Device as Device
 from .doctor import doctor as doctor
 from .fusers import Candidate as Candidate

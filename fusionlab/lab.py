@@ -16,8 +16,8 @@ from jax.extend import core as jex_core
 from .device import Device
 from .errors import ArgumentError, unknown_name
 from .evidence.comparison import Evidence, measure
+from .fusers import Candidate, Pass, Strategy, find_in, select, site_names
 from .fusers import Findings as PlainFindings
-from .fusers import Pass, Strategy, find_in, select, site_names
 from .fusers import registry as _registry
 from .graph import ir
 from .graph.trace import bind_static, trace_raw
@@ -236,6 +236,11 @@ class Fused:
         )
         return _search(graph, o["passes"], Device.current(), o["implementation"])
 
+    def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
+        """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""
+        found = self.findings(*args, **kwargs)
+        return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`."""
         return self._jitted.lower(*args, **kwargs)
@@ -375,8 +380,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     if not isinstance(fused, Fused):
         return Comparison(**_fields(measure(fn, fused, *args, grad=grad, **options)))
     options = {k: fused._options[k] for k in ("static_argnums", "static_argnames")} | options
-    found = fused.findings(*args, **kwargs)
-    fusing = found.select(fused._options["only"], [s for s in fused._options["skip"] if _known(found, s)])
+    found, fusing = fused.selected(*args, **kwargs)
     options.setdefault("same_code", all(c.same_code for c in fusing))
     evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**_fields(evidence, notes=(*evidence.notes, *found.notes)))

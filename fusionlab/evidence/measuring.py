@@ -5,73 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-from jax import numpy as jnp
-
 from fusionlab.errors import TraceError
-from fusionlab.graph.promote import Promoted, promote
-from fusionlab.kernels.op import meaning_of
 
 from .instructions import instructions
 from .memory import memory_of
-from .numerics import (
-    LeafNumerics,
-    Numerics,
-    check_same_outputs,
-    filled_notes,
-    leaf_numerics,
-    output_numerics,
-    random_cotangents,
-    tolerance_notes,
-    value_and_gradients,
-)
-from .program import Call, Program, compile_program
+from .numerics import Numerics, filled_notes, tolerance_notes
+from .original import Original
+from .program import Call, Program
 from .progress import Progress, Reporter
-from .sums import Sums, sums_of
-from .timing import as_tuple, time_programs
+from .timing import time_programs
 
 
 class Measuring:
     """The programs of one comparison, each compiled at most once, when first needed."""
 
     def __init__(self, before: Call, after: Call, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.calls, self.grad = {"before": before, "after": after}, grad
-        self.donated = before.dynamic(donated, "donate_argnums")
+        self.original, self.after, self.grad = Original(before, donated, argnums, grad), after, grad
         self._forward: tuple[Program, Program] | None = None
         self._backward: tuple[Program, Program] | None = None
         self._compared: dict[str, bool] = {}
-        asked = range(len(before.args)) if argnums is None else before.dynamic(as_tuple(argnums), "argnums")
-        leaves = jax.tree.leaves((before.args, before.kwargs))
-        wanted = range(len(leaves)) if argnums is None else before.leaves_of(asked)
-        self.chosen = tuple(i for i in wanted if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating))
-        self.left_out = tuple(n for i, n in enumerate(before.leaf_names) if i not in self.chosen)
 
     @property
     def forward(self) -> tuple[Program, Program]:
         if self._forward is None:
-            before, after = (
-                compile_program(c.fn, c.args, c.kwargs, name=name, donate_argnums=self.donated)
-                for name, c in self.calls.items()
-            )
-            check_same_outputs(before.outputs, after.outputs)
-            self._forward = before, after
+            self._forward = self.original.forward, self.original.forward_of(self.after)
         return self._forward
 
     @property
     def backward(self) -> tuple[Program, Program]:
         if self._backward is None:
-            cotangents = random_cotangents(self.forward[0].jaxpr.out_avals)
-            before, after = (
-                compile_program(
-                    value_and_gradients(c.fn, self.chosen),
-                    (cotangents, c.args, c.kwargs),
-                    {},
-                    name=name,
-                    advice="a function jax.grad accepts; or pass grad=False to compare the forward call alone.",
-                )
-                for name, c in self.calls.items()
-            )
-            self._backward = before, after
+            self._backward = self.original.backward, self.original.backward_of(self.after)
         return self._backward
 
     def steps(
@@ -126,30 +89,18 @@ class Measuring:
 
     def numerics(self, progress: Progress, notes: list[str]) -> Numerics | None:
         """Errors of outputs and gradients; None, with a note, where the program has no float64 form."""
-        before, after = self.forward
-        if self.grad:
-            _ = self.backward  # a function that cannot be differentiated is an error, not a note
-        # The programs' own arguments: copies on the device, of which donated ones are copied again for each run.
-        args, kwargs = before.args, before.kwargs
-        sums = sums_of(before.jaxpr, jax.default_backend())
-        with Reporter(progress, "comparing with float64", 2 if self.grad else 1) as reporter:
+        original, after = self.original, self.forward[1]
+        backward = self.backward[1] if self.grad else None  # what cannot be differentiated is an error, not a note
+        with Reporter(progress, "comparing with float64", 2) as reporter:
             try:
-                reference = promote(self.calls["before"].fn, *args, inline=meaning_of, **kwargs)
-                leaves = output_numerics(before, after, reference, args, kwargs, sums)
-                reporter.step()
-                leaves += self._gradients(reference, sums) if self.grad else []
-                reporter.step()
+                reference = original.reference
             except TraceError as error:
                 notes.append(f"no errors were measured: {error}")
                 return None
-        left_out = self.left_out if self.grad else ()
-        remarks = (*reference.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))
+            reporter.step()
+            leaves = original.errors(after, backward)
+            reporter.step()
+        sums = original.sums
+        left_out = original.left_out if self.grad else ()
+        remarks = (*reference.promoted.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))
         return Numerics(tuple(leaves), left_out, sums.reduction_size, remarks, sums.tf32)
-
-    def _gradients(self, reference: Promoted, sums: Sums) -> list[LeafNumerics]:
-        (_, first), (_, second) = (p.run() for p in self.backward)
-        cotangents, args, kwargs = self.backward[0].args
-        want = reference.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
-        flat = jax.tree_util.tree_leaves(want, is_leaf=lambda x: x is None)
-        names = [self.calls["before"].leaf_names[i] for i in self.chosen]
-        return leaf_numerics("gradient", names, first, second, [flat[i] for i in self.chosen], sums)

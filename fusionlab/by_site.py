@@ -1,0 +1,113 @@
+"""The verbs `bisect` and `errors_by_site`: which of the fused sites make a program worse, or slower, than it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from . import lab
+from .errors import ArgumentError
+from .evidence import trials
+from .evidence.bisection import Bisection
+from .evidence.program import bind_call
+from .evidence.progress import Progress
+from .evidence.timing import check_effort
+
+_FAULTS = ("error", "time")
+
+
+def bisect(
+    fn: Callable,
+    *args: Any,
+    of: str = "error",
+    passes: lab.Passes = None,
+    implementation: str | None = None,
+    grad: bool = True,
+    samples: int = 40,
+    budget_s: float = 20.0,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Bisection:
+    """Finds the smallest sets of sites that explain why the fused function is wrong, or slower than the original.
+
+    Each trial compiles the function with some sites fused; n sites of which one is to blame take about log2(n) + 3 trials.
+
+    Args:
+      fn: the function; or one that `fuse` returned, which then says what is fused, whatever stands below.
+      *args, **kwargs: arrays to run on.
+      of: "error": an output or gradient is further from its float64 reference than before and than is tolerated; "time": slower,
+        by the verdict of a timing.
+      passes, implementation: as for `fuse`.
+      grad: also gradients of all float arguments; with `of="time"`, time of value and gradient instead of the forward call.
+      samples, budget_s: of each timing.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      cancel: asked before each trial; when it says True, what was found so far is returned.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      What was found; it prints as sentences, `.causes` has the sites, `.trials` every program tried.
+
+    Raises:
+      ArgumentError: `of` is neither, or shapes where arrays are needed. TraceError: `fn` does not trace, has no float64 form, or (with
+        `grad`) cannot be differentiated. SideEffectError: it prints or calls back into Python.
+    """
+    if of not in _FAULTS:
+        raise ArgumentError(f"of: got {of!r}, needed one of {', '.join(map(repr, _FAULTS))}")
+    check_effort(samples, budget_s)
+    asked = {"passes": passes, "implementation": implementation}
+    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    tried, sites, name = _trials(fn, args, kwargs, grad, **asked, **static)
+    effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
+    return trials.bisect(tried, name, of, sites, **effort)
+
+
+def errors_by_site(
+    fn: Callable,
+    *args: Any,
+    passes: lab.Passes = None,
+    implementation: str | None = None,
+    grad: bool = True,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> tuple[trials.SiteErrors, ...]:
+    """What each site does to the errors of outputs and gradients, fused alone and the rest of the program left as it is.
+
+    Args, and what is raised: as for `bisect`.
+
+    Returns:
+      One record a site, in program order; each prints as the output or gradient that it makes worst.
+    """
+    asked = {"passes": passes, "implementation": implementation}
+    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    tried, sites, _ = _trials(fn, args, kwargs, grad, **asked, **static)
+    return trials.site_errors(tried, sites, progress, cancel)
+
+
+def _trials(
+    fn: Callable, args: tuple, kwargs: dict, grad: bool, **options: Any
+) -> tuple[trials.Trials, list[str], str]:
+    """(the trials of a function, its sites in program order, its name)."""
+    fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
+    found, chosen = fused.selected(*args, **kwargs)
+
+    def version(sites: tuple[str, ...]) -> Callable:
+        closed = found.rewritten(sites)
+
+        def with_sites(*given: Any, **named: Any) -> Any:
+            outs = jex_core.jaxpr_as_fun(closed)(*jax.tree.leaves((given, named)))
+            return jax.tree.unflatten(found.graph.out_tree, outs)
+
+        return with_sites
+
+    call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
+    sites = [c.id for c in sorted(chosen, key=lambda c: min(c.node_ids))]
+    return trials.Trials(call, version, grad), sites, found.graph.name

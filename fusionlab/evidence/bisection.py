@@ -1,0 +1,153 @@
+"""Which sites explain an error or a slowdown: the smallest sets of them that show it, found by halving.
+
+A set of sites is bad if the program with these alone fused shows the fault. As long as adding sites to a bad set leaves it bad, one
+cause of k sites among n costs about k log2(n) trials (Junker, QuickXplain, AAAI 2004, for one minimal conflict; here with the
+shortest bad prefix found by halving), and another search over what is left tells whether there is one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .progress import Progress, Reporter
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The program with these sites alone fused: whether it shows the fault, and what was seen, in words."""
+
+    sites: tuple[str, ...]
+    bad: bool
+    told: str
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The smallest set of sites found that shows the fault on its own; none of them can be left out.
+
+    Attributes:
+      sites: ids, in program order.
+      told: what the program with these alone fused shows.
+    """
+
+    sites: tuple[str, ...]
+    told: str
+
+    def __str__(self) -> str:
+        return f"{' with '.join(self.sites)}: {self.told}"
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What a bisection found.
+
+    Attributes:
+      name: the function.
+      of: "error" or "time".
+      sites: those that were searched.
+      causes: each enough on its own; empty where all sites together do not show the fault.
+      trials: every program tried, in order.
+      stopped: "", or why the search ended early ("cancelled", "most trials").
+    """
+
+    name: str
+    of: str
+    sites: tuple[str, ...]
+    causes: tuple[Cause, ...]
+    trials: tuple[Trial, ...] = field(repr=False)
+    stopped: str = ""
+
+    def __str__(self) -> str:
+        fault = {"error": "worse than before against float64", "time": "slower than before"}[self.of]
+        head = f"{self.name}: {len(self.sites)} sites, {len(self.trials)} trials"
+        if self.stopped:
+            head += f", stopped: {self.stopped}"
+        if not self.causes:
+            seen = f" ({self.trials[0].told})" if self.trials else ""
+            return f"{head}: fused, it is not {fault}{seen}"
+        return "\n".join([f"{head}: fused, it is {fault}; alone that is so of", *(f"  {c}" for c in self.causes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {
+            "name": self.name,
+            "of": self.of,
+            "sites": list(self.sites),
+            "causes": [{"sites": list(c.sites), "told": c.told} for c in self.causes],
+            "trials": [{"sites": list(t.sites), "bad": t.bad, "told": t.told} for t in self.trials],
+            "stopped": self.stopped,
+        }
+
+
+class _Stop(Exception):  # noqa: N818 - the way out of a search, not an error
+    """The search is to end here; the message says why."""
+
+
+class _Search:
+    """The trials of one bisection, none made twice."""
+
+    def __init__(
+        self, attempt: Callable[[tuple[str, ...]], tuple[bool, str]], most: int, cancel: Any, step: Any
+    ) -> None:
+        self.attempt, self.most, self.cancel, self.step = attempt, most, cancel, step
+        self.made: dict[tuple[str, ...], Trial] = {}
+
+    def bad(self, sites: tuple[str, ...]) -> bool:
+        if sites not in self.made:
+            if self.cancel is not None and self.cancel():
+                raise _Stop("cancelled")
+            if len(self.made) >= self.most:
+                raise _Stop("most trials")
+            self.made[sites] = Trial(sites, *self.attempt(sites))
+            self.step()
+        return self.made[sites].bad
+
+    def cause(self, sites: tuple[str, ...]) -> Cause:
+        """The smallest set in a bad one, by its last member first: where a prefix turns bad is one that cannot be left out."""
+        needed: tuple[str, ...] = ()
+        pool = sites
+        while not (needed and self.bad(needed)):
+            good, bad = 0, len(pool)  # the whole of it is bad with what is needed so far
+            while bad - good > 1:
+                middle = (good + bad) // 2
+                good, bad = (good, middle) if self.bad((*pool[:middle], *needed)) else (middle, bad)
+            needed = (pool[bad - 1], *needed)
+            pool = pool[: bad - 1]
+        return Cause(needed, self.made[needed].told)
+
+
+def bisect_sites(
+    name: str,
+    of: str,
+    sites: Sequence[str],
+    attempt: Callable[[tuple[str, ...]], tuple[bool, str]],
+    *,
+    most: int = 200,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+) -> Bisection:
+    """The sets of sites that explain a fault.
+
+    Args:
+      name: of the function, for the record.
+      of: "error" or "time".
+      sites: ids, in program order.
+      attempt: sites -> (whether the program with these alone fused shows the fault, what was seen).
+      most: trials at most.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      cancel: asked before each trial; when it says True, what was found so far is returned.
+    """
+    causes: list[Cause] = []
+    stopped = ""
+    with Reporter(progress, "trials", most) as reporter:
+        search = _Search(attempt, most, cancel, reporter.step)
+        left = tuple(sites)
+        try:
+            while left and search.bad(left):
+                causes.append(search.cause(left))
+                left = tuple(s for s in left if s not in causes[-1].sites)
+        except _Stop as why:
+            stopped = str(why)
+    return Bisection(name, of, tuple(sites), tuple(causes), tuple(search.made.values()), stopped)

@@ -1,0 +1,128 @@
+"""The original of a comparison: compiled at most once, its float64 reference computed at most once, for any number of versions of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from fusionlab.graph.promote import Promoted, promote
+from fusionlab.kernels.op import meaning_of
+
+from .numerics import (
+    LeafNumerics,
+    check_same_outputs,
+    leaf_numerics,
+    named_outputs,
+    random_cotangents,
+    value_and_gradients,
+)
+from .program import Call, Program, compile_program
+from .sums import Sums, sums_of
+from .timing import as_tuple
+
+_GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What the original gives in float64.
+
+    Attributes:
+      promoted: the program.
+      outputs: leaves; gradients: those of the leaves asked for, in order; None without `grad`.
+    """
+
+    promoted: Promoted
+    outputs: list[Any]
+    gradients: list[Any] | None
+
+
+class Original:
+    """A function with its arguments, as programs and in float64.
+
+    Attributes:
+      call: the function of its dynamic arguments.
+      donated: positions in its arguments that each run consumes.
+      grad: whether gradients are compared as well.
+      chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
+    """
+
+    def __init__(self, call: Call, donated: Sequence[int], argnums: Any, grad: bool) -> None:
+        self.call, self.grad = call, grad
+        self.donated = call.dynamic(donated, "donate_argnums")
+        asked = range(len(call.args)) if argnums is None else call.dynamic(as_tuple(argnums), "argnums")
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        wanted = range(len(leaves)) if argnums is None else call.leaves_of(asked)
+        self.chosen = tuple(i for i in wanted if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating))
+        self.left_out = tuple(n for i, n in enumerate(call.leaf_names) if i not in self.chosen)
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        return self._forward_of(self.call, "before")
+
+    @functools.cached_property
+    def backward(self) -> Program:
+        return self.backward_of(self.call, "before")
+
+    @functools.cached_property
+    def cotangents(self) -> list[Any]:
+        """One fixed random array per output leaf."""
+        return random_cotangents(self.forward.jaxpr.out_avals)
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """The sums of the program, which pick tolerances."""
+        return sums_of(self.forward.jaxpr, jax.default_backend())
+
+    def forward_of(self, version: Call, name: str = "after") -> Program:
+        """Another version of it, compiled.
+
+        Raises:
+          ArgumentError: its outputs differ in structure, shape or dtype.
+        """
+        program = self._forward_of(version, name)
+        check_same_outputs(self.forward.outputs, program.outputs)
+        return program
+
+    def _forward_of(self, version: Call, name: str) -> Program:
+        return compile_program(version.fn, version.args, version.kwargs, name=name, donate_argnums=self.donated)
+
+    def backward_of(self, version: Call, name: str = "after") -> Program:
+        """The value and the gradients of a version, compiled."""
+        args = (self.cotangents, version.args, version.kwargs)
+        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, name=name, advice=_GRAD_ADVICE)
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        """It in float64.
+
+        Raises:
+          TraceError: it has no float64 form.
+        """
+        # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
+        args, kwargs = self.forward.args, self.forward.kwargs
+        promoted = promote(self.call.fn, *args, inline=meaning_of, **kwargs)
+        outputs = jax.tree.leaves(promoted.values(*args, **kwargs))
+        return Reference(promoted, outputs, self._gradients(promoted) if self.grad else None)
+
+    def _gradients(self, promoted: Promoted) -> list[Any]:
+        cotangents, args, kwargs = self.backward.args
+        wanted = promoted.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
+        flat = jax.tree_util.tree_leaves(wanted, is_leaf=lambda x: x is None)
+        return [flat[i] for i in self.chosen]
+
+    def errors(self, forward: Program, backward: Program | None = None) -> list[LeafNumerics]:
+        """Errors of the original and of a version, both against float64: outputs, and with `backward` gradients."""
+        first, second, want = self.forward.run(), forward.run(), self.reference
+        names, leaves = named_outputs(first), jax.tree.leaves
+        found = leaf_numerics("output", names, leaves(first), leaves(second), want.outputs, self.sums)
+        if backward is not None and want.gradients is not None:
+            (_, before), (_, after) = self.backward.run(), backward.run()
+            names = [self.call.leaf_names[i] for i in self.chosen]
+            found += leaf_numerics("gradient", names, before, after, want.gradients, self.sums)
+        return found

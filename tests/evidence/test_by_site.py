@@ -1,0 +1,184 @@
+"""Which sites are to blame: bisection over sites, and the errors of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fusionlab as fl
+from fusionlab import lab
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.bisection import bisect_sites
+from fusionlab.kernels import OPS
+
+LAYERS = 24
+WIDTHS = range(8, 9 + LAYERS)  # layer i multiplies WIDTHS[i] features
+NAMES = [f"site {i}" for i in range(LAYERS)]
+
+
+# The search alone.
+
+
+def blamed(sites, bad, **options):
+    return bisect_sites("f", "error", sites, lambda chosen: (bad(set(chosen)), "seen"), **options)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 24, 100])
+def test_sites_that_are_bad_on_their_own_are_found_in_logarithmic_time(count):
+    draw = random.Random(0)
+    names = [f"s{i}" for i in range(count)]
+    for _ in range(100):
+        bad = set(draw.sample(names, draw.randint(0, min(2, count))))
+        found = blamed(names, lambda chosen, bad=bad: bool(bad & chosen))
+        assert [c.sites for c in found.causes] == [(s,) for s in sorted(bad, key=names.index)]
+        assert len(found.trials) <= 1 + len(bad) * (math.ceil(math.log2(count)) + 2)
+
+
+def test_sites_that_are_bad_only_together_are_one_cause():
+    draw = random.Random(1)
+    for _ in range(100):
+        pair = set(draw.sample(NAMES, 2))
+        found = blamed(NAMES, lambda chosen, pair=pair: pair <= chosen)
+        assert [set(c.sites) for c in found.causes] == [pair]
+
+
+def test_no_program_is_tried_twice():
+    found = blamed(NAMES, lambda chosen: bool({"site 3", "site 17"} & chosen))
+    assert len({t.sites for t in found.trials}) == len(found.trials)
+
+
+def test_all_may_be_needed():
+    (cause,) = blamed(NAMES, lambda chosen: len(chosen) == LAYERS).causes
+    assert cause.sites == tuple(NAMES)
+
+
+def test_it_ends_when_it_is_told_to():
+    found = blamed(NAMES, lambda chosen: "site 5" in chosen, most=3)
+    assert (found.stopped, len(found.trials), found.causes) == ("most trials", 3, ())
+    asked = iter([False, False, True])
+    found = blamed(NAMES, lambda chosen: "site 5" in chosen, cancel=lambda: next(asked))
+    assert (found.stopped, len(found.trials)) == ("cancelled", 2)
+
+
+def test_a_bisection_is_told_as_sentences_and_as_data():
+    found = blamed(NAMES, lambda chosen: "site 5" in chosen)
+    assert str(found).endswith("alone that is so of\n  site 5: seen")
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["causes"] == [{"sites": ["site 5"], "told": "seen"}]
+    assert len(data["trials"]) == len(found.trials)
+    assert "it is not worse than before" in str(blamed(NAMES, lambda chosen: False))
+
+
+# A model of 24 sites, of which some compute something else once they are certified.
+
+
+def model(weights, x):
+    for i, (w, b) in enumerate(weights):
+        with jax.named_scope(f"layer_{i}"):
+            x = jax.nn.gelu(x @ w + b)
+    return x
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    shapes = itertools.pairwise(WIDTHS)
+    weights = [
+        (jax.random.normal(k, (a, b)) * 1.5 / a**0.5, jnp.zeros(b)) for k, (a, b) in zip(keys, shapes, strict=True)
+    ]
+    return weights, jax.random.normal(jax.random.key(9), (16, WIDTHS[0]))
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Layers -> their fused op is 2 % off; only once the search is over, whose certification would decline them."""
+
+    def plant(*layers):
+        widths, certified = {WIDTHS[i] for i in layers}, []
+        implementations = OPS["gemm_epilogue"].implementations
+        right, selected = implementations["xla"], lab.Fused.selected
+
+        def forward(x, w, *args, **options):
+            first, *rest = right.forward(x, w, *args, **options)
+            return [first * 1.02 if certified and w.shape[0] in widths else first, *rest]
+
+        def and_then(self, *args, **kwargs):
+            found = selected(self, *args, **kwargs)
+            certified.append(True)
+            return found
+
+        monkeypatch.setitem(implementations, "xla", dataclasses.replace(right, forward=forward))
+        monkeypatch.setattr(lab.Fused, "selected", and_then)
+
+    return plant
+
+
+def test_two_planted_sites_of_24_are_found_in_at_most_20_trials(arguments, planted):
+    planted(4, 17)
+    found = fl.bisect(model, *arguments, grad=False)
+    assert len(found.sites) == LAYERS
+    assert [c.sites for c in found.causes] == [("gemm_epilogue@layer_4#1",), ("gemm_epilogue@layer_17#1",)]
+    assert len(found.trials) <= 20
+    assert "WORSE" in found.causes[0].told
+
+
+def test_nothing_is_blamed_where_nothing_is_wrong(arguments):
+    weights, x = arguments
+    found = fl.bisect(model, weights[:3], x)
+    assert (found.causes, len(found.trials)) == ((), 1)
+
+
+def test_each_site_s_own_errors(arguments, planted):
+    planted(1)
+    weights, x = arguments
+    done = []
+    found = fl.errors_by_site(model, weights[:3], x, progress=lambda what, n, total: done.append((n, total)))
+    assert [one.site for one in found] == [f"gemm_epilogue@layer_{i}#1" for i in range(3)]
+    assert [one.ok for one in found] == [True, False, True]
+    assert {leaf.kind for leaf in found[1].leaves} == {"output", "gradient"}
+    assert "WORSE" in str(found[1])
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert fl.errors_by_site(model, weights[:3], x, cancel=lambda: True) == ()
+
+
+def test_a_fused_function_says_itself_what_is_fused(arguments, planted):
+    planted(0, 1)
+    weights, x = arguments
+    fused = fl.fuse(model, skip=["gemm_epilogue@layer_0#1"])
+    found = fl.bisect(fused, weights[:3], x, grad=False)
+    assert found.sites == ("gemm_epilogue@layer_1#1", "gemm_epilogue@layer_2#1")
+    assert [c.sites for c in found.causes] == [("gemm_epilogue@layer_1#1",)]
+
+
+def test_of_time(arguments, monkeypatch):
+    """The clock is made up: what is slow is what the test says is slow."""
+    from fusionlab.evidence import timing, trials
+
+    def timed(what, before, after, **_):
+        slow = {p.name: 1e-3 for p in (before, after)}
+        slow["after"] *= 1.3 if "layer_2" in tried[-1] else 0.99
+        runs = [timing.Runs(name, (s,) * 40, 1, 0.0, 0.0, 0.0) for name, s in slow.items()]
+        return timing.timing_of(what, *runs)
+
+    tried = []
+    monkeypatch.setattr(trials, "time_programs", timed)
+    version = trials.Trials._version
+    monkeypatch.setattr(trials.Trials, "_version", lambda self, sites: tried.append(str(sites)) or version(self, sites))
+    weights, x = arguments
+    found = fl.bisect(model, weights[:4], x, of="time", grad=False)
+    assert [c.sites for c in found.causes] == [("gemm_epilogue@layer_2#1",)]
+    assert "slower" in found.causes[0].told
+
+
+def test_what_is_asked_wrongly_is_refused(arguments):
+    with pytest.raises(ArgumentError, match="of: got 'speed', needed one of 'error', 'time'"):
+        fl.bisect(model, *arguments, of="speed")
+    with pytest.raises(ArgumentError, match="samples: got 1"):
+        fl.bisect(model, *arguments, samples=1)
