@@ -1,7 +1,7 @@
 """The command line: `fusionlab doctor | demo | trace | find | explain | diff | export | compare | bench | tune`, each with `--json`.
 
 Results go to standard output, progress to standard error. Exit status: 0 done, 1 an error (one line on standard error),
-2 wrong usage.
+2 wrong usage, 3 a newer record that is worse than the older one (`diff`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ FUNCTION is package.module:function or path/to/file.py:function.
 
 Its example arguments are, in this order:
   --args EXPR         a Python expression, evaluated in the module beside jax, jnp and np: a tuple of arguments, or one
-                      argument; jax.ShapeDtypeStruct stands for an array where nothing is run
+                      argument; f32[64,128], bf16[8,4], i32[8] stand for arrays (what is run draws their data at random)
   function.example_args   an attribute of the function
   example_args        an attribute of the module; may be a dict from function name
 Each attribute is a tuple of arguments, or a function of no arguments that returns one.
 Keyword arguments are those of --kwargs EXPR, a dict. Arguments that are Python values rather than arrays are named in
 --static-argnums (positions) and --static-argnames, as for jax.jit.
 
-example:
+examples:
   fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
+  fusionlab find model.py:attend --args "f32[2,64,4,16], f32[2,64,4,16], f32[2,64,4,16]"
 """
+WORSE = 3  # the exit status of `diff` of two records
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,8 +57,9 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     options = _parser().parse_args(argv)
+    status = 0
     try:
-        options.run(options)
+        status = options.run(options) or 0
         sys.stdout.flush()
     except FusionLabError as e:
         print(f"fusionlab: error: {' '.join(str(e).split())}", file=sys.stderr)
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of a pipe left (`fusionlab trace ... | head`): no error, but Python would complain when flushing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--device", metavar="NAME", help="judge for this device: cpu, or sm_90 and the like")
     explain.set_defaults(run=_explain)
 
-    diff = _function_command(commands, "diff", "the program before and after fusing, as a unified diff")
+    diff = _function_command(
+        commands, "diff", "the program before and after fusing; or of two records, what became worse (exit status 3)"
+    )
+    diff.add_argument(
+        "newer", nargs="?", metavar="NEW.json", help="a record: FUNCTION is the older one, OLD.json, then"
+    )
     _add_pass_options(diff)
     diff.set_defaults(run=_diff)
 
@@ -111,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = _function_command(commands, "compare", "time and errors, before and after fusing")
     _add_pass_options(compare)
     compare.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
-    compare.add_argument("-o", "--output", metavar="FILE.html", help="write the comparison as a web page")
+    compare.add_argument("-o", "--output", metavar="FILE", help="write it as a web page (.html) or a record (.json)")
     compare.set_defaults(run=_compare)
 
     bench = _function_command(commands, "bench", "time alone, before and after fusing")
@@ -234,7 +242,20 @@ def _explain(options: argparse.Namespace) -> None:
     _print(options, text, {"name": options.name, "text": text})
 
 
-def _diff(options: argparse.Namespace) -> None:
+def _diff(options: argparse.Namespace) -> int:
+    return _diff_records(options) if options.newer else _diff_programs(options)
+
+
+def _diff_records(options: argparse.Namespace) -> int:
+    from .evidence.comparison import Evidence
+    from .evidence.record_diff import diff_records
+
+    found = diff_records(Evidence.load(options.function), Evidence.load(options.newer))
+    _print(options, found, found.to_dict())
+    return WORSE if found.regressions else 0
+
+
+def _diff_programs(options: argparse.Namespace) -> int:
     import difflib
 
     import fusionlab as fl
@@ -246,6 +267,7 @@ def _diff(options: argparse.Namespace) -> None:
     before, after = (graph_text(graph).splitlines() for graph in (found.graph, found.apply()))
     text = "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm=""))
     _print(options, text or "nothing is fused", {"diff": text, "counts": found.counts()})
+    return 0
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -264,30 +286,37 @@ def _export(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
+    record = str(options.output or "").endswith(".json")
     if options.output:
-        check_file(options.output, ".html")
-    function, args, kwargs, static = _load(options)
+        check_file(options.output, ".json" if record else ".html")
+    function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
     result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True, **kwargs)
     if options.output:
-        result.to_html(options.output)
+        (result.save if record else result.to_html)(options.output)
     _print(options, result, result.to_dict())
+
+
+def _load_with_data(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """`_load`, with random arrays for arguments of which only shapes are given."""
+    from .loading import with_data
+
+    function, args, kwargs, static = _load(options)
+    return function, *with_data((args, kwargs)), static
 
 
 def _bench(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    from .evidence.record import save_json
-
     if options.output:
         check_file(options.output, ".json")
-    function, args, kwargs, static = _load(options)
+    function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
     effort = {"samples": options.samples, "budget_s": options.budget, "progress": True}
     only = {"grad": not options.no_grad, "numerics": False, "memory": False}
     result = fl.compare(function, fused, *args, **only, **effort, **kwargs)
     if options.output:
-        save_json(options.output, result.to_dict())
+        result.save(options.output)
     _print(options, result, result.to_dict())
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,7 +78,8 @@ def _run_user_code(doing: str, run: Callable[[], Any]) -> Any:
 def example_arguments(function: Callable[..., Any], module: ModuleType, text: str | None) -> tuple[Any, ...]:
     """The positional arguments to trace `function` with.
 
-    In this order: `text`, evaluated in the module's names beside `jax`, `jnp`, `np`; the function's attribute
+    In this order: `text`, evaluated in the module's names beside `jax`, `jnp`, `np` and the dtypes of `SHAPES` (`f32[8, 4]` is an array
+    of which only shape and dtype are known); the function's attribute
     `example_args`; the module's attribute `example_args`. Each is a tuple of arguments (anything else is one argument),
     or a function of no arguments that returns it; the module's may also be a dict from function name to either.
 
@@ -93,7 +96,7 @@ def example_arguments(function: Callable[..., Any], module: ModuleType, text: st
             found = found.get(name)
     if found is None:
         raise ArgumentError(
-            f"args: {name or 'the function'} needs example arguments: give --args '(jnp.ones((8, 4)),)', "
+            f"args: {name or 'the function'} needs example arguments: give --args '(f32[8, 4], i32[8])', "
             f"or set `{name or 'function'}.example_args` or `example_args` in its module"
         )
     return _as_tuple(_run_user_code("example_args()", found) if callable(found) else found)
@@ -113,9 +116,50 @@ def keyword_arguments(module: ModuleType, text: str | None) -> dict[str, Any]:
     return value
 
 
+@dataclass(frozen=True)
+class _Dtype:
+    """What f32 stands for in `--args`: f32[64, 128] is the shape and dtype of an array, f32[()] of a scalar."""
+
+    dtype: str
+
+    def __getitem__(self, shape: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape if isinstance(shape, tuple) else (shape,), jnp.dtype(self.dtype))
+
+
+_SHORT = {"bf16": "bfloat16", "pred": "bool"} | {
+    f"{letter}{bits}": f"{name}{bits}"
+    for letter, name, sizes in (
+        ("f", "float", (16, 32, 64)),
+        ("i", "int", (8, 16, 32, 64)),
+        ("u", "uint", (8, 16, 32, 64)),
+    )
+    for bits in sizes
+}
+SHAPES = {short: _Dtype(name) for short, name in _SHORT.items()}  # as jaxprs write dtypes
+_SCALAR = re.compile(rf"\b({'|'.join(SHAPES)})\[\s*\]")  # f32[], which is no Python
+
+
 def _evaluate(option: str, text: str, module: ModuleType) -> Any:
-    names = {"jax": jax, "jnp": jnp, "np": np} | vars(module)
-    return _run_user_code(f"evaluating {option} {text!r}", lambda: eval(text, names))
+    names = {"jax": jax, "jnp": jnp, "np": np} | SHAPES | vars(module)
+    return _run_user_code(f"evaluating {option} {text!r}", lambda: eval(_SCALAR.sub(r"\1[()]", text), names))
+
+
+def with_data(tree: Any) -> Any:
+    """The same arguments with arrays in the place of shapes: normal for floats, zeros and ones for integers and bools.
+
+    Zeros alone would run faster than data do, and larger integers may be no valid indices.
+    """
+    key = jax.random.key(0)
+
+    def drawn(i: int, x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.random.normal(jax.random.fold_in(key, i), x.shape, x.dtype)
+        return jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape).astype(x.dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [drawn(i, x) for i, x in enumerate(leaves)])
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

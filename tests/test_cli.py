@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import fusionlab as fl
-from fusionlab.cli import main
+from fusionlab.cli import WORSE, main
 from fusionlab.evidence.record import hardware
 from fusionlab.models.layers import dense
 
@@ -245,15 +245,60 @@ def test_trace_prints_the_program(run, model):
     assert any("dot_general" in box["lines"][0] for box in view["boxes"])
 
 
+def test_records_are_written_read_and_compared(run, model, tmp_path):
+    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    assert run("compare", f"{model}:mlp", "-o", old)[0] == 0
+    assert run("compare", f"{model}:mlp", "-o", new)[0] == 0
+    status, out, _ = run("diff", old, new)
+    assert status == 0
+    assert out.startswith("mlp: 0 worse, ")
+    data = json.loads((tmp_path / "new.json").read_text())
+    (tmp_path / "new.json").write_text(json.dumps(data | {"memory": spoilt(data["memory"])}))
+    status, out, _ = run("diff", old, new)
+    assert status == WORSE
+    assert "worse: compiled peak memory of the fused version, forward" in out
+    status, out, _ = run("diff", old, new, "--json")
+    assert (status, [c["verdict"] for c in json.loads(out)["changes"]].count("worse")) == (WORSE, 1)
+
+
+def spoilt(memory):
+    return memory | {"after": memory["after"] | {"peak": memory["after"]["peak"] + (1 << 20)}}
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[]", "{}", '{"name": 1, "environment": {}}'])
+def test_what_is_no_record_is_one_error_line(run, tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert f"path: {tmp_path / 'a.json'} is no" in error_line(
+        run("diff", str(tmp_path / "a.json"), str(tmp_path / "a.json"))
+    )
+    assert "is no" in error_line(run("diff", str(tmp_path / "none.json"), str(tmp_path / "a.json")))
+
+
 @pytest.mark.parametrize("command", ["trace", "find", "diff", "compare", "bench", "tune"])
 def test_a_function_that_does_not_trace_is_one_error_line(run, model, command):
     assert "breaks does not trace: AttributeError" in error_line(run(command, f"{model}:breaks"))
     assert "by_value does not trace: TracerBoolConversionError" in error_line(run(command, f"{model}:by_value"))
 
 
-def test_shapes_where_arrays_are_needed_is_one_error_line(run, model):
-    line = error_line(run("compare", f"{model}:mlp", "--args", SHAPES))
-    assert "got a shape (float32[16, 8]), needed arrays" in line
+@pytest.mark.parametrize("shapes", [SHAPES, "f32[16,8], f32[8], f32[4,16]"])
+def test_data_are_drawn_where_only_shapes_are_given(run, model, shapes):
+    status, out, _ = run("compare", f"{model}:mlp", "--args", shapes, "--json")
+    assert status == 0
+    leaves = json.loads(out)["numerics"]["leaves"]
+    assert [leaf["dtype"] for leaf in leaves] == ["float32"] * 4
+    assert leaves[0]["after"]["worst_reference"] != 0
+
+
+def test_shapes_are_written_as_jaxprs_write_them(run, model):
+    status, out, _ = run("trace", f"{model}:attend", "--args", "bf16[2,16,4,8]")
+    assert status == 0
+    assert "bf16[2,16,4,8]" in out
+    assert (
+        "f32[3]"
+        in run(
+            "trace", f"{model}:powers", "--args", "f32[3], 2", "--static-argnums", "1", "--kwargs", "{'scale': f32[]}"
+        )[1]
+    )
 
 
 def test_a_misspelt_pass_lists_the_valid_ones(run, model):
@@ -299,7 +344,7 @@ def test_a_failing_run_leaves_no_partial_files(run, model, tmp_path):
 def test_the_help_says_where_example_arguments_come_from(run):
     status, out, _ = run("find", "--help")
     assert status == 0
-    assert all(word in out for word in ("--args EXPR", "function.example_args", "jax.ShapeDtypeStruct"))
+    assert all(word in out for word in ("--args EXPR", "function.example_args", "f32[64,128]"))
 
 
 def run_demo(where, size):

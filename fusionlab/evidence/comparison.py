@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from fusionlab.errors import MissingDependencyError
+from fusionlab.errors import ArgumentError, MissingDependencyError
 
 from .measuring import Measuring
 from .memory import CompiledMemory, Memory
 from .numerics import Error, LeafNumerics, Numerics
 from .program import bind_call, donated_by
 from .progress import Progress
-from .record import Environment, environment, to_json
+from .record import Environment, environment, load_json, save_json, to_json
 from .timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
 
 
@@ -110,7 +112,7 @@ class Evidence:
         return to_json(self.to_dict())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Reads `to_dict` back (the HLO text is not in it)."""
         return cls(
             name=data["name"],
@@ -123,6 +125,29 @@ class Evidence:
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
         )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the record as JSON, with every sample; `load` reads it back.
+
+        Raises:
+          OutputError: the file cannot be written; no part of it is left.
+        """
+        return save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a record that `save`, `fusionlab bench -o` or `fusionlab compare -o` wrote: plain data, of which nothing is run.
+
+        Raises:
+          ArgumentError: there is no such file, or it is no record of a comparison.
+        """
+        data = load_json(path)
+        try:
+            return cls.from_dict(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArgumentError(
+                f"path: {path} is no record of a comparison ({type(error).__name__}: {error}); needed one that `fusionlab bench -o` wrote"
+            ) from error
 
     def to_dataframe(self) -> Any:
         """A pandas frame in long form: quantity, name, version, value, unit, dtype, hardware.

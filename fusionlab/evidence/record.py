@@ -184,5 +184,5 @@ def load_json(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ArgumentError(f"path: {path} is not a readable JSON file ({error})") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ArgumentError(f"path: {path} is no readable JSON file ({error})") from error

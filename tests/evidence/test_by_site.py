@@ -9,7 +9,7 @@ import math
 import random
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fusionlab as fl
@@ -88,12 +88,13 @@ def model(weights, x):
 
 @pytest.fixture(scope="module")
 def arguments():
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    shapes = itertools.pairwise(WIDTHS)
-    weights = [
-        (jax.random.normal(k, (a, b)) * 1.5 / a**0.5, jnp.zeros(b)) for k, (a, b) in zip(keys, shapes, strict=True)
-    ]
-    return weights, jax.random.normal(jax.random.key(9), (16, WIDTHS[0]))
+    draw = np.random.default_rng(0)  # jax.random would compile a program for each shape
+
+    def normal(*shape):
+        return draw.standard_normal(shape).astype(np.float32)
+
+    weights = [(normal(a, b) * 1.5 / a**0.5, np.zeros(b, np.float32)) for a, b in itertools.pairwise(WIDTHS)]
+    return weights, normal(16, WIDTHS[0])
 
 
 @pytest.fixture

@@ -1,0 +1,153 @@
+"""Two records of one comparison, an older and a newer: what became worse beyond what measuring leaves open.
+
+Times of two runs are never compared with one another: clocks, neighbours and power differ. What is compared is how many times faster the
+fused version was than the original in its own run, by the intervals of the two ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .comparison import Evidence
+from .memory import Memory
+from .numerics import LeafNumerics
+from .timing import MIN_EFFECT, Timing
+
+MEMORY_GROWTH = (
+    0.01  # of the compiled peak, which does not vary from run to run: below, a version of XLA's differs by padding
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity of both records.
+
+    Attributes:
+      what: "time, forward", "compiled peak memory, forward", "output out float32[8]".
+      old, new: what each says of it, in words; "" where it says nothing.
+      verdict: "worse", "better", "same" or "not compared".
+      why: of "not compared", the reason.
+    """
+
+    what: str
+    old: str
+    new: str
+    verdict: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.what}: {self.old or 'nothing'} -> {self.new or 'nothing'}{self.why and f' ({self.why})'}"
+
+
+@dataclass(frozen=True)
+class RecordDiff:
+    """What changed from one record to a newer one."""
+
+    name: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        return tuple(c for c in self.changes if c.verdict == "worse")
+
+    def __str__(self) -> str:
+        worse, better = (sum(c.verdict == v for c in self.changes) for v in ("worse", "better"))
+        head = f"{self.name}: {worse} worse, {better} better, of {len(self.changes)} quantities"
+        shown = [c for c in self.changes if c.verdict != "same"]
+        return "\n".join([head, *(f"  {c}" for c in shown), *(f"  note: {n}" for n in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {"name": self.name, "changes": [asdict(c) for c in self.changes], "notes": list(self.notes)}
+
+
+def diff_records(old: Evidence, new: Evidence) -> RecordDiff:
+    """What became better or worse from `old` to `new`."""
+    notes = []
+    if old.name != new.name:
+        notes.append(f"the records are of two functions, {old.name} and {new.name}")
+    for what in ("hardware", "versions", "xla_flags", "settings"):
+        before, after = getattr(old.environment, what), getattr(new.environment, what)
+        if before != after:
+            notes.append(f"{what}: {_differing(before, after)}")
+    changes = (*_times(old, new), *_memories(old, new), *_errors(old, new))
+    return RecordDiff(new.name, changes, tuple(notes))
+
+
+def _differing(old: Any, new: Any) -> str:
+    if not isinstance(old, dict):
+        return f"{old or 'none'} -> {new or 'none'}"
+    keys = [k for k in (*old, *(k for k in new if k not in old)) if old.get(k) != new.get(k)]
+    return ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in keys)
+
+
+def _times(old: Evidence, new: Evidence) -> Iterator[Change]:
+    for part in ("timing", "timing_grad"):
+        before, after = getattr(old, part), getattr(new, part)
+        either = after or before
+        if either is None:
+            continue
+        what = f"time, {either.what}"
+        was, now = _time_text(before, old), _time_text(after, new)
+        if before is None or after is None:
+            yield Change(what, was, now, "not compared", "timed in one of them only")
+        elif before.hardware != after.hardware or before.clock != after.clock:
+            yield Change(what, was, now, "not compared", "measured on other hardware, or by another clock")
+        else:
+            yield Change(what, was, now, _faster(before, after))
+
+
+def _time_text(timing: Timing | None, record: Evidence) -> str:
+    if timing is None:
+        return "same code" if record.same_code else ""
+    return f"{timing.ratio:.3f}x [{timing.interval[0]:.3f}, {timing.interval[1]:.3f}]"
+
+
+def _faster(old: Timing, new: Timing) -> str:
+    """By intervals that do not meet, and an effect that a compilation of the same does not have."""
+    if abs(new.ratio / old.ratio - 1) < MIN_EFFECT:
+        return "same"
+    if new.interval[1] < old.interval[0]:
+        return "worse"
+    return "better" if new.interval[0] > old.interval[1] else "same"
+
+
+def _memories(old: Evidence, new: Evidence) -> Iterator[Change]:
+    for part, what in (("memory", "forward"), ("memory_grad", "forward + backward")):
+        before, after = getattr(old, part), getattr(new, part)
+        what = f"compiled peak memory of the fused version, {what}"
+        if before is None and after is None:
+            continue
+        was, now = _peak(before), _peak(after)
+        if before is None or after is None:
+            yield Change(what, was, now, "not compared", "known in one of them only")
+        elif before.hardware != after.hardware:
+            yield Change(what, was, now, "not compared", "measured on other hardware")
+        else:
+            growth = after.after.peak / max(before.after.peak, 1) - 1
+            verdict = "worse" if growth > MEMORY_GROWTH else "better" if growth < -MEMORY_GROWTH else "same"
+            yield Change(what, was, now, verdict)
+
+
+def _peak(memory: Memory | None) -> str:
+    return f"{memory.after.peak / 2**20:.2f} MiB" if memory else ""
+
+
+def _errors(old: Evidence, new: Evidence) -> Iterator[Change]:
+    before, after = (
+        {f"{leaf.kind} {leaf.name}": leaf for leaf in (e.numerics.leaves if e.numerics else ())} for e in (old, new)
+    )
+    for name in (*before, *(n for n in after if n not in before)):
+        first, second = before.get(name), after.get(name)
+        was, now = _error(first), _error(second)
+        if first is None or second is None:
+            yield Change(name, was, now, "not compared", "in one of them only")
+        else:
+            yield Change(name, was, now, "same" if first.ok == second.ok else "better" if second.ok else "worse")
+
+
+def _error(leaf: LeafNumerics | None) -> str:
+    return f"max abs error {leaf.after.max_abs:.2e}, {'in tolerance' if leaf.ok else 'WORSE'}" if leaf else ""

@@ -1,0 +1,120 @@
+"""An older and a newer record: what became worse, and what may not be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import fusionlab as fl
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.record_diff import diff_records
+from fusionlab.evidence.timing import Runs, timing_of
+
+
+@pytest.fixture(scope="module")
+def record():
+    def f(x, w, b):
+        return jnp.maximum(x @ w + b, 0)
+
+    args = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones(16)
+    return fl.compare(f, fl.fuse(f), *args, timing=False)
+
+
+def timed(record, before_s, after_s, spread=0.01, part="timing", **changed):
+    """The record with made-up samples; `spread` is their relative width."""
+    samples = [1 + spread * (i / 39 - 0.5) for i in range(40)]
+    pairs = (("before", before_s, samples), ("after", after_s, samples[::-1]))
+    runs = [Runs(name, tuple(t * s for s in drawn), 1, 0, 0, 0) for name, t, drawn in pairs]
+    return dataclasses.replace(record, **{part: dataclasses.replace(timing_of("forward", *runs), **changed)})
+
+
+def verdicts(old, new):
+    return {c.what: c.verdict for c in diff_records(old, new).changes}
+
+
+def test_a_record_is_no_worse_than_itself(record):
+    found = diff_records(timed(record, 2e-3, 1e-3), timed(record, 2e-3, 1e-3))
+    assert found.regressions == ()
+    assert {c.verdict for c in found.changes} == {"same"}
+    assert len(found.changes) == 1 + 2 + 1 + 3  # time, two memories, an output, three gradients
+
+
+@pytest.mark.parametrize(
+    ("after_s", "spread", "verdict"),
+    [
+        (1e-3, 0.01, "same"),
+        (1.2e-3, 0.01, "worse"),
+        (0.8e-3, 0.01, "better"),
+        (1.02e-3, 1e-4, "same"),
+        (1.2e-3, 1.6, "same"),
+    ],
+)
+def test_a_ratio_is_worse_where_its_interval_lies_below_the_older_one_s(record, after_s, spread, verdict):
+    old, new = timed(record, 2e-3, 1e-3, spread), timed(record, 2e-3, after_s, spread)
+    assert verdicts(old, new)["time, forward"] == verdict
+
+
+def test_a_machine_that_became_slower_is_no_regression(record):
+    assert verdicts(timed(record, 2e-3, 1e-3), timed(record, 4e-3, 2e-3))["time, forward"] == "same"
+
+
+@pytest.mark.parametrize("changed", [{"hardware": "NVIDIA H200"}, {"hardware": ""}])
+def test_times_of_other_hardware_are_not_compared(record, changed):
+    found = diff_records(timed(record, 2e-3, 1e-3), timed(record, 2e-3, 2e-3, **changed))
+    (change,) = [c for c in found.changes if c.what == "time, forward"]
+    assert (change.verdict, change.why) == ("not compared", "measured on other hardware, or by another clock")
+    assert not found.regressions
+
+
+def test_what_only_one_record_has_is_not_compared_and_told(record):
+    found = diff_records(record, timed(record, 2e-3, 1e-3))
+    assert "not compared: time, forward: nothing -> 2.000x" in str(found)
+    without = dataclasses.replace(record, numerics=None, memory=None)
+    assert {c.verdict for c in diff_records(record, without).changes} == {"not compared", "same"}
+
+
+def test_errors_that_leave_the_tolerance_are_worse(record):
+    first, *rest = record.numerics.leaves
+    far = dataclasses.replace(first.after, max_abs=1.0, rel_l2=1.0, over_tolerance=3)
+    spoilt = dataclasses.replace(record.numerics, leaves=(dataclasses.replace(first, after=far), *rest))
+    found = diff_records(record, dataclasses.replace(record, numerics=spoilt))
+    assert [c.what for c in found.regressions] == ["output out"]
+    assert "max abs error 1.00e+00, WORSE" in str(found)
+    assert verdicts(dataclasses.replace(record, numerics=spoilt), record)["output out"] == "better"
+
+
+def test_more_memory_is_worse_and_less_is_better(record):
+    more = dataclasses.replace(record.memory.after, peak=record.memory.after.peak + 4096)
+    grown = dataclasses.replace(record, memory=dataclasses.replace(record.memory, after=more))
+    what = "compiled peak memory of the fused version, forward"
+    assert verdicts(record, grown)[what] == "worse"
+    assert verdicts(grown, record)[what] == "better"
+
+
+def test_other_settings_and_functions_are_noted(record):
+    here = record.environment
+    other = dataclasses.replace(here, versions=here.versions | {"jax": "0.0"}, xla_flags="--x")
+    found = diff_records(record, dataclasses.replace(record, name="g", environment=other))
+    assert found.notes == (
+        "the records are of two functions, f and g",
+        f"versions: jax {here.versions['jax']} -> 0.0",
+        "xla_flags: none -> --x" if not here.xla_flags else f"xla_flags: {here.xla_flags} -> --x",
+    )
+    assert json.loads(json.dumps(found.to_dict()))["notes"] == list(found.notes)
+
+
+def test_a_record_is_read_back_as_it_was(record, tmp_path):
+    path = timed(record, 2e-3, 1e-3).save(tmp_path / "record.json")
+    back = fl.Comparison.load(path)
+    assert back == timed(record, 2e-3, 1e-3)
+    assert back.to_json() == timed(record, 2e-3, 1e-3).to_json()
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "3", '{"name": "f", "environment": {}}', "[" * 100_000, "\xff"])
+def test_what_is_no_record_is_one_error(tmp_path, text):
+    (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ArgumentError, match=r"a\.json is no"):
+        fl.Comparison.load(tmp_path / "a.json")
