@@ -26,6 +26,7 @@ from .checks import (
     checked_window,
     heads_sharing,
     scores_shape,
+    seen_pairs,
 )
 from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 
@@ -201,6 +202,14 @@ class DotProductAttention(Op):
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         kept = attrs["saves"] == "probabilities" and (role != "call" or attrs["residuals"])
         return None if role == "tangent" or kept else choosing.case(role, shapes, attrs)
+
+    def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
+        """The pairs of a query and a key that are seen for their numbers alone: a kernel steps over the rest."""
+        given = {slot.removeprefix("d_"): a for slot, a in shapes.items()}
+        lengths = [given[slot] for slot in ("query", "key") if slot in given]
+        if len(lengths) < 2:
+            return 1.0
+        return seen_pairs(*scores_shape(*lengths, attrs["layout"])[-2:], attrs["is_causal"], attrs["window"])
 
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
