@@ -155,7 +155,7 @@ class Costs:
         if len(blocks) != 1:
             raise ArgumentError(f"nodes: got nodes of {len(blocks)} blocks, needed some of one")
         ((_, block),) = blocks.items()
-        trips = [self.nodes[i].trips for i in chosen][0]
+        trips = next(self.nodes[i].trips for i in chosen)
         read, written = ideal_traffic(block, chosen)
         inner = self.of(chosen)
         count = 1 if trips is None else trips
@@ -183,7 +183,8 @@ class Costs:
         found = sorted(self.by_scope(depth).items(), key=lambda kv: -kv[1].bytes_moved - kv[1].operations)
         rows = [(scope or "(top)", *_cells(c)) for scope, c in found[:most]]
         rows += [("(the rest)", *_cells(total_of(c for _, c in found[most:])))] if len(found) > most else []
-        return _aligned([("scope", "flop", "transcendentals", "read", "written", "flop/byte"), *rows, ("total", *_cells(self.total))])  # fmt: skip
+        heads = ("scope", "flop", "transcendentals", "read", "written", "flop/byte")
+        return _aligned([heads, *rows, ("total", *_cells(self.total))])
 
     def told(self, node: Node | int) -> str:
         """The cost of a node with what there is to say of it, on one line."""
@@ -257,8 +258,10 @@ class _Counter:
                 self.notes[node.id] = note
             if node.primitive == "cond":
                 self._branches(node, count, known)
-            for child, times in () if node.primitive == "cond" else self._children(node):
-                self.block(child, count * (1 if times is None else times), known and times is not None, moves and node.primitive not in COMBINES)  # fmt: skip
+                continue
+            inside = moves and node.primitive not in COMBINES
+            for child, times in self._children(node):
+                self.block(child, count * (1 if times is None else times), known and times is not None, inside)
 
     def _branches(self, node: Node, count: int, known: bool) -> None:
         """Counts the dearest branch, by its operations and bytes; the others run no trip."""

@@ -11,13 +11,13 @@ from .ir import Block, Node, Value
 COMBINES = frozenset(
     "reduce reduce_window select_and_scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul".split()
 )
-_ONCE = frozenset("remat2 remat checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit".split())
+ONCE = frozenset("remat2 remat checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit".split())
 _READS_WHAT_IT_GIVES = frozenset("slice dynamic_slice gather".split())
 
 
 def is_region(node: Node) -> bool:
     """Whether a node is nothing but what is inside it."""
-    return node.primitive in _ONCE or node.primitive in ("scan", "while", "cond", "shard_map", "custom_linear_solve")
+    return node.primitive in ONCE or node.primitive in ("scan", "while", "cond", "shard_map", "custom_linear_solve")
 
 
 def is_view(node: Node) -> bool:

@@ -83,7 +83,9 @@ class FusedPrimitive(Primitive):
 
     def arithmetic(self, params: Mapping[str, Any], avals: Sequence[Any]) -> tuple[int, int]:
         """Operations and transcendentals of a call with operands of these types: those of its meaning that the op has need of."""
-        plain = params | ({"shardings": (None,) * len(params["shardings"])} if "shardings" in params else {})
+        plain = dict(params)
+        if "shardings" in plain:
+            plain["shardings"] = (None,) * len(plain["shardings"])
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         counts = arithmetic_of(block_of_jaxpr(jax.make_jaxpr(self.function(plain, "xla"))(*shapes)))
         share = self.op.share(dict(zip(self.operand_names(params), shapes, strict=True)), **attributes_of(params))
