@@ -79,8 +79,8 @@ class Cost:
 
     def __str__(self) -> str:
         some = "" if self.known else "at least "
-        text = f"{some}{_quantity(self.flops or 0)}flop"
-        text += f", {_quantity(self.transcendentals)}transcendentals" if self.transcendentals else ""
+        text = f"{some}{quantity(self.flops or 0)}flop"
+        text += f", {quantity(self.transcendentals)}transcendentals" if self.transcendentals else ""
         text += f", reads {_bytes(self.bytes_read)}, writes {_bytes(self.bytes_written)}"
         text += f", {self.intensity:.3g} flop/byte" if self.bytes_moved else ""
         return text if self.trips == 1 else f"{text}, {trips_text(self.trips)}"
@@ -355,7 +355,7 @@ def _note(node: Node) -> str | None:
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def _quantity(n: float) -> str:
+def quantity(n: float) -> str:
     """ "65.5 k": a number with a decimal prefix, and the space before its unit."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if n >= factor:
@@ -364,13 +364,13 @@ def _quantity(n: float) -> str:
 
 
 def _bytes(n: float) -> str:
-    return f"{_quantity(n)}B"
+    return f"{quantity(n)}B"
 
 
 def _cells(cost: Cost) -> tuple[str, ...]:
     counts = (
-        f"{'' if cost.known else '>= '}{_quantity(cost.flops or 0)}".strip(),
-        _quantity(cost.transcendentals).strip(),
+        f"{'' if cost.known else '>= '}{quantity(cost.flops or 0)}".strip(),
+        quantity(cost.transcendentals).strip(),
     )
     return *counts, _bytes(cost.bytes_read), _bytes(cost.bytes_written), f"{cost.intensity:.3g}"
 
