@@ -98,9 +98,9 @@ def memory_of(before: Program, after: Program) -> Memory | None:
     if first is None or second is None:
         return None
     # The count of a process only grows: of two runs the one that needs less has to come first to be seen.
-    ordered = sorted((before, after), key=lambda p: (first if p is before else second).peak)
-    peaks = {p.name: device_peak(p) for p in ordered}
-    found = peaks[before.name], peaks[after.name]
+    second_first = second.peak < first.peak
+    peaks = [device_peak(p) for p in ((after, before) if second_first else (before, after))]
+    found = peaks[::-1] if second_first else peaks
     both = None if found[0] is None or found[1] is None else (found[0], found[1])
     return Memory(first, second, hardware(), both)
 
