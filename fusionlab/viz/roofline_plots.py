@@ -81,8 +81,8 @@ def _name_longest(ax: Any, points: list[Point]) -> None:
         near = sum(abs(math.log10(first.intensity / x)) < (0.35 if slope else 0.9) for x in placed)
         placed.append(first.intensity)
         # Under the roof there is room to the right of the slope, and below the flat part.
-        where = (10, -4 - 11 * near) if slope else (0, -16 - 12 * near)
-        told = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope else "center"}
+        where = (10, -4 - 11 * near) if slope else (-14 if near else 0, -16 - 12 * near)
+        told = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope or near else "center"}
         ax.annotate(name, (first.intensity, first.attainable / 1e9), where, **told)
 
 
@@ -118,7 +118,7 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
         ax.barh(y, p.saved_s * 1e3, height=0.5, color=colour_of(p.pass_name), alpha=0.55, linewidth=0)
         if p.measured_saved_s is not None:
             ax.plot([p.measured_saved_s * 1e3], [y], marker="D", markersize=6, color=INK, linestyle="")
-        elif not p.saved_s:
+        elif p.before == p.after:
             ax.annotate("the same code", (0, y), (6, -3), textcoords="offset points", fontsize=7, color=QUIET)
     ax.barh([math.nan], [math.nan], color=QUIET, alpha=0.55, label="predicted, at best")
     if any(p.measured_saved_s is not None for p in kept):
