@@ -206,10 +206,11 @@ class DotProductAttention(Op):
     def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
         """The pairs of a query and a key that are seen for their numbers alone: a kernel steps over the rest."""
         given = {slot.removeprefix("d_"): a for slot, a in shapes.items()}
-        lengths = [given[slot] for slot in ("query", "key") if slot in given]
-        if len(lengths) < 2:
+        query, key = given.get("query"), given.get("key")
+        if query is None or key is None:
             return 1.0
-        return seen_pairs(*scores_shape(*lengths, attrs["layout"])[-2:], attrs["is_causal"], attrs["window"])
+        *_, t, s = scores_shape(query, key, attrs["layout"])
+        return seen_pairs(t, s, attrs["is_causal"], attrs["window"])
 
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
