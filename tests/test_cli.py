@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,7 @@ def test_a_node_or_a_site_is_explained(run, model):
     product = next(line for line in run("trace", f"{model}:mlp")[1].splitlines() if "dot_general" in line)
     name = product.split(":")[0].strip()
     assert "gemm_epilogue@#1" in run("explain", f"{model}:mlp", name)[1]
+    assert re.search(r"costs .*flop, reads .*, writes .*flop/byte", run("explain", f"{model}:mlp", name)[1])
     error_line(run("explain", f"{model}:mlp", "gemm_epilogue@#9"))
     error_line(run("explain", f"{model}:mlp", "%999"))
 

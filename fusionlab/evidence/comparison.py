@@ -211,7 +211,9 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 def _memory(data: Mapping[str, Any] | None) -> Memory | None:
     if data is None:
         return None
-    return Memory(CompiledMemory(**data["before"]), CompiledMemory(**data["after"]), data["hardware"])
+    plans = CompiledMemory(**data["before"]), CompiledMemory(**data["after"])
+    peak = data.get("device_peak")  # records from before it was measured have none
+    return Memory(*plans, data["hardware"], None if peak is None else (int(peak[0]), int(peak[1])))
 
 
 def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:

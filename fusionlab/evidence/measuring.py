@@ -48,12 +48,12 @@ class Measuring:
         effort: dict[str, Any],
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
         """What is to be done, in order: (part of the Evidence, how to get it)."""
-        if numerics:
-            yield "numerics", lambda: self.numerics(progress, notes)
-        if memory:
+        if memory:  # first: a device's peak never falls again, and the float64 reference needs more than either
             yield "memory", lambda: memory_of(*self.forward)
             if self.grad:
                 yield "memory_grad", lambda: memory_of(*self.backward)
+        if numerics:
+            yield "numerics", lambda: self.numerics(progress, notes)
         if same_code:
             yield "same_code", self.is_same_code
             timing = timing and self.differs

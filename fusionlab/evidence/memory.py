@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from fusionlab.errors import ArgumentError, BackendError
 
 from .program import Program
@@ -37,11 +39,16 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """Compiled memory of both versions; `hardware` is where they were compiled for."""
+    """Compiled memory of both versions; `hardware` is where they were compiled for.
+
+    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`); None
+    where the device keeps no such count, as a CPU does not, and in records from before it was measured.
+    """
 
     before: CompiledMemory
     after: CompiledMemory
     hardware: str
+    device_peak: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.text}, on {self.hardware}"
@@ -54,7 +61,15 @@ class Memory:
         change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
         return (
             f"compiled peak memory: {size(b.peak)} -> {size(a.peak)}{change} "
-            f"(temporaries {size(b.temp)} -> {size(a.temp)})"
+            f"(temporaries {size(b.temp)} -> {size(a.temp)}){self._peak}"
+        )
+
+    @property
+    def _peak(self) -> str:
+        return (
+            ""
+            if self.device_peak is None
+            else f", device peak {size(self.device_peak[0])} -> {size(self.device_peak[1])}"
         )
 
 
@@ -78,9 +93,32 @@ def compiled_memory(program: Program) -> CompiledMemory | None:
 
 
 def memory_of(before: Program, after: Program) -> Memory | None:
-    """Compiled memory of both, or None where the backend does not say."""
+    """Compiled memory of both, or None where the backend does not say; on a GPU the device's peak around a run of each as well."""
     first, second = compiled_memory(before), compiled_memory(after)
-    return Memory(first, second, hardware()) if first is not None and second is not None else None
+    if first is None or second is None:
+        return None
+    # The count of a process only grows: of two runs the one that needs less has to come first to be seen.
+    second_first = second.peak < first.peak
+    peaks = [device_peak(p) for p in ((after, before) if second_first else (before, after))]
+    found = peaks[::-1] if second_first else peaks
+    both = None if found[0] is None or found[1] is None else (found[0], found[1])
+    return Memory(first, second, hardware(), both)
+
+
+def device_peak(program: Program) -> int | None:
+    """Bytes in use at most during one run beyond those in use before it, arguments among the latter.
+
+    None where the device keeps no count (a CPU), where the program runs on several devices, and where the process has had more in use
+    before: the count is of the whole process and never falls, so that a smaller peak cannot be seen.
+    """
+    devices = tuple(program.devices)
+    if len(devices) != 1 or (stats := devices[0].memory_stats()) is None or "peak_bytes_in_use" not in stats:
+        return None
+    args = program.fresh_args()
+    in_use, highest = (devices[0].memory_stats()[k] for k in ("bytes_in_use", "peak_bytes_in_use"))
+    jax.block_until_ready(program.compiled(*args, **program.kwargs))
+    peak = devices[0].memory_stats()["peak_bytes_in_use"]
+    return int(peak - in_use) if peak > highest else None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
+from ..graph.cost import Costs, cost_of
 from ..graph.ir import Graph, Node
 from ..graph.rewrite import to_jaxpr
 from ..graph.text import node_text
@@ -70,6 +71,18 @@ class Findings:
     def concepts(self) -> dict[str, int]:
         """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
         return dict(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
+
+    def cost(self, trips: Mapping[int, int] | None = None) -> Costs:
+        """Operations and bytes of every node of the program as it is; `trips` says how often while loops run, by node id.
+
+        Raises:
+          ArgumentError: `trips` names what is no while loop.
+        """
+        return self._costs if trips is None else cost_of(self.graph, trips=trips)
+
+    @functools.cached_property
+    def _costs(self) -> Costs:
+        return cost_of(self.graph)
 
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
@@ -211,7 +224,9 @@ class Findings:
     def explain(self, node: Node | int | str) -> str:
         """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences."""
         if isinstance(node, str) and "@" in node:
-            return "\n".join([_explained(self[node]), *(f"  {p.text}" for p in self.pairs if p.site == node)])
+            return "\n".join(
+                [_explained(self[node]), *self._site_cost(node), *(f"  {p.text}" for p in self.pairs if p.site == node)]
+            )
         given = self._given(node)
         if given is not None:
             return given
@@ -219,7 +234,19 @@ class Findings:
         texts = [_explained(i).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
+        texts.append(f"costs {self.cost().told(found)}")
         return "\n".join([node_text(found), *("  " + text for text in texts)])
+
+    def _site_cost(self, site: str) -> list[str]:
+        """What the nodes of a candidate cost as they are, and as one kernel."""
+        item = self[site]
+        if not isinstance(item, Candidate):
+            return []
+        costs = self.cost()
+        return [
+            f"  costs {costs.of(item.node_ids)}, node by node",
+            f"  costs {costs.fused(item.node_ids)}, as one kernel",
+        ]
 
     def _given(self, name: Any) -> str | None:
         """What there is to say of a value that no node makes: an argument, what a body is given, a captured array."""

@@ -114,6 +114,10 @@ class Op(abc.ABC):
         """A primitive's parameters and operands (by name) with residuals laid out as the reference has them."""
         return params, shapes
 
+    def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
+        """The part of its meaning's arithmetic that the op has to do, for a meaning that computes what it then throws away."""
+        return 1.0
+
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
         return name == "xla"

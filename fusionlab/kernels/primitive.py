@@ -12,7 +12,9 @@ from jax.extend.core import Primitive
 from jax.sharding import get_abstract_mesh
 
 from ..device import Device
+from ..graph.cost import arithmetic_of
 from ..graph.labelled import Form
+from ..graph.trace import block_of_jaxpr
 
 if TYPE_CHECKING:
     from .op import Op
@@ -78,6 +80,16 @@ class FusedPrimitive(Primitive):
         if self.role != "call":
             return None
         return self.op.form(dict(zip(params["present"], shapes, strict=True)), **attributes_of(params))
+
+    def arithmetic(self, params: Mapping[str, Any], avals: Sequence[Any]) -> tuple[int, int]:
+        """Operations and transcendentals of a call with operands of these types: those of its meaning that the op has need of."""
+        plain = dict(params)
+        if "shardings" in plain:
+            plain["shardings"] = (None,) * len(plain["shardings"])
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        counts = arithmetic_of(block_of_jaxpr(jax.make_jaxpr(self.function(plain, "xla"))(*shapes)))
+        share = self.op.share(dict(zip(self.operand_names(params), shapes, strict=True)), **attributes_of(params))
+        return round(counts[0] * share), round(counts[1] * share)
 
     def operand_names(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """Slots and residuals; tangents are named "d_<slot>", the cotangent "ct"."""

@@ -65,6 +65,16 @@ def scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
     return (*q.batch, q.heads, q.length, Sizes.of(key.shape, layout).length)
 
 
+def seen_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> float:
+    """The part of all T x S pairs that a causal mask or a window leaves, both aligned at the top left; 1 without either."""
+    if window is None and not is_causal:
+        return 1.0
+    left, right = window if window is not None else (t, 0)
+    rows = np.arange(t)
+    seen = np.minimum(rows + right, s - 1) - np.maximum(rows - left, 0) + 1
+    return float(np.maximum(seen, 0).sum()) / max(1, t * s)
+
+
 def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
     """A mask is bool, factors float or bool, a bias float; a float no wider than the scores; the shape broadcasts to them."""
     shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))

@@ -26,6 +26,7 @@ from .checks import (
     checked_window,
     heads_sharing,
     scores_shape,
+    seen_pairs,
 )
 from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 
@@ -201,6 +202,15 @@ class DotProductAttention(Op):
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         kept = attrs["saves"] == "probabilities" and (role != "call" or attrs["residuals"])
         return None if role == "tangent" or kept else choosing.case(role, shapes, attrs)
+
+    def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
+        """The pairs of a query and a key that are seen for their numbers alone: a kernel steps over the rest."""
+        given = {slot.removeprefix("d_"): a for slot, a in shapes.items()}
+        query, key = given.get("query"), given.get("key")
+        if query is None or key is None:
+            return 1.0
+        *_, t, s = scores_shape(query, key, attrs["layout"])
+        return seen_pairs(t, s, attrs["is_causal"], attrs["window"])
 
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"

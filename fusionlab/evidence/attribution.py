@@ -1,0 +1,263 @@
+"""Where the time of a program goes: its parts run alone beside the whole, and what each fused site is worth.
+
+A program is cut where its module scope changes, in program order, and each part is compiled alone and run on what the parts before it
+gave. Parts and whole are timed in turns by one clock (timing.py), with an empty program among them: what it takes, a dispatch, is in every
+part once and is taken off. What the parts then lack or have too much is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from fusionlab.errors import ArgumentError
+from fusionlab.fusers import Findings
+from fusionlab.graph.emit import slice_jaxpr
+from fusionlab.graph.ir import Block, Graph, Node, Value
+
+from .program import Program, compile_program
+from .progress import Progress, Reporter
+from .reconcile import Reconciliation
+from .record import hardware
+from .timing import Runs, ratio_interval, runs_of, seconds
+
+SAMPLES = 40
+LONGER = "what the whole does besides: buffers between the parts, a larger working set"
+SHORTER = "what the parts do besides: what XLA fuses or shares across their borders is read, written or made twice"
+_DISPATCH = "(dispatch)"
+_WHOLE = "(whole)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a program run alone.
+
+    Attributes:
+      name: its scope ("attention", "attention#2" for its second stretch; "(top)" outside any scope).
+      nodes: ids of its nodes.
+      runs: all samples.
+      net_s: median without a dispatch; never below 0.
+    """
+
+    name: str
+    nodes: tuple[int, ...]
+    runs: Runs
+    net_s: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a program beside the whole, and what one dispatch takes; `hardware` is where they were measured."""
+
+    parts: tuple[Part, ...]
+    whole: Runs
+    dispatch: Runs
+    hardware: str
+
+    @property
+    def reconciliation(self) -> Reconciliation:
+        """The parts, each without its dispatch, and one dispatch, beside the whole."""
+        told = (*((p.name, p.net_s) for p in self.parts), (_DISPATCH, self.dispatch.median_s))
+        return Reconciliation(told, self.whole.median_s, LONGER, SHORTER)
+
+    def __str__(self) -> str:
+        clock = f"medians of {len(self.whole.samples_s)} samples, {self.whole.clock}, on {self.hardware}"
+        return f"{self.reconciliation}\n{clock}"
+
+
+def parts_of(
+    graph: Graph,
+    *args: Any,
+    depth: int = 1,
+    samples: int = SAMPLES,
+    budget_s: float = 60.0,
+    progress: Progress = False,
+    **kwargs: Any,
+) -> Parts:
+    """Times the parts of a program, each compiled alone, beside the whole.
+
+    Args:
+      graph: the program: `fl.trace(fn, *args)`, or `found.apply()` for the fused one.
+      *args, **kwargs: arrays, as it was traced with.
+      depth: how many names of a module scope tell two parts apart.
+      samples, budget_s, progress: as in `time_pair`.
+
+    Raises:
+      ArgumentError: the arguments are not those of the graph, or it has no node.
+      SideEffectError: it prints or calls back into Python.
+    """
+    leaves = jax.tree.leaves((args, kwargs))
+    if len(leaves) != len(graph.top.inputs):
+        raise ArgumentError(f"arguments: got {len(leaves)} arrays, needed the {len(graph.top.inputs)} of {graph!r}")
+    if not graph.top.nodes:
+        raise ArgumentError(f"graph: {graph!r} has no node, so there is nothing to time")
+    cut = stretches(graph.top, depth)
+    programs = [*_compiled(graph.top, cut, leaves), _program(_WHOLE, _whole(graph.top), leaves)]
+    programs.append(compile_program(lambda x: x, (jax.numpy.zeros(()),), {}, name=_DISPATCH))
+    with Reporter(progress, "timing parts", samples) as reporter:
+        runs, _ = runs_of(programs, samples, budget_s, reporter.step)
+    *of_parts, whole, dispatch = runs
+    parts = (
+        Part(name, tuple(n.id for n in nodes), r, max(0.0, r.median_s - dispatch.median_s))
+        for (name, nodes), r in zip(cut, of_parts, strict=True)
+    )
+    return Parts(tuple(parts), whole, dispatch, hardware())
+
+
+def stretches(block: Block, depth: int = 1) -> list[tuple[str, list[Node]]]:
+    """The nodes of a block cut where their scope, to `depth` names, changes; names differ."""
+    found: list[tuple[str, list[Node]]] = []
+    for node in block.nodes:
+        scope = "/".join(node.scope.split("/")[:depth]) or "(top)"
+        if not found or found[-1][0] != scope:
+            found.append((scope, []))
+        found[-1][1].append(node)
+    seen: dict[str, int] = {}
+    named = []
+    for scope, nodes in found:
+        seen[scope] = seen.get(scope, 0) + 1
+        named.append((f"{scope}#{seen[scope]}" if seen[scope] > 1 else scope, nodes))
+    return named
+
+
+def _whole(block: Block) -> Any:
+    outputs = [a for a in block.outputs if isinstance(a, Value)]
+    return slice_jaxpr(block, block.nodes, block.inputs, outputs)
+
+
+def _compiled(block: Block, cut: Sequence[tuple[str, list[Node]]], leaves: Sequence[Any]) -> list[Program]:
+    """Every part compiled, on the values that the parts before it gave."""
+    known = dict(zip((v.id for v in block.inputs), leaves, strict=True))
+    consts = {v.id for v, _ in block.consts}
+    programs = []
+    for name, nodes in cut:
+        made = {v.id: v for n in nodes for v in n.outputs}
+        taken = {a.id: a for n in nodes for a in n.inputs if isinstance(a, Value) and a.id not in made}
+        inputs = [v for v in taken.values() if v.id not in consts]
+        inside = {n.id for n in nodes}
+        given = [v for v in made.values() if v.id in block.returned or _leaves_part(block, v, inside)]
+        program = _program(name, slice_jaxpr(block, nodes, inputs, given), [known[v.id] for v in inputs])
+        known.update(zip((v.id for v in given), program.run(), strict=True))
+        programs.append(program)
+    return programs
+
+
+def _leaves_part(block: Block, value: Value, inside: set[int]) -> bool:
+    return any(user.id not in inside for user in block.users.get(value.id, ()))
+
+
+def _program(name: str, closed: Any, arrays: Sequence[Any]) -> Program:
+    return compile_program(_function(closed), tuple(arrays), {}, name=name)
+
+
+def _function(closed: Any) -> Callable[..., Any]:
+    run = jex_core.jaxpr_as_fun(closed)
+
+    def part(*arrays: Any) -> Any:
+        return run(*arrays)
+
+    return part
+
+
+# -- by site ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiteShare:
+    """What one site is worth: the program with all others fused, beside all of them.
+
+    Attributes:
+      site: id of the candidate.
+      without: samples with this site alone left as it is.
+      saved_s: seconds by which fusing it shortens the program; negative where it lengthens it.
+      interval: of the ratio without / with, 95 %.
+    """
+
+    site: str
+    without: Runs
+    saved_s: float
+    interval: tuple[float, float]
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves 1 out."""
+        return not self.interval[0] <= 1 <= self.interval[1]
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        sign = "-" if self.saved_s < 0 else ""
+        said = "" if self.is_clear else ", no clear difference"
+        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} [{low:.3f}, {high:.3f}]{said}"
+
+
+@dataclass(frozen=True)
+class SiteShares:
+    """What each site is worth, and all of them together: `fused` has all, `unfused` none of them.
+
+    `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled.
+    """
+
+    sites: tuple[SiteShare, ...]
+    fused: Runs
+    unfused: Runs
+    hardware: str
+    same_code: tuple[str, ...] = ()
+
+    @property
+    def saved_s(self) -> float:
+        """By all of them together."""
+        return self.unfused.median_s - self.fused.median_s
+
+    @property
+    def interaction_s(self) -> float:
+        """What all save together beyond the sum of what each saves beside the others."""
+        return self.saved_s - sum(s.saved_s for s in self.sites)
+
+    def __str__(self) -> str:
+        together = f"all together: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
+        sign = "-" if self.interaction_s < 0 else ""
+        rest = f"of that {sign}{seconds(abs(self.interaction_s))} is no single site's (sites that share reads, noise)"
+        same = [f"not toggled, as they are what XLA runs anyway: {', '.join(self.same_code)}"] if self.same_code else []
+        return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
+
+
+def sites_of(
+    found: Findings,
+    *args: Any,
+    samples: int = SAMPLES,
+    budget_s: float = 60.0,
+    progress: Progress = False,
+    **kwargs: Any,
+) -> SiteShares:
+    """Times a program with every site fused, with none, and with each one left out in turn.
+
+    Args:
+      found: what was found in it: those that are fused by default are toggled, but for those that run what XLA runs anyway.
+      *args, **kwargs: arrays, as it was traced with.
+      samples, budget_s, progress: as in `time_pair`.
+
+    Raises:
+      ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it prints or calls back into Python.
+    """
+    chosen = found.select()
+    toggled = [c.id for c in chosen if not c.same_code]
+    if not toggled:
+        raise ArgumentError(
+            f"found: {found!r} fuses nothing that XLA would not run anyway, so there is nothing to attribute"
+        )
+    leaves = jax.tree.leaves((args, kwargs))
+    names = [c.id for c in chosen]
+    made = {name: found.rewritten(names, skip=[name]) for name in toggled}
+    made |= {"(all)": found.rewritten(names), "(none)": found.rewritten([])}
+    programs = [_program(name, closed, leaves) for name, closed in made.items()]
+    with Reporter(progress, "timing sites", samples) as reporter:
+        runs, _ = runs_of(programs, samples, budget_s, reporter.step)
+    *without, fused, unfused = runs
+    shares = (
+        SiteShare(r.name, r, r.median_s - fused.median_s, ratio_interval(r.samples_s, fused.samples_s)) for r in without
+    )
+    return SiteShares(tuple(shares), fused, unfused, hardware(), tuple(c.id for c in chosen if c.same_code))

@@ -1,0 +1,57 @@
+"""Parts beside the whole: what they sum to, and a name for what is left over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .timing import seconds
+
+WITHIN = 0.10  # a remainder below this needs no explanation
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """Seconds of parts, and of the whole that they are parts of.
+
+    Attributes:
+      parts: (name, seconds), in order.
+      whole_s: of the whole, measured.
+      cause: what a positive remainder is made of (the whole takes longer than its parts).
+      excess: what a negative one is made of (the parts take longer than the whole).
+    """
+
+    parts: tuple[tuple[str, float], ...]
+    whole_s: float
+    cause: str = "what no part holds"
+    excess: str = "what the parts do twice"
+
+    @property
+    def sum_s(self) -> float:
+        return sum(s for _, s in self.parts)
+
+    @property
+    def remainder_s(self) -> float:
+        """Whole less parts; negative where the parts take longer than the whole."""
+        return self.whole_s - self.sum_s
+
+    @property
+    def share(self) -> float:
+        """The remainder as a part of the whole."""
+        return self.remainder_s / self.whole_s
+
+    @property
+    def closes(self) -> bool:
+        """Whether the parts sum to the whole within 10 %."""
+        return abs(self.share) <= WITHIN
+
+    @property
+    def remainder(self) -> str:
+        """ "remainder 12 %: dispatch and what the model does not know"."""
+        name = self.cause if self.remainder_s >= 0 else self.excess
+        return f"remainder {self.share:+.0%} of the whole: {name}"
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.parts), default=5)
+        rows = [f"{name.ljust(width)}  {seconds(s):>8}  {s / self.whole_s:6.1%}" for name, s in self.parts]
+        total = f"{'sum'.ljust(width)}  {seconds(self.sum_s):>8}  {self.sum_s / self.whole_s:6.1%}"
+        return "\n".join([*rows, total, f"{'whole'.ljust(width)}  {seconds(self.whole_s):>8}", self.remainder])
