@@ -14,6 +14,7 @@ NAMES = (
     "matmul_schedule",
     "pair_memory",
     "pairs",
+    "parts",
     "random_programs",
     "recall",
     "timing_method",

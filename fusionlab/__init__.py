@@ -7,6 +7,7 @@ from . import errors as errors
 from . import ops as ops
 from .by_site import bisect as bisect
 from .by_site import errors_by_site as errors_by_site
+from .by_site import time_by_site as time_by_site
 from .device import Device as Device
 from .doctor import doctor as doctor
 from .fusers import Candidate as Candidate

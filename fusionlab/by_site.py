@@ -1,4 +1,4 @@
-"""The verbs `bisect` and `errors_by_site`: which of the fused sites make a program worse, or slower, than it was."""
+"""The verbs `bisect`, `errors_by_site` and `time_by_site`: what each fused site does to the errors and the time of a program."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.extend import core as jex_core
 from . import lab
 from .errors import ArgumentError
 from .evidence import trials
+from .evidence.attribution import SiteShares, sites_of
 from .evidence.bisection import Bisection
 from .evidence.program import bind_call
 from .evidence.progress import Progress
@@ -92,11 +93,48 @@ def errors_by_site(
     return trials.site_errors(tried, sites, progress, cancel)
 
 
+def time_by_site(
+    fn: Callable,
+    *args: Any,
+    passes: lab.Passes = None,
+    implementation: str | None = None,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    progress: Progress = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> SiteShares:
+    """What each site is worth in time: the forward call with every site fused, with none, and with each left out in turn.
+
+    Args: as for `bisect`; `budget_s` is for all of them together.
+
+    Returns:
+      A share for each site that does not run what XLA runs anyway, and what no single site explains; it prints as a table.
+
+    Raises:
+      ArgumentError: no site runs anything but what XLA runs anyway, or shapes where arrays are needed. TraceError: `fn` does not
+        trace. SideEffectError: it prints or calls back into Python.
+    """
+    check_effort(samples, budget_s)
+    asked = {"passes": passes, "implementation": implementation}
+    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    fused = _fused(fn, **asked, **static)
+    found, chosen = fused.selected(*args, **kwargs)
+    call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
+    effort = {"samples": samples, "budget_s": budget_s, "progress": progress}
+    return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
+
+
+def _fused(fn: Callable, **options: Any) -> lab.Fused:
+    return fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
+
+
 def _trials(
     fn: Callable, args: tuple, kwargs: dict, grad: bool, **options: Any
 ) -> tuple[trials.Trials, list[str], str]:
     """(the trials of a function, its sites in program order, its name)."""
-    fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
+    fused = _fused(fn, **options)
     found, chosen = fused.selected(*args, **kwargs)
 
     def version(sites: tuple[str, ...]) -> Callable:

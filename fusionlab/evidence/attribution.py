@@ -15,7 +15,7 @@ import jax
 from jax.extend import core as jex_core
 
 from fusionlab.errors import ArgumentError
-from fusionlab.fusers import Findings
+from fusionlab.fusers import Candidate, Findings
 from fusionlab.graph.emit import slice_jaxpr
 from fusionlab.graph.ir import Block, Graph, Node, Value
 
@@ -228,6 +228,7 @@ class SiteShares:
 def sites_of(
     found: Findings,
     *args: Any,
+    chosen: Sequence[Candidate] | None = None,
     samples: int = SAMPLES,
     budget_s: float = 60.0,
     progress: Progress = False,
@@ -236,14 +237,15 @@ def sites_of(
     """Times a program with every site fused, with none, and with each one left out in turn.
 
     Args:
-      found: what was found in it: those that are fused by default are toggled, but for those that run what XLA runs anyway.
+      found: what was found in it.
+      chosen: the sites, None for those that are fused by default; of them those are toggled that do not run what XLA runs anyway.
       *args, **kwargs: arrays, as it was traced with.
       samples, budget_s, progress: as in `time_pair`.
 
     Raises:
       ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it prints or calls back into Python.
     """
-    chosen = found.select()
+    chosen = found.select() if chosen is None else chosen
     toggled = [c.id for c in chosen if not c.same_code]
     if not toggled:
         raise ArgumentError(

@@ -178,6 +178,22 @@ def test_of_time(arguments, monkeypatch):
     assert "slower" in found.causes[0].told
 
 
+def test_what_each_site_is_worth_in_time():
+    def attend(q, k, v, scale):
+        return jax.nn.dot_product_attention(q, k, v) * scale
+
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.standard_normal((1, 1024, 2, 32)).astype(np.float32) for _ in range(3))
+    found = fl.time_by_site(attend, q, k, v, scale=np.float32(2), samples=2)
+    assert [s.site for s in found.sites] == ["dot_product_attention@#1"]
+    (one,) = found.sites  # of one site the whole is its own
+    assert found.saved_s == pytest.approx(found.unfused.median_s - found.fused.median_s)
+    assert one.without.samples_s != found.unfused.samples_s
+    assert "dot_product_attention@#1: " in str(found)
+    with pytest.raises(ArgumentError, match="nothing"):
+        fl.time_by_site(fl.fuse(attend, skip="dot_product_attention"), q, k, v, 1.0)
+
+
 def test_what_is_asked_wrongly_is_refused(arguments):
     with pytest.raises(ArgumentError, match="of: got 'speed', needed one of 'error', 'time'"):
         fl.bisect(model, *arguments, of="speed")
