@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def fusionlab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FusionLabFixture:
     """Assertions on what FusionLab fuses: assert_fused, assert_rejected, assert_equivalent, assert_not_slower, snapshot."""
-    from fusionlab.testing.fixture import FusionLabFixture, Test
+    from fusionlab.testing.fixture import Context, FusionLabFixture
 
     node, config = request.node, request.config
     if config.option.fusionlab_device or config.getini("fusionlab_device"):
@@ -68,7 +68,7 @@ def fusionlab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     else:
         defaults = {}
     return FusionLabFixture(
-        Test(
+        Context(
             file=node.path,
             name=".".join(n.name for n in node.listchain() if isinstance(n, pytest.Class | pytest.Function)),
             defaults=defaults | _marked(node),

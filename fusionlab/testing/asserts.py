@@ -5,9 +5,10 @@ Those on what is found trace the function and run nothing: example arguments may
 
 from __future__ import annotations
 
+import functools
 import unittest
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import lab
@@ -19,11 +20,9 @@ from ..fusers import Candidate, Rejection
 from ..fusers.findings import RUNS_UNDER_GRAD
 from .messages import (
     FusionAssertionError,
-    counts_text,
     nearest,
     nearest_lines,
     site_lines,
-    source_lines,
     sources_of,
     survivor_lines,
 )
@@ -41,6 +40,7 @@ class Call:
       args, kwargs: example arguments.
       passes, device, implementation: as for `fusionlab.find`.
       static_argnums, static_argnames: as in `jax.jit`.
+      told: is given the findings of each search.
 
     Raises:
       ArgumentError: `args` is no tuple or list, or `fn` is fused already.
@@ -54,6 +54,7 @@ class Call:
     implementation: str | None = None
     static_argnums: int | Sequence[int] = ()
     static_argnames: str | Iterable[str] = ()
+    told: Callable[[lab.Findings], None] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.args, tuple | list):
@@ -65,7 +66,10 @@ class Call:
 
     @property
     def name(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
+        fn = self.fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        return getattr(fn, "__name__", type(fn).__name__)
 
     @property
     def static(self) -> dict[str, Any]:
@@ -76,7 +80,10 @@ class Call:
     def find(self) -> lab.Findings:
         """As `fusionlab.find`; keyword arguments of the function may have the names of options."""
         graph = lab.trace(self.fn, *self.args, **self.static, **self.kwargs)
-        return lab.find(graph, passes=self.passes, device=self.device, implementation=self.implementation)
+        found = lab.find(graph, passes=self.passes, device=self.device, implementation=self.implementation)
+        if self.told is not None:
+            self.told(found)
+        return found
 
     def fuse(self) -> lab.Fused:
         return lab.fuse(self.fn, passes=self.passes, implementation=self.implementation, **self.static)
@@ -260,9 +267,9 @@ def assert_equivalent(
     __tracebackhide__ = True
     call = Call(fn, args, **options)
     other = call.fuse() if fused is None else fused
+    found = replace(call, device=None).find() if fused is None else None
     given = call.static | ({} if argnums is None else {"argnums": argnums})
     evidence = lab.compare(fn, other, *args, grad=grad, timing=False, memory=False, **given, **call.kwargs)
-    found = call.find() if fused is None else None
     if evidence.numerics is None:
         raise FusionAssertionError(f"{call.name}: nothing to judge by: {'; '.join(evidence.notes)}", found, evidence)
     bad = evidence.numerics.regressions
@@ -314,13 +321,13 @@ def assert_not_slower(
     if here.platform != "cuda":
         raise unittest.SkipTest(f"assert_not_slower needs a CUDA GPU for device time; this process runs on {here}")
     other = call.fuse() if fused is None else fused
+    found = replace(call, device=None).find() if fused is None else None
     effort = {"samples": samples, "budget_s": budget_s, **call.static}
     evidence = lab.compare(fn, other, *args, grad=grad, numerics=False, memory=False, **effort, **call.kwargs)
     if evidence.same_code:
         return evidence
     slow = [t for t in evidence.timings if judged(t).interval[1] < 1 - margin]
     if slow:
-        found = call.find() if fused is None else None
         lines = [f"{call.name}: slower than jax.jit of it by more than {margin:.0%}", *(f"  {t}" for t in slow)]
         fusing = found.select() if found is not None else ()
         lines += ["fused:", *site_lines(fusing)] if fusing else []
@@ -339,8 +346,3 @@ def judged(timing: Timing) -> Timing:
     if timing.verdict == Verdict.INCONCLUSIVE:
         raise unittest.SkipTest(f"assert_not_slower: {timing.text}")
     return timing
-
-
-def findings_text(found: lab.Findings) -> str:
-    """ "gemm_epilogue 3; 1 declined"."""
-    return f"{counts_text(fused_counts(found))}; {len(found.rejections)} declined"

@@ -14,14 +14,12 @@ from ..fusers import Rejection, registry
 from ..output import write_file
 from ..viz.html import report_html
 from . import asserts
-from .messages import FusionAssertionError, nearest, nearest_lines
+from .messages import FusionAssertionError
 from .snapshots import DEVICE, check_snapshot, file_name, snapshot_path, snapshot_text
-
-DEFAULTS = ("passes", "device", "implementation")  # what the marker may set
 
 
 @dataclass
-class Test:
+class Context:
     """What the plugin knows of the test that asks for the fixture.
 
     Attributes:
@@ -31,8 +29,6 @@ class Test:
       folder: gives the folder for reports; asked for only where a report is written.
       publish: is given the summary after each assertion.
     """
-
-    __test__ = False  # its name is no test's
 
     file: Path
     name: str
@@ -60,10 +56,10 @@ class FusionLabFixture:
     before and after fusing, whose path ends the message.
     """
 
-    def __init__(self, test: Test) -> None:
+    def __init__(self, test: Context) -> None:
         self._test = test
         self._summary = Summary()
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[str, ...]] = set()
         self._snapshots: set[Path] = set()
 
     def assert_fused(self, fn: Callable, args: Sequence[Any] = (), **options: Any) -> lab.Findings:
@@ -129,28 +125,21 @@ class FusionLabFixture:
     def _run(self, assertion: Callable[..., Any], fn: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """One assertion, told in the summary; its failure with a report."""
         __tracebackhide__ = True
-        options = self._with(options)
         self._summary.assertions += 1
         try:
-            result = assertion(fn, args, **options)
+            return assertion(fn, args, **self._with(options), told=self._tell)
         except FusionAssertionError as failure:
-            self._tell(failure.found, fn, args)
             message = "\n".join([str(failure), *self._report(failure)])
             raise FusionAssertionError(message, failure.found, failure.evidence) from None
         finally:
             self._test.publish(vars(self._summary))
-        self._tell(result if isinstance(result, lab.Findings) else None, fn, args)
-        self._test.publish(vars(self._summary))
-        return result
 
-    def _tell(self, found: lab.Findings | None, fn: Callable, args: Sequence[Any]) -> None:
-        """Counts the sites of a function, once however many assertions are on it."""
-        if found is None:
+    def _tell(self, found: lab.Findings) -> None:
+        """Counts the sites of a program, once however many assertions are on it."""
+        sites = (found.graph.name, *(x.id for x in (*found.candidates, *found.rejections)))
+        if sites in self._seen:
             return
-        mine = (id(fn), tuple(map(id, args)), found.passes, found.device)
-        if mine in self._seen:
-            return
-        self._seen.add(mine)
+        self._seen.add(sites)
         fused, declined = self._summary.fused, self._summary.declined
         for c in found.select():
             fused[c.pass_name] = fused.get(c.pass_name, 0) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..fusers import Candidate, Findings, Rejection
@@ -25,11 +25,6 @@ class FusionAssertionError(AssertionError):
     def __init__(self, message: str, found: Any = None, evidence: Any = None) -> None:
         super().__init__(message)
         self.found, self.evidence = found, evidence
-
-
-def counts_text(counts: Mapping[str, int | str]) -> str:
-    """ "gemm_epilogue 3, layer_norm 1"; passes that fused nothing are left out."""
-    return ", ".join(f"{name} {n}" for name, n in counts.items() if isinstance(n, int) and n) or "nothing"
 
 
 def nearest(found: Findings, passes: Iterable[str], survivors: Sequence[Survivor] = ()) -> list[Candidate | Rejection]:

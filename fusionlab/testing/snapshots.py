@@ -39,7 +39,8 @@ def snapshot_text(found: Findings, graph: bool = True) -> str:
     fused = {c.id for c in found.select()}
     left = [c.id for c in found.candidates if c.id not in fused]
     lines = [_FORMAT, f"function: {found.graph.name}", "fused:"]
-    lines += [f"  {name}: {n}" for name, n in fused_counts(found).items()]
+    # Not those of 0 sites: a pass that a later version brings is no change of a program that it does nothing in.
+    lines += [f"  {name}: {n}" for name, n in fused_counts(found).items() if isinstance(n, int) and n]
     lines += ["sites:", *(f"  {c.id}: {c.formula}" for c in found.candidates if c.id in fused)]
     lines += ["left as they are:", *(f"  {name}" for name in left)]
     lines += ["declined:", *(f"  {r.id} [{r.code}]" for r in found.rejections)]
