@@ -63,10 +63,8 @@ def fusionlab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     from fusionlab.testing.fixture import Context, FusionLabFixture
 
     node, config = request.node, request.config
-    if config.option.fusionlab_device or config.getini("fusionlab_device"):
-        defaults = {"device": config.option.fusionlab_device or config.getini("fusionlab_device")}
-    else:
-        defaults = {}
+    device = config.option.fusionlab_device or config.getini("fusionlab_device")
+    defaults = {"device": device} if device else {}
     return FusionLabFixture(
         Context(
             file=node.path,
@@ -85,9 +83,8 @@ def _marked(node: pytest.Item) -> dict[str, Any]:
     for marker in node.iter_markers("fusionlab"):
         odd = [*map(repr, marker.args), *(name for name in marker.kwargs if name not in _DEFAULTS)]
         if odd:
-            raise pytest.UsageError(
-                f"pytest.mark.fusionlab: got {', '.join(odd)}, takes {', '.join(_DEFAULTS)} by name"
-            )
+            took = f"got {', '.join(odd)}, needed {', '.join(_DEFAULTS)}, by name"
+            pytest.fail(f"pytest.mark.fusionlab: {took}", pytrace=False)
         marked = {**marker.kwargs, **marked}
     return marked
 

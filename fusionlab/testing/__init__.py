@@ -31,6 +31,17 @@ _FROM = {
 }
 
 
+__all__ = [
+    "FusionAssertionError",
+    "assert_equivalent",
+    "assert_fused",
+    "assert_not_slower",
+    "assert_rejected",
+    "snapshot_text",
+    "tolerance",
+]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -40,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(_FROM)
+    return __all__

@@ -16,7 +16,7 @@ from ..device import Device
 from ..errors import REJECTIONS, ArgumentError, unknown_name
 from ..evidence.device_clock import NAME as DEVICE_TIME
 from ..evidence.timing import Timing, Verdict
-from ..fusers import Candidate, Rejection
+from ..fusers import Candidate, Rejection, registry
 from ..fusers.findings import RUNS_UNDER_GRAD
 from .messages import (
     FusionAssertionError,
@@ -26,7 +26,7 @@ from .messages import (
     sources_of,
     survivor_lines,
 )
-from .survivors import Survivor, survivors
+from .survivors import ACTIVATION_KINDS, CONCEPTS, Survivor, survivors
 
 MARGIN = 0.05  # how much slower is still not slower: two compilations of one function differ by up to 3 %
 
@@ -57,6 +57,7 @@ class Call:
     told: Callable[[lab.Findings], None] | None = None
 
     def __post_init__(self) -> None:
+        __tracebackhide__ = True
         if not isinstance(self.args, tuple | list):
             kind = type(self.args).__name__
             raise ArgumentError(f"args: got {kind}, needed a tuple of the function's arguments; (x,) for one")
@@ -119,7 +120,8 @@ def assert_fused(
     Args:
       fn, args: the function and its example arguments, arrays or `jax.ShapeDtypeStruct`s of any shape and dtype, in any pytrees.
       expect: pass -> number of sites that `fusionlab.fuse` would replace, exactly; passes that are not named are not judged. In a
-        program that is differentiated already "<pass>_grad" counts those fused with their backward passes.
+        program that is differentiated already "<pass>_grad" counts those fused with their backward passes. An activation or a concept
+        ("relu", "attention_causal"; see `survive`) counts the sites of any pass that hold it.
       survive: name -> how often it stays outside the fused ops, exactly: an activation ("relu", whatever its spelling), a concept
         ("linear", "attention", "layer_norm", "softmax", ...) or a primitive ("dot_general"); see `survivors.survivors`.
       **options: `kwargs` (the function's keyword arguments), `passes`, `device` (also a simulated one, "sm_90"), `implementation`,
@@ -130,7 +132,7 @@ def assert_fused(
 
     Raises:
       FusionAssertionError: a count differs; the message has the nearest miss with its line and edit.
-      UnknownNameError: a name in `expect` is no pass that was asked, or one in `survive` nothing that could survive.
+      UnknownNameError: a name in `expect` is no pass that was asked and no concept, or one in `survive` nothing that could survive.
       ArgumentError: neither `expect` nor `survive`, or `args` is no tuple. TraceError: the function does not trace.
     """
     __tracebackhide__ = True
@@ -138,10 +140,7 @@ def assert_fused(
         raise ArgumentError("assert_fused: got neither expect nor survive, needed a count to assert")
     call = Call(fn, args, **options)
     found = call.find()
-    counts = fused_counts(found)
-    for name in expect or {}:
-        if name not in counts:
-            raise unknown_name("pass in expect", name, counts)
+    counts = _counts(found, expect or {})
     wrong = {name: n for name, n in (expect or {}).items() if counts[name] != n}
     after = found.apply() if survive else found.graph
     left = {name: survivors(found, after, name) for name in survive or {}}
@@ -152,6 +151,18 @@ def assert_fused(
         lines = _count_lines(found, wrong, counts, {name: (n, left[name]) for name, n in odd.items()})
         raise FusionAssertionError("\n".join([f"{call.name}: {'; '.join(said)}", *lines]), found)
     return found
+
+
+def _counts(found: lab.Findings, names: Iterable[str]) -> dict[str, int | str]:
+    """How many sites are fused, by pass, and by those concepts that are named."""
+    __tracebackhide__ = True
+    counts = fused_counts(found)
+    concepts = (ACTIVATION_KINDS | CONCEPTS | set(found.concepts())) - set(registry())
+    for name in names:
+        if name not in counts and name not in concepts:
+            raise unknown_name("pass or concept in expect", name, {*counts, *concepts})
+        counts.setdefault(name, sum(name in c.concepts for c in found.select()))
+    return counts
 
 
 def _count_text(count: int | str) -> str:
@@ -168,13 +179,14 @@ def _count_lines(
     lines: list[str] = []
     extra = [name for name, n in wrong.items() if isinstance(n, int) and _as_int(counts[name]) > n]
     for name in extra:
-        own = [c for c in found.select() if c.pass_name == name.removesuffix("_grad")]
+        own = [c for c in found.select() if c.pass_name == name.removesuffix("_grad") or name in c.concepts]
         lines += [f"fused by {name}:", *site_lines(own)]
     stay = [s for n, left in odd.values() if len(left) > n for s in left]
     lines += ["not fused:", *survivor_lines(stay)] if stay else []
     lacking = [name.removesuffix("_grad") for name in wrong if name not in extra]
     if lacking or stay:
-        lines += nearest_lines(found, nearest(found, lacking, stay))
+        concepts = [name for name in lacking if name not in found.passes]
+        lines += nearest_lines(found, nearest(found, lacking, concepts, stay))
         lines += [f"  backward: {p.text}" for p in found.pairs if p.stays and p.site.partition("@")[0] in lacking][:3]
     return lines
 

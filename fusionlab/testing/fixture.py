@@ -148,13 +148,10 @@ class FusionLabFixture:
 
     def _report(self, failure: FusionAssertionError) -> list[str]:
         """The line that says where the HTML report is, or why there is none."""
-        found = failure.found
-        if found is None:
+        if failure.found is None and failure.evidence is None:
             return []
         try:
-            after = found.apply() if found.select() else None
-            formulas = {name: p.formula for name, p in registry().items()}
-            page = report_html(found.graph, found, evidence=failure.evidence, after=after, formulas=formulas)
+            page = _page(failure.found, failure.evidence)
             path = self._test.folder() / f"{file_name(f'{self._test.file.stem}.{self._test.name}')}.html"
             if self._summary.reports:
                 path = path.with_suffix(f".{len(self._summary.reports) + 1}.html")
@@ -163,3 +160,12 @@ class FusionLabFixture:
             return [f"no report: {error}"]
         self._summary.reports.append(str(path))
         return [f"report: {path}"]
+
+
+def _page(found: lab.Findings | None, evidence: lab.Comparison | None) -> str:
+    """The program before and after fusing, with what was measured; of two functions that were given what was measured alone."""
+    if found is None:
+        return evidence.to_html() if evidence is not None else ""
+    after = found.apply() if found.select() else None
+    formulas = {name: p.formula for name, p in registry().items()}
+    return report_html(found.graph, found, evidence=evidence, after=after, formulas=formulas)

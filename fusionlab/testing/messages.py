@@ -27,17 +27,20 @@ class FusionAssertionError(AssertionError):
         self.found, self.evidence = found, evidence
 
 
-def nearest(found: Findings, passes: Iterable[str], survivors: Sequence[Survivor] = ()) -> list[Candidate | Rejection]:
+def nearest(
+    found: Findings, passes: Iterable[str], concepts: Iterable[str] = (), survivors: Sequence[Survivor] = ()
+) -> list[Candidate | Rejection]:
     """The sites that came nearest to what was expected, nearest first.
 
     Args:
       found: the findings.
-      passes: those that fused too little; none asks for every pass.
+      passes: those that fused too little.
+      concepts: what was fused too little, by name: sites of any pass where it was recognised go first.
       survivors: what is left and should not be: a site that was declined for it, or on its line, goes first.
     """
     passes = set(passes)
     ids = {s.site.id for s in survivors if s.site is not None}
-    names = {s.name for s in survivors}
+    names = {*concepts, *(s.name for s in survivors)}
     lines = {s.source for s in survivors}
 
     def rank(item: Candidate | Rejection) -> tuple[bool, bool, bool, float]:
@@ -51,7 +54,7 @@ def nearest(found: Findings, passes: Iterable[str], survivors: Sequence[Survivor
 
     fused = {c.id for c in found.select()}
     left = [c for c in found.candidates if c.id not in fused and c.idle]
-    items = [i for i in (*found.rejections, *left) if survivors or not passes or i.pass_name in passes]
+    items = [i for i in (*found.rejections, *left) if names or i.pass_name in passes]
     return sorted(items, key=rank)
 
 

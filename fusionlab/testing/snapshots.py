@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 
 from ..errors import OutputError
-from ..fusers import Findings
+from ..fusers import Findings, Rejection
 from ..graph.text import graph_text
 from ..output import write_file
 from .asserts import fused_counts
-from .messages import FusionAssertionError
+from .messages import FusionAssertionError, nearest_lines
 
 FOLDER = "__fusionlab__"
 UPDATE = "--fusionlab-update"
@@ -43,7 +43,7 @@ def snapshot_text(found: Findings, graph: bool = True) -> str:
     lines += [f"  {name}: {n}" for name, n in fused_counts(found).items() if isinstance(n, int) and n]
     lines += ["sites:", *(f"  {c.id}: {c.formula}" for c in found.candidates if c.id in fused)]
     lines += ["left as they are:", *(f"  {name}" for name in left)]
-    lines += ["declined:", *(f"  {r.id} [{r.code}]" for r in found.rejections)]
+    lines += ["declined:", *map(_declined, found.rejections)]
     if graph:
         lines += ["graph:", *(f"  {line}" for line in graph_text(found.graph, sources=False, scopes=True).splitlines())]
     return _ADDRESS.sub("", "\n".join(lines)) + "\n"
@@ -81,7 +81,8 @@ def check_snapshot(path: Path, text: str, update: bool, found: Findings | None =
       "equal", "written" or "rewritten".
 
     Raises:
-      FusionAssertionError: it is missing, or differs; the message has the difference. OutputError: it cannot be read or written.
+      FusionAssertionError: it is missing, or differs; the message has the sites that were not declined before, and the difference.
+      OutputError: it cannot be read or written.
     """
     __tracebackhide__ = True
     try:
@@ -96,8 +97,14 @@ def check_snapshot(path: Path, text: str, update: bool, found: Findings | None =
     where = f"{FOLDER}/{path.parent.name}/{path.name}"
     if stored is None:
         raise FusionAssertionError(f"no snapshot {where} yet: run pytest {UPDATE}, read the file, and commit it", found)
+    new = [r for r in found.rejections if _declined(r) not in stored] if found is not None else []
+    reasons = nearest_lines(found, new) if found is not None and new else []
     lines = list(difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now", lineterm="", n=1))
     more = len(lines) - _LINES
     lines = [*lines[:_LINES], f"... and {more} more lines"] if more > 0 else lines
     advice = f"if that is meant, run pytest {UPDATE} and commit the file"
-    raise FusionAssertionError("\n".join([f"snapshot {where} differs; {advice}", *lines]), found)
+    raise FusionAssertionError("\n".join([f"snapshot {where} differs; {advice}", *reasons, *lines]), found)
+
+
+def _declined(rejection: Rejection) -> str:
+    return f"  {rejection.id} [{rejection.code}]"

@@ -141,6 +141,18 @@ def test_alike_misses_are_told_together_and_long_lists_are_cut():
     assert "30 sites, gemm_epilogue@" in message
 
 
+def test_what_is_fused_counts_by_concept_too():
+    def capped(x, w, b):
+        return jax.nn.relu6(x @ w + b)
+
+    assert_fused(layer, (X, W, B), expect={"gemm_epilogue": 1, "relu": 1, "linear": 1, "silu": 0})
+    message = failure(assert_fused, capped, (X, W, B), expect={"gemm_epilogue": 1, "relu": 1})
+    assert message.startswith("capped: relu: 0 fused, expected 1\nnearest miss:\n  [activation] gemm_epilogue@#2")
+    assert f"test_asserts.py:{capped.__code__.co_firstlineno + 1}: return jax.nn.relu6(x @ w + b)" in message
+    message = failure(assert_fused, layer, (X, W, B), expect={"relu": 0})
+    assert "fused by relu:\n  gemm_epilogue@#1: relu(x @ w + b)" in message
+
+
 def test_what_is_left_as_it_is_on_a_device_is_not_fused_there():
     from fusionlab.models import transformer
 
@@ -164,16 +176,17 @@ def test_concepts_and_primitives_survive_by_name():
 
 
 def test_a_declined_site_survives_as_its_concept():
-    def named(x, w, b):
-        return jax.nn.relu(jax.ad_checkpoint.checkpoint_name(x @ w, "h") + b)
+    def attend(q, k, v):
+        weights = jax.nn.softmax(q @ k.mT / 8)
+        return weights @ v, weights
 
-    (rejection,) = fl.find(named, X, W, B).rejections
-    assert "linear" in rejection.concepts
-    assert_fused(named, (X, W, B), survive={"linear": 1})
-    message = failure(assert_fused, named, (X, W, B), survive={"linear": 0})
-    assert "linear: 1 not fused, expected 0" in message
+    args = (struct(2, 4, 16, 64),) * 3
+    (rejection,) = fl.find(attend, *args, passes="dot_product_attention").rejections
+    assert rejection.concepts == ("attention", "attention_unmasked")
+    assert_fused(attend, args, survive={"attention": 1, "attention_unmasked": 1, "layer_norm": 0})
+    message = failure(assert_fused, attend, args, survive={"attention": 0})
+    assert "attention: 1 not fused, expected 0" in message
     assert f"[{rejection.code}] {rejection.id}" in message
-    assert_fused(layer, (X, W, B), survive={"linear": 0})
 
 
 def test_activations_are_told_by_value_each_once_the_largest_first():
@@ -191,9 +204,11 @@ def test_activations_inside_loops_are_seen_and_those_of_backward_passes_are_not(
         return jax.lax.scan(lambda c, _: (jax.nn.gelu(c), None), x, None, length=3)[0]
 
     assert [name for name, _ in activations(fl.trace(loop, X))] == ["gelu_tanh"]
-    step = jax.grad(lambda x: jax.checkpoint(jax.nn.gelu)(jax.nn.gelu(x)).sum())
+    step = jax.value_and_grad(lambda x: jax.checkpoint(jax.nn.gelu)(jax.nn.gelu(x)).sum())
     graph = fl.trace(step, X)
-    assert [n.primitive for n in graph.nodes()].count("tanh") == 3  # one of them is computed again, for the backward pass
+    assert [n.primitive for n in graph.nodes()].count(
+        "tanh"
+    ) == 3  # one of them is computed again, for the backward pass
     assert [name for name, _ in activations(graph)] == ["gelu_tanh"] * 2
 
 
@@ -361,7 +376,9 @@ def test_faster_equal_and_within_the_margin_pass(on_a_gpu, after):
 def test_slower_beyond_the_margin_fails_with_the_interval(on_a_gpu):
     on_a_gpu(1e-3, 1.2e-3)
     message = failure(assert_not_slower, layer, (X, W, B))
-    assert message.startswith("layer: slower than jax.jit of it by more than 5%\n  forward: 999 us -> 1.2 ms, 0.83x [0.83, 0.84]")
+    assert message.startswith(
+        "layer: slower than jax.jit of it by more than 5%\n  forward: 999 us -> 1.2 ms, 0.83x [0.83, 0.84]"
+    )
     assert "gemm_epilogue@#1: relu(x @ w + b)" in message
     assert_not_slower(layer, (X, W, B), margin=0.3)
 
