@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _KEY = "fusionlab"  # of a report's user_properties, which pytest-xdist brings from its workers
 _DEFAULTS = ("passes", "device", "implementation")  # what the marker may set; FusionLab is not imported to ask
+_FOLDER = "__fusionlab__"  # of snapshots
 _LINES = 20  # of the summary, unless -v asks for all
 
 
@@ -55,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # Made absolute here: pytest-xdist hands options to its workers, whose folder may be another.
         folder = config.invocation_params.dir / config.option.fusionlab_report
         config.option.fusionlab_report = str(folder.absolute())
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Snapshots are no tests: pytest would read test_*.txt for doctests."""
+    return True if collection_path.name == _FOLDER else None
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ..device import Device
 from ..errors import REJECTIONS, ArgumentError, unknown_name
 from ..evidence.device_clock import NAME as DEVICE_TIME
 from ..evidence.timing import Timing, Verdict
-from ..fusers import Candidate, Rejection, registry
+from ..fusers import Candidate, Findings, Rejection, registry
 from ..fusers.findings import RUNS_UNDER_GRAD
 from .messages import (
     FusionAssertionError,
@@ -90,7 +90,7 @@ class Call:
         return lab.fuse(self.fn, passes=self.passes, implementation=self.implementation, **self.static)
 
 
-def fused_counts(found: lab.Findings) -> dict[str, int | str]:
+def fused_counts(found: Findings) -> dict[str, int | str]:
     """`Findings.counts()` of what is fused: sites that are left as they are on this device do not count."""
     chosen = found.select()
     counts: dict[str, int | str] = {}

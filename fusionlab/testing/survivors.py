@@ -43,8 +43,9 @@ def survivors(found: Findings, after: Graph, name: str) -> list[Survivor]:
       found: the findings.
       after: the graph with what is fused applied, `found.apply()`.
       name: an activation ("relu", "gelu_tanh", ...), told by value whatever its spelling, in the forward pass; a concept ("linear",
-        "attention", "layer_norm", "rms_norm", "lerp", "softmax", or another key of `found.concepts()`); or a primitive ("dot_general"),
-        wherever it stands, in backward passes and loop bodies too. Activations go before primitives of the same name.
+        "attention", "layer_norm", "rms_norm", "lerp", a "softmax" of no attention, or another key of `found.concepts()`), as far as the
+        pass that declined the site recognised it; or a primitive ("dot_general"), wherever it stands, in backward passes and loop bodies
+        too. Activations go before primitives of the same name.
 
     Raises:
       UnknownNameError: none of these.

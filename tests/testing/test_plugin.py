@@ -1,6 +1,7 @@
 """The pytest plugin, run by pytest: fixture, marker, options, reports, snapshots, summary, with and without pytest-xdist."""
 
 import importlib.metadata
+import os
 import re
 import textwrap
 import tomllib
@@ -52,7 +53,9 @@ class Mlp(nn.Module):
 @pytest.fixture
 def pytest_run(pytester, monkeypatch):
     """Runs pytest on a test file's text, in a folder with the module `model`; by default in this process."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for processes of their own, where FusionLab is not installed
+    monkeypatch.setenv(
+        "PYTHONPATH", str(ROOT), prepend=os.pathsep
+    )  # for processes of their own, where FusionLab is not installed
     monkeypatch.delenv("CI", raising=False)
     pytester.makepyfile(model=MODEL)
     pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")
