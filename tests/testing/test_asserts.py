@@ -24,7 +24,7 @@ from fusionlab.testing import (
     assert_rejected,
     asserts,
 )
-from fusionlab.testing.survivors import activations
+from fusionlab.testing.survivors import activations, survivors
 
 STRICT = fl.Strategy(gemm_epilogue={"strict_rank": True})
 
@@ -187,6 +187,14 @@ def test_a_declined_site_survives_as_its_concept():
     message = failure(assert_fused, attend, args, survive={"attention": 0})
     assert "attention: 1 not fused, expected 0" in message
     assert f"[{rejection.code}] {rejection.id}" in message
+
+
+def test_a_site_whose_nodes_another_fusion_took_does_not_survive():
+    found = fl.find(leaky, X, W, B)
+    (declined,) = found.rejections
+    for code, left in (("bias", 1), ("overlap", 0)):
+        told = dataclasses.replace(declined, code=code, concepts=("linear",))
+        assert len(survivors(dataclasses.replace(found, rejections=(told,)), found.graph, "linear")) == left
 
 
 def test_activations_are_told_by_value_each_once_the_largest_first():

@@ -361,12 +361,14 @@ def test_a_snapshot_stays_where_lines_only_move_or_the_folder_does(pytest_run, p
 
 
 def test_a_snapshot_is_judged_for_a_cpu_unless_a_device_is_named(pytest_run, pytester):
-    text = NORM.replace("assert sites(fusionlab) == {n}", "fusionlab.snapshot(norm, ARGS[:1], graph=False)")
-    pytest_run(text.format(marker=""), "--fusionlab-update").assert_outcomes(passed=1)
+    text = NORM.replace("assert sites(fusionlab) == {n}", "{body}")
+    body = "found = fusionlab.snapshot(norm, ARGS[:1], graph=False)"
+    on_cpu = f"{body}\n        assert found.device == 'a CPU (simulated)'"
+    pytest_run(text.format(marker="", body=on_cpu), "--fusionlab-update").assert_outcomes(passed=1)
     (text_cpu,) = stored(pytester).values()
     assert "layer_norm: 1" in text_cpu
     assert "graph:" not in text_cpu
-    result = pytest_run(None, "--fusionlab-device", "sm_90")
+    result = pytest_run(text.format(marker="", body=body), "--fusionlab-device", "sm_90")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E *left as they are:", "E *+  layer_norm@#1"])
 
@@ -400,6 +402,15 @@ def test_a_snapshot_that_cannot_be_read_says_what_to_do(pytest_run, pytester):
     result = pytest_run(SNAPSHOT.format(fn="layer"))
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E *OutputError: cannot read the snapshot*delete it, and run --fusionlab-update"])
+
+
+def test_snapshots_are_not_collected_as_doctests(pytest_run, pytester):
+    folder = pytester.mkdir("__fusionlab__")
+    for path in (pytester.path, folder):
+        (path / "test_text.txt").write_text(">>> 1 + 1\n3\n")
+    pytest_run("def test_other(): pass").assert_outcomes(passed=1, failed=1)
+    (pytester.path / "test_text.txt").unlink()
+    pytest_run(None).assert_outcomes(passed=1)
 
 
 NAMES = [
