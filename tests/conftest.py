@@ -18,6 +18,8 @@ if any(
 import hypothesis
 import pytest
 
+pytest_plugins = ("pytester",)  # runs pytest inside a test, for the tests of the plugin
+
 # How long an example takes to generate or run says how busy the machine is, not what is wrong.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")

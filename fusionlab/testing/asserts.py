@@ -1,0 +1,360 @@
+"""The assertions. They are plain functions, for any test runner; the pytest fixture `fusionlab` has them as methods.
+
+Those on what is found trace the function and run nothing: example arguments may be `jax.ShapeDtypeStruct`s.
+"""
+
+from __future__ import annotations
+
+import functools
+import unittest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .. import lab
+from ..device import Device
+from ..errors import REJECTIONS, ArgumentError, unknown_name
+from ..evidence.device_clock import NAME as DEVICE_TIME
+from ..evidence.timing import Timing, Verdict
+from ..fusers import Candidate, Findings, Rejection, registry
+from ..fusers.findings import RUNS_UNDER_GRAD
+from .messages import (
+    FusionAssertionError,
+    nearest,
+    nearest_lines,
+    site_lines,
+    sources_of,
+    survivor_lines,
+)
+from .survivors import ACTIVATION_KINDS, CONCEPTS, Survivor, survivors
+
+MARGIN = 0.05  # how much slower is still not slower: two compilations of one function differ by up to 3 %
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an assertion is about: a function at its example arguments, searched by passes for a device.
+
+    Attributes:
+      fn: the function, as for `jax.jit`; not one that is fused already.
+      args, kwargs: example arguments.
+      passes, device, implementation: as for `fusionlab.find`.
+      static_argnums, static_argnames: as in `jax.jit`.
+      told: is given the findings of each search.
+
+    Raises:
+      ArgumentError: `args` is no tuple or list, or `fn` is fused already.
+    """
+
+    fn: Callable
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    passes: Any = None
+    device: Any = None
+    implementation: str | None = None
+    static_argnums: int | Sequence[int] = ()
+    static_argnames: str | Iterable[str] = ()
+    told: Callable[[lab.Findings], None] | None = None
+
+    def __post_init__(self) -> None:
+        __tracebackhide__ = True
+        if not isinstance(self.args, tuple | list):
+            kind = type(self.args).__name__
+            raise ArgumentError(f"args: got {kind}, needed a tuple of the function's arguments; (x,) for one")
+        if isinstance(self.fn, lab.Fused):
+            raise ArgumentError(f"fn: got {self.fn!r}, which is fused already; give the function it was made of")
+        object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+
+    @property
+    def name(self) -> str:
+        fn = self.fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        return getattr(fn, "__name__", type(fn).__name__)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The static arguments that were named, for calls that tell them by themselves otherwise."""
+        named = {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
+        return {key: value for key, value in named.items() if value != ()}
+
+    def find(self) -> lab.Findings:
+        """As `fusionlab.find`; keyword arguments of the function may have the names of options."""
+        graph = lab.trace(self.fn, *self.args, **self.static, **self.kwargs)
+        found = lab.find(graph, passes=self.passes, device=self.device, implementation=self.implementation)
+        if self.told is not None:
+            self.told(found)
+        return found
+
+    def fuse(self) -> lab.Fused:
+        return lab.fuse(self.fn, passes=self.passes, implementation=self.implementation, **self.static)
+
+
+def fused_counts(found: Findings) -> dict[str, int | str]:
+    """`Findings.counts()` of what is fused: sites that are left as they are on this device do not count."""
+    chosen = found.select()
+    counts: dict[str, int | str] = {}
+    for name, said in found.counts().items():
+        if name in found.passes:
+            counts[name] = sum(c.pass_name == name for c in chosen)
+        else:
+            mine = [c for c in chosen if f"{c.pass_name}_grad" == name]
+            counts[name] = said if said == RUNS_UNDER_GRAD else sum(_with_backward(c) for c in mine)
+    return counts
+
+
+def _with_backward(site: Candidate) -> bool:
+    return site.backward is not None and site.backward.is_fused
+
+
+def assert_fused(
+    fn: Callable,
+    args: Sequence[Any] = (),
+    *,
+    expect: Mapping[str, int | str] | None = None,
+    survive: Mapping[str, int] | None = None,
+    **options: Any,
+) -> lab.Findings:
+    """Asserts how many sites of a function each pass fuses, and what is left outside them.
+
+    Args:
+      fn, args: the function and its example arguments, arrays or `jax.ShapeDtypeStruct`s of any shape and dtype, in any pytrees.
+      expect: pass -> number of sites that `fusionlab.fuse` would replace, exactly; passes that are not named are not judged. In a
+        program that is differentiated already "<pass>_grad" counts those fused with their backward passes. An activation or a concept
+        ("relu", "attention_causal"; see `survive`) counts the sites of any pass that hold it.
+      survive: name -> how often it stays outside the fused ops, exactly: an activation ("relu", whatever its spelling), a concept
+        ("linear", "attention", "layer_norm", "softmax", ...) or a primitive ("dot_general"); see `survivors.survivors`.
+      **options: `kwargs` (the function's keyword arguments), `passes`, `device` (also a simulated one, "sm_90"), `implementation`,
+        `static_argnums` and `static_argnames`, as for `fusionlab.find`.
+
+    Returns:
+      The findings.
+
+    Raises:
+      FusionAssertionError: a count differs; the message has the nearest miss with its line and edit.
+      UnknownNameError: a name in `expect` is no pass that was asked and no concept, or one in `survive` nothing that could survive.
+      ArgumentError: neither `expect` nor `survive`, or `args` is no tuple. TraceError: the function does not trace.
+    """
+    __tracebackhide__ = True
+    if not expect and not survive:
+        raise ArgumentError("assert_fused: got neither expect nor survive, needed a count to assert")
+    call = Call(fn, args, **options)
+    found = call.find()
+    counts = _counts(found, expect or {})
+    wrong = {name: n for name, n in (expect or {}).items() if counts[name] != n}
+    after = found.apply() if survive else found.graph
+    left = {name: survivors(found, after, name) for name in survive or {}}
+    odd = {name: n for name, n in (survive or {}).items() if len(left[name]) != n}
+    if wrong or odd:
+        said = [f"{name}: {_count_text(counts[name])}, expected {n}" for name, n in wrong.items()]
+        said += [f"{name}: {len(left[name])} not fused, expected {n}" for name, n in odd.items()]
+        lines = _count_lines(found, wrong, counts, {name: (n, left[name]) for name, n in odd.items()})
+        raise FusionAssertionError("\n".join([f"{call.name}: {'; '.join(said)}", *lines]), found)
+    return found
+
+
+def _counts(found: lab.Findings, names: Iterable[str]) -> dict[str, int | str]:
+    """How many sites are fused, by pass, and by those concepts that are named."""
+    __tracebackhide__ = True
+    counts = fused_counts(found)
+    concepts = (ACTIVATION_KINDS | CONCEPTS | set(found.concepts())) - set(registry())
+    for name in names:
+        if name not in counts and name not in concepts:
+            raise unknown_name("pass or concept in expect", name, {*counts, *concepts})
+        counts.setdefault(name, sum(name in c.concepts for c in found.select()))
+    return counts
+
+
+def _count_text(count: int | str) -> str:
+    return f"{count} fused" if isinstance(count, int) else count
+
+
+def _count_lines(
+    found: lab.Findings,
+    wrong: Mapping[str, int | str],
+    counts: Mapping[str, int | str],
+    odd: Mapping[str, tuple[int, list[Survivor]]],
+) -> list[str]:
+    """Below the headline: what there is too much of, and why there is too little."""
+    lines: list[str] = []
+    extra = [name for name, n in wrong.items() if isinstance(n, int) and _as_int(counts[name]) > n]
+    for name in extra:
+        own = [c for c in found.select() if c.pass_name == name.removesuffix("_grad") or name in c.concepts]
+        lines += [f"fused by {name}:", *site_lines(own)]
+    stay = [s for n, left in odd.values() if len(left) > n for s in left]
+    lines += ["not fused:", *survivor_lines(stay)] if stay else []
+    lacking = [name.removesuffix("_grad") for name in wrong if name not in extra]
+    if lacking or stay:
+        concepts = [name for name in lacking if name not in found.passes]
+        lines += nearest_lines(found, nearest(found, lacking, concepts, stay))
+        lines += [f"  backward: {p.text}" for p in found.pairs if p.stays and p.site.partition("@")[0] in lacking][:3]
+    return lines
+
+
+def _as_int(count: int | str) -> int:
+    return count if isinstance(count, int) else 0
+
+
+def assert_rejected(
+    fn: Callable,
+    args: Sequence[Any] = (),
+    *,
+    code: str,
+    pass_: str | None = None,
+    at: str | None = None,
+    count: int | None = None,
+    **options: Any,
+) -> tuple[Rejection, ...]:
+    """Asserts that a site of a function is declined, and for which reason.
+
+    Args:
+      fn, args: as for `assert_fused`.
+      code: the reason, a key of `fusionlab.errors.REJECTIONS`.
+      pass_: the pass that declines it; None for any.
+      at: where: a site's id or scope ("encoder/mlp"), or a line ("model.py:12"), as the findings print them; None for anywhere.
+      count: how many; None for one or more.
+      **options: as for `assert_fused`.
+
+    Returns:
+      The rejections.
+
+    Raises:
+      FusionAssertionError: there is none, or another number of them; the message tells what was declined instead.
+      UnknownNameError: a code or a pass that does not exist. ArgumentError, TraceError: as for `assert_fused`.
+    """
+    __tracebackhide__ = True
+    if code not in REJECTIONS:
+        raise unknown_name("rejection code", code, REJECTIONS)
+    call = Call(fn, args, **options)
+    found = call.find()
+    if pass_ is not None and pass_ not in found.passes:
+        raise unknown_name("pass", pass_, found.passes)
+    asked = [r for r in found.rejections if pass_ in (None, r.pass_name) and _stands_at(found, r, at)]
+    same = tuple(r for r in asked if r.code == code)
+    if same and count in (None, len(same)):
+        return same
+    wanted = f"{'a site' if count is None else count} declined [{code}]"
+    where = "".join((f" by {pass_}" if pass_ else "", f" at {at}" if at else ""))
+    lines = [f"{call.name}: expected {wanted}{where}, got {len(same) or 'none'}"]
+    fused = [c for c in found.select() if pass_ in (None, c.pass_name) and _stands_at(found, c, at)]
+    lines += ["fused:", *site_lines(fused)] if fused else []
+    others = asked or [r for r in found.rejections if r.code == code] or found.rejections
+    lines += nearest_lines(found, others) if others or not fused else []
+    raise FusionAssertionError("\n".join(lines), found)
+
+
+def _stands_at(found: lab.Findings, item: Candidate | Rejection, at: str | None) -> bool:
+    return at in (None, item.id, item.scope, *map(str, sources_of(found, item)))
+
+
+def assert_equivalent(
+    fn: Callable,
+    args: Sequence[Any] = (),
+    *,
+    fused: Callable | None = None,
+    grad: bool = True,
+    argnums: int | Sequence[int] | None = None,
+    **options: Any,
+) -> lab.Comparison:
+    """Asserts that the fused function computes what the function does: every output and gradient, judged by float64.
+
+    A result passes where it is in tolerance of the same program in float64 (by dtype and reduction size, see
+    `fusionlab.testing.tolerances`), or at most twice as far from it as the original's own, and where no NaN or infinity is new.
+
+    Args:
+      fn: the original.
+      args: arrays of any shape and dtype, in any pytrees; both are run on them.
+      fused: what to judge; None is `fusionlab.fuse(fn)`.
+      grad: the gradients of a random weighting of all float outputs, too.
+      argnums: the arguments to differentiate by; None is every float leaf.
+      **options: as for `assert_fused`; `device` is not used: it runs here.
+
+    Returns:
+      The comparison: `.numerics` has every error.
+
+    Raises:
+      FusionAssertionError: a result is worse than the original's, or there is no float64 reference to judge by.
+      ArgumentError: shapes where arrays are needed. SideEffectError: the function prints or calls back. TraceError: it does not trace.
+    """
+    __tracebackhide__ = True
+    call = Call(fn, args, **options)
+    other = call.fuse() if fused is None else fused
+    found = replace(call, device=None).find() if fused is None else None
+    given = call.static | ({} if argnums is None else {"argnums": argnums})
+    evidence = lab.compare(fn, other, *args, grad=grad, timing=False, memory=False, **given, **call.kwargs)
+    if evidence.numerics is None:
+        raise FusionAssertionError(f"{call.name}: nothing to judge by: {'; '.join(evidence.notes)}", found, evidence)
+    bad = evidence.numerics.regressions
+    if bad:
+        n = len(evidence.numerics.leaves)
+        lines = [f"{call.name}: {len(bad)} of {n} outputs and gradients are worse than the original's"]
+        lines += [f"  {leaf}" for leaf in bad[:3]] + ([f"  and {len(bad) - 3} more"] if len(bad) > 3 else [])
+        fusing = found.select() if found is not None else ()
+        lines += ["fused:", *site_lines(fusing)] if fusing else []
+        raise FusionAssertionError("\n".join(lines), found, evidence)
+    return evidence
+
+
+def assert_not_slower(
+    fn: Callable,
+    args: Sequence[Any] = (),
+    *,
+    fused: Callable | None = None,
+    grad: bool = False,
+    margin: float = MARGIN,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    **options: Any,
+) -> lab.Comparison:
+    """Asserts that the fused function takes no longer than the function under `jax.jit`, in device time on a GPU.
+
+    It fails only where the whole 95 % interval of the ratio before/after lies below 1 - margin, so that noise fails no test. Where
+    there is no GPU, no device time, or too few samples, the test is skipped, and the reason says which.
+
+    Args:
+      fn, args, fused: as for `assert_equivalent`.
+      grad: judge value and gradient, too.
+      margin: in [0, 1): how much slower still passes; two compilations of one function differ by up to 0.03.
+      samples, budget_s: of each, and seconds; at least 40 samples for a verdict.
+      **options: as for `assert_fused`; `device` is not used: it runs here.
+
+    Returns:
+      The comparison.
+
+    Raises:
+      FusionAssertionError: it is slower. unittest.SkipTest: it cannot be told here.
+      ArgumentError: a margin outside [0, 1), shapes where arrays are needed. SideEffectError, TraceError: as for `assert_equivalent`.
+    """
+    __tracebackhide__ = True
+    if not 0 <= margin < 1:
+        raise ArgumentError(f"margin: got {margin}, needed a share of the time from 0 to below 1")
+    call = Call(fn, args, **options)
+    here = Device.current()
+    if here.platform != "cuda":
+        raise unittest.SkipTest(f"assert_not_slower needs a CUDA GPU for device time; this process runs on {here}")
+    other = call.fuse() if fused is None else fused
+    found = replace(call, device=None).find() if fused is None else None
+    effort = {"samples": samples, "budget_s": budget_s, **call.static}
+    evidence = lab.compare(fn, other, *args, grad=grad, numerics=False, memory=False, **effort, **call.kwargs)
+    if evidence.same_code:
+        return evidence
+    slow = [t for t in evidence.timings if judged(t).interval[1] < 1 - margin]
+    if slow:
+        lines = [f"{call.name}: slower than jax.jit of it by more than {margin:.0%}", *(f"  {t}" for t in slow)]
+        fusing = found.select() if found is not None else ()
+        lines += ["fused:", *site_lines(fusing)] if fusing else []
+        raise FusionAssertionError("\n".join(lines), found, evidence)
+    return evidence
+
+
+def judged(timing: Timing) -> Timing:
+    """A timing that allows a verdict.
+
+    Raises:
+      unittest.SkipTest: wall time, or too few samples.
+    """
+    if timing.clock != DEVICE_TIME:
+        raise unittest.SkipTest(f"assert_not_slower needs device time, got {timing.clock}: one device, and CuPy")
+    if timing.verdict == Verdict.INCONCLUSIVE:
+        raise unittest.SkipTest(f"assert_not_slower: {timing.text}")
+    return timing

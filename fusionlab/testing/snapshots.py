@@ -1,0 +1,110 @@
+"""Snapshots: a program and its findings as text that changes only when what is computed or fused does.
+
+No line numbers, no paths, no times and no sentences (which name values and lines) stand in it; sites are told by their ids, which are
+made of scopes, and reasons by their codes. It is judged for a named device, a plain CPU unless another is asked for, so that it is the
+same on every machine. The program's own text is JAX's, whose versions may write a function of theirs otherwise; findings alone
+(`graph=False`) do not depend on that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from pathlib import Path
+
+from ..errors import OutputError
+from ..fusers import Findings, Rejection
+from ..graph.text import graph_text
+from ..output import write_file
+from .asserts import fused_counts
+from .messages import FusionAssertionError, nearest_lines
+
+FOLDER = "__fusionlab__"
+UPDATE = "--fusionlab-update"
+DEVICE = "cpu"  # what a snapshot is judged for where no device is named
+_FORMAT = "# fusionlab snapshot, format 1"
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_LINES = 30  # of a diff
+_LONGEST_NAME = 120  # characters; file systems take 255 bytes
+
+
+def snapshot_text(found: Findings, graph: bool = True) -> str:
+    """What a snapshot file holds of findings: counts by pass, the sites with their formulas, the reasons of the rest, and the program.
+
+    Args:
+      found: the findings; their device is not written, since its name is the machine's.
+      graph: with the program, one line a node with its types and scopes.
+    """
+    fused = {c.id for c in found.select()}
+    left = [c.id for c in found.candidates if c.id not in fused]
+    lines = [_FORMAT, f"function: {found.graph.name}", "fused:"]
+    # Not those of 0 sites: a pass that a later version brings is no change of a program that it does nothing in.
+    lines += [f"  {name}: {n}" for name, n in fused_counts(found).items() if isinstance(n, int) and n]
+    lines += ["sites:", *(f"  {c.id}: {c.formula}" for c in found.candidates if c.id in fused)]
+    lines += ["left as they are:", *(f"  {name}" for name in left)]
+    lines += ["declined:", *map(_declined, found.rejections)]
+    if graph:
+        lines += ["graph:", *(f"  {line}" for line in graph_text(found.graph, sources=False, scopes=True).splitlines())]
+    return _ADDRESS.sub("", "\n".join(lines)) + "\n"
+
+
+def snapshot_path(test_file: Path, test: str, name: str = "") -> Path:
+    """Where a test's snapshot is: `__fusionlab__/<test module>/<test>.txt` beside the test file.
+
+    Args:
+      test_file: the test's file.
+      test: its name, with its classes and parameters ("TestMlp.test_sites[relu-8]").
+      name: of one of several snapshots of a test; "" for the only one.
+    """
+    full = f"{test}.{name}" if name else test
+    return test_file.parent / FOLDER / test_file.stem / f"{file_name(full)}.txt"
+
+
+def file_name(text: str) -> str:
+    """A text as a file name that every system takes; another text never has the same one."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", text.replace("[", "-").removesuffix("]")).strip("_.")[:_LONGEST_NAME]
+    plain = re.fullmatch(r"[A-Za-z0-9._]+", text) is not None and safe == text
+    return safe if plain else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def check_snapshot(path: Path, text: str, update: bool, found: Findings | None = None) -> str:
+    """Compares a text with what a file holds, or writes it.
+
+    Args:
+      path: the file.
+      text: what a snapshot of today is.
+      update: write the file where it is missing or differs.
+      found: what the text was made of, for a failure's report.
+
+    Returns:
+      "equal", "written" or "rewritten".
+
+    Raises:
+      FusionAssertionError: it is missing, or differs; the message has the sites that were not declined before, and the difference.
+      OutputError: it cannot be read or written.
+    """
+    __tracebackhide__ = True
+    try:
+        stored = path.read_text(encoding="utf-8") if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputError(f"cannot read the snapshot {str(path)!r} ({error}); delete it, and run {UPDATE}") from error
+    if stored == text:
+        return "equal"
+    if update:
+        write_file(path, text, folders=True)
+        return "written" if stored is None else "rewritten"
+    where = f"{FOLDER}/{path.parent.name}/{path.name}"
+    if stored is None:
+        raise FusionAssertionError(f"no snapshot {where} yet: run pytest {UPDATE}, read the file, and commit it", found)
+    new = [r for r in found.rejections if _declined(r) not in stored] if found is not None else []
+    reasons = nearest_lines(found, new) if found is not None and new else []
+    lines = list(difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now", lineterm="", n=1))
+    more = len(lines) - _LINES
+    lines = [*lines[:_LINES], f"... and {more} more lines"] if more > 0 else lines
+    advice = f"if that is meant, run pytest {UPDATE} and commit the file"
+    raise FusionAssertionError("\n".join([f"snapshot {where} differs; {advice}", *reasons, *lines]), found)
+
+
+def _declined(rejection: Rejection) -> str:
+    return f"  {rejection.id} [{rejection.code}]"

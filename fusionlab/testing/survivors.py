@@ -1,0 +1,108 @@
+"""What is left outside the fused ops once a program has been rewritten: activations by value, concepts by name, primitives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.extend import core as jex_core
+
+from ..errors import unknown_name
+from ..fusers import Candidate, Findings, Rejection
+from ..fusers.epilogues import KNOWN, NONLINEAR
+from ..graph.certify import Certifier
+from ..graph.fingerprint import between, cone, recognise
+from ..graph.ir import Graph, Node, Value
+from ..graph.scopes import Source, in_backward
+from ..graph.views import views
+from ..kernels import plain_meaning_of
+from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+
+ACTIVATION_KINDS = frozenset(ACTIVATIONS[name].kind for name in KNOWN)
+CONCEPTS = frozenset({"linear", "attention", "layer_norm", "rms_norm", "lerp", "softmax"})
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """Something that stays outside the fused ops: its name, the user's line, and the site that was declined for it, if one was."""
+
+    name: str
+    source: Source | None
+    site: Candidate | Rejection | None = None
+
+
+def survivors(found: Findings, after: Graph, name: str) -> list[Survivor]:
+    """What stays unfused under a name, in program order.
+
+    Args:
+      found: the findings.
+      after: the graph with what is fused applied, `found.apply()`.
+      name: an activation ("relu", "gelu_tanh", ...), told by value whatever its spelling, in the forward pass; a concept ("linear",
+        "attention", "layer_norm", "rms_norm", "lerp", a "softmax" of no attention, or another key of `found.concepts()`), as far as the
+        pass that declined the site recognised it; or a primitive ("dot_general"), wherever it stands, in backward passes and loop bodies
+        too. Activations go before primitives of the same name.
+
+    Raises:
+      UnknownNameError: none of these.
+    """
+    if name in ACTIVATION_KINDS:
+        return [Survivor(name, node.source) for kind, node in activations(after) if kind == name]
+    if name == "softmax":
+        return [Survivor(name, s.source) for s in found.structures if s.kind == "softmax"]
+    if name in CONCEPTS or name in found.concepts():
+        return [Survivor(name, item.source, item) for item in _left(found) if name in item.concepts]
+    present = {n.primitive for graph in (found.graph, after) for n in graph.nodes()}
+    if name not in present | primitives():
+        raise unknown_name("survivor", name, ACTIVATION_KINDS | CONCEPTS | set(found.concepts()) | present)
+    return [Survivor(name, n.source) for n in after.nodes() if n.primitive == name]
+
+
+def _left(found: Findings) -> Iterator[Candidate | Rejection]:
+    """The sites that stay as they are; not those whose nodes another fusion took."""
+    fused = {c.id for c in found.select()}
+    yield from (c for c in found.candidates if c.id not in fused)
+    yield from (r for r in found.rejections if r.code != "overlap")
+
+
+def activations(graph: Graph) -> list[tuple[str, Node]]:
+    """The known activations of a program's forward pass, each with the node that ends it; of nested ones the largest."""
+    certifier = Certifier(plain_meaning_of)
+    ends: dict[int, tuple[str, Node]] = {}
+    for view, _ in views(graph):
+        inner: set[int] = (
+            set()
+        )  # the nodes of those found so far, but for their last ones, from whose values others may start
+        block = view.block
+        for start in (*block.inputs, *(v for n in block.nodes for v in n.outputs)):
+            maker = block.producer.get(start.id)
+            if (maker is not None and maker.id in inner) or not _is_float(start):
+                continue
+            nodes = [n for n in cone(view, start) if not in_backward(n)]
+            if not any(n.primitive in NONLINEAR for n in nodes):
+                continue
+            for node in reversed(nodes):
+                end = node.outputs[0]
+                if node.id in inner or node.id in ends or (end.shape, end.dtype) != (start.shape, start.dtype):
+                    continue
+                name = recognise(view, start, end, KNOWN, certifier).name
+                if name is not None:
+                    inner.update(n.id for n in between(view, start, end) if n.id != node.id)
+                    ends[node.id] = (ACTIVATIONS[name].kind, node)
+    return [ends[i] for i in sorted(ends)]
+
+
+def _is_float(value: Value) -> bool:
+    return jnp.issubdtype(value.dtype, np.floating) if isinstance(value.dtype, np.dtype) else False
+
+
+@functools.cache
+def primitives() -> frozenset[str]:
+    """The names of JAX's public primitives, so that a misspelt one is told from one that a program has not."""
+    modules: tuple[Any, ...] = (jax.lax, jex_core.primitives)
+    found = (value for module in modules for value in vars(module).values())
+    return frozenset(value.name for value in found if isinstance(value, jex_core.Primitive))
