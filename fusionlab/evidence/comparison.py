@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from fusionlab.errors import ArgumentError, MissingDependencyError
 
+from .clocks import Clocks
 from .measuring import Measuring
 from .memory import CompiledMemory, Memory
 from .numerics import Error, LeafNumerics, Numerics
@@ -192,8 +193,8 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 
     def runs(d: Mapping[str, Any]) -> Runs:
         keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
-        clock = d.get("clock", WALL)  # records from before device time have none
-        return Runs(samples_s=tuple(d["samples_s"]), clock=clock, **{k: d[k] for k in keys})
+        told = {"clock": d.get("clock", WALL), "cold": d.get("cold", False)}  # older records have neither
+        return Runs(samples_s=tuple(d["samples_s"]), **told, **{k: d[k] for k in keys})
 
     low, high = (float(x) for x in data["interval"])
     return Timing(
@@ -205,6 +206,7 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
         verdict=Verdict(data["verdict"]),
         hardware=data["hardware"],
         stopped=data["stopped"],
+        clocks=tuple(Clocks(**c | {"throttled": tuple(c["throttled"])}) for c in data.get("clocks", ())),
     )
 
 
@@ -246,6 +248,7 @@ def measure(
     argnums: int | Sequence[int] | None = None,
     samples: int = 40,
     budget_s: float = 60.0,
+    cold: bool = False,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -266,6 +269,7 @@ def measure(
       grad: also the gradient of a fixed random weighting of all float outputs.
       argnums: the arguments to differentiate by; None is every float leaf.
       samples, budget_s: of each function, and seconds, per timing (forward, and forward + backward).
+      cold: flush caches before each call that is timed.
       donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
       same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
@@ -288,7 +292,7 @@ def measure(
     name = getattr(fn, "__name__", type(fn).__name__)
     notes: list[str] = []
     parts: dict[str, Any] = {}
-    effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
+    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
     steps = measuring.steps(numerics, memory, timing, same_code, progress, notes, effort)
     for key, step in steps:
         if cancel is not None and cancel():

@@ -28,6 +28,7 @@ CALLS = 8  # in a sample; XLA queues no more than some dozens of programs ahead
 MARGIN = 3.0  # the wait is so many times what queueing the calls took when it was measured
 PROBE_WAIT_S = 0.02  # while queueing is measured
 LONGEST_WAIT_S = 0.5
+FLUSH_BYTES = 256 << 20  # several times the largest L2 cache there is
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,19 @@ def can_time(devices: Collection[Any]) -> bool:
     return here.platform == "cuda" and "cupy" not in here.missing and set(devices) <= {clock.device()}
 
 
-def sampler(ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int = CALLS) -> Callable[[], float]:
+def sampler(
+    ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int = CALLS, flush: bool = False
+) -> Callable[[], float]:
     """What takes one sample of a program, warmed up: device seconds a call, over `calls` of them.
 
     Args:
       ready: n -> n runs made ready, each a function that dispatches the program and returns its arrays.
+      flush: write more than the L2 cache holds before each call, outside of what is timed.
     """
-    return functools.partial(_sample, ready, calls, _wait_for(ready, calls))
+    wait_ns = _wait_for(ready, calls)
+    if flush:  # four programs are queued for each call
+        return functools.partial(_cold_sample, ready, calls, min(4 * wait_ns, int(LONGEST_WAIT_S * 1e9)))
+    return functools.partial(_sample, ready, calls, wait_ns)
 
 
 def _repeated(run: Callable[[], Any], n: int) -> Sequence[Callable[[], Any]]:
@@ -108,3 +115,22 @@ def _sample(ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int, wai
     marks.append(clock.mark(1)())
     jax.block_until_ready((last, marks))
     return clock.elapsed_s(0, 1) / calls
+
+
+def _cold_sample(ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int, wait_ns: int) -> float:
+    """As `_sample`, each call between marks of its own and behind a flush."""
+    flush, runs = _flush(), ready(calls)
+    clock.wait(wait_ns)()
+    queued: list[Any] = []
+    for i, run in enumerate(runs):
+        queued += [flush(), clock.mark(2 * i)(), run(), clock.mark(2 * i + 1)()]
+    jax.block_until_ready(queued)
+    return sum(clock.elapsed_s(2 * i, 2 * i + 1) for i in range(calls)) / calls
+
+
+@functools.cache
+def _flush() -> Callable[[], Any]:
+    """A compiled program that writes an array larger than the L2 cache."""
+    source = jax.device_put(np.zeros(FLUSH_BYTES // 4, np.float32), clock.device())
+    compiled = jax.jit(lambda x: x + 1).lower(source).compile()
+    return functools.partial(compiled, source)

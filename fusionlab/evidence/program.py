@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ def compile_program(
     name: str = "function",
     donate_argnums: Sequence[int] = (),
     advice: str = _JIT_ADVICE,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
 
@@ -102,7 +103,7 @@ def compile_program(
     traced_at = time.perf_counter()
     lowered = traced.lower()
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(dict(compiler_options) if compiler_options else None)
     times = (traced_at - start, lowered_at - traced_at, time.perf_counter() - lowered_at)
     return Program(name, compiled, args, kwargs, tuple(donate_argnums), traced.jaxpr, traced.out_info, *times)
 

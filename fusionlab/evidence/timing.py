@@ -22,6 +22,7 @@ import numpy as np
 from fusionlab.errors import ArgumentError
 
 from . import device_clock
+from .clocks import Clocks, read_clocks
 from .program import Program, bind_call, compile_program, donated_by
 from .progress import Progress, Reporter
 from .record import hardware
@@ -32,6 +33,7 @@ VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
 MAX_REPEATS = 10_000
+FLUSH_BYTES = 256 << 20  # written to flush caches: more than the last-level caches of a server's socket, or a GPU's L2
 
 
 class Verdict(enum.StrEnum):
@@ -55,6 +57,7 @@ class Runs:
       repeats: calls a sample averages over.
       trace_s, lower_s, compile_s: seconds, once each.
       clock: "wall time" or "device time".
+      cold: whether caches were flushed before each call; else a call finds what the one before it left there.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Runs:
     lower_s: float
     compile_s: float
     clock: str = WALL
+    cold: bool = False
 
     @property
     def median_s(self) -> float:
@@ -91,6 +95,7 @@ class Timing:
       verdict: what may be said of it.
       hardware: where it was measured.
       stopped: "", "time budget" or "cancelled".
+      clocks: readings before and after, as far as they can be had.
     """
 
     what: str
@@ -101,6 +106,7 @@ class Timing:
     verdict: Verdict
     hardware: str
     stopped: str = ""
+    clocks: tuple[Clocks, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text}, on {self.hardware}"
@@ -115,9 +121,10 @@ class Timing:
         """The line without the hardware, for where that is said once for all."""
         low, high = self.interval
         n = min(len(self.before.samples_s), len(self.after.samples_s))
+        cold = ", cold caches" if self.before.cold else ""
         return (
             f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
-            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock})"
+            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock}{cold})"
         )
 
 
@@ -155,12 +162,12 @@ def judge(ratio: float, interval: tuple[float, float], samples: int) -> Verdict:
     return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
 
 
-def timing_of(what: str, before: Runs, after: Runs, stopped: str = "") -> Timing:
+def timing_of(what: str, before: Runs, after: Runs, stopped: str = "", clocks: Sequence[Clocks] = ()) -> Timing:
     """Statistics and verdict over samples taken."""
     ratio = before.median_s / after.median_s
     interval = ratio_interval(before.samples_s, after.samples_s)
     verdict = judge(ratio, interval, min(len(before.samples_s), len(after.samples_s)))
-    return Timing(what, before, after, ratio, interval, verdict, hardware(), stopped)
+    return Timing(what, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
 
 
 def time_pair(
@@ -172,6 +179,7 @@ def time_pair(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    cold: bool = False,
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
     **kwargs: Any,
@@ -185,6 +193,7 @@ def time_pair(
       budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
+      cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
       progress: False, True (a tqdm bar) or a function of (what, done, total).
       cancel: asked before each round; when it says True, what was taken so far is returned.
 
@@ -200,9 +209,8 @@ def time_pair(
         call = bind_call(fn, args, kwargs, static_argnums, static_argnames)
         numbers = call.dynamic(as_tuple(donate_argnums) or donated, "donate_argnums")
         programs.append(compile_program(call.fn, call.args, call.kwargs, name=name, donate_argnums=numbers))
-    return time_programs(
-        "forward", programs[0], programs[1], samples=samples, budget_s=budget_s, progress=progress, cancel=cancel
-    )
+    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
+    return time_programs("forward", programs[0], programs[1], **effort)
 
 
 def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -210,6 +218,7 @@ def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_effort(samples: int, budget_s: float) -> None:
+    """Raises ArgumentError for fewer than two samples, or no time."""
     if samples < 2:
         raise ArgumentError(f"samples: got {samples}, needed at least 2, and {VERDICT_SAMPLES} for a verdict")
     if not budget_s > 0:
@@ -223,13 +232,16 @@ def time_programs(
     *,
     samples: int = 40,
     budget_s: float = 60.0,
+    cold: bool = False,
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
 ) -> Timing:
     """`time_pair` for programs compiled already; each runs at least twice, whatever the budget."""
+    platform = next(iter(before.devices)).platform
+    clocks = [read_clocks(platform)]
     with Reporter(progress, f"timing {what}", samples) as reporter:
-        (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel)
-    return timing_of(what, first, second, stopped)
+        (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold)
+    return timing_of(what, first, second, stopped, (*clocks, read_clocks(platform)))
 
 
 def runs_of(
@@ -238,25 +250,45 @@ def runs_of(
     budget_s: float = math.inf,
     step: Callable[[int], None] | None = None,
     cancel: Callable[[], bool] | None = None,
+    cold: bool = False,
 ) -> tuple[list[Runs], str]:
     """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
     clock = device_clock.NAME if device_clock.can_time(frozenset().union(*(p.devices for p in programs))) else WALL
-    made = {p.name: _sampler(p, clock) for p in programs}
+    made = {p.name: _sampler(p, clock, cold) for p in programs}
     taken, stopped = take_turns(
         {name: sample for name, (sample, _) in made.items()}, samples, budget_s=budget_s, step=step, cancel=cancel
     )
     return [
-        Runs(p.name, tuple(taken[p.name]), made[p.name][1], p.trace_s, p.lower_s, p.compile_s, clock) for p in programs
+        Runs(p.name, tuple(taken[p.name]), made[p.name][1], p.trace_s, p.lower_s, p.compile_s, clock, cold)
+        for p in programs
     ], stopped
 
 
-def _sampler(program: Program, clock: str) -> tuple[Callable[[], float], int]:
+def _sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
     """What takes one sample of a program, warmed up, and how many calls that is."""
     if clock == device_clock.NAME:
-        calls = 1 if program.donated else device_clock.CALLS  # each call queued holds a copy of what it consumes
-        return device_clock.sampler(program.ready, calls), calls
+        # Each call queued holds a copy of what it consumes; and XLA queues only so many programs.
+        calls = 1 if program.donated else device_clock.CALLS // 2 if cold else device_clock.CALLS
+        return device_clock.sampler(program.ready, calls, flush=cold), calls
+    if cold:
+        program.run()
+        return functools.partial(_cold_sample, program), 1
     repeats = _warm_up(program)
     return functools.partial(_sample, program, repeats), repeats
+
+
+def _cold_sample(program: Program) -> float:
+    """Wall seconds of one call after more has been written than caches hold."""
+    args = program.fresh_args()
+    np.add(_flushed(), 1, out=_flushed())
+    start = time.perf_counter()
+    jax.block_until_ready(program.compiled(*args, **program.kwargs))
+    return time.perf_counter() - start
+
+
+@functools.cache
+def _flushed() -> np.ndarray:
+    return np.zeros(FLUSH_BYTES, np.uint8)
 
 
 def _warm_up(program: Program) -> int:

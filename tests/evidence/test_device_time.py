@@ -55,6 +55,19 @@ def test_a_sample_is_queued_behind_a_wait_and_a_call_of_its_own_kind(gpu):
     assert gpu.log[-4 * len(sample) :] == [step for turn in turns for step in turn]
 
 
+def test_with_cold_caches_each_call_stands_between_marks_behind_a_flush(gpu, monkeypatch):
+    monkeypatch.setattr(device_clock, "_flush", lambda: lambda: gpu.log.append("flush"))
+    gpu.takes = {"before": 3e-6, "after": 2e-6}
+    timing = time_pair(f, g, X, samples=2, cold=True)
+    assert timing.before.cold
+    assert "cold caches" in str(timing)
+    assert timing.before.repeats == device_clock.CALLS // 2
+    at = gpu.log.index("flush")
+    assert gpu.log[at : at + 4] == ["flush", "mark 0", "before", "mark 1"]
+    assert gpu.log.count("flush") == 2 * 2 * timing.before.repeats
+    assert (timing.before.median_s, timing.after.median_s) == pytest.approx((3e-6, 2e-6))
+
+
 def test_donated_arguments_are_copied_for_each_call_before_the_sample(gpu):
     gpu.takes = {"before": 1e-6, "after": 2e-6}
     x = jnp.asarray(X)

@@ -11,6 +11,7 @@ import pytest
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError, SideEffectError, TraceError
+from fusionlab.evidence import timing
 from fusionlab.evidence.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
 
 
@@ -205,6 +206,17 @@ def test_pure_callbacks_are_allowed_and_every_call_is_waited_for(donate):
 
     timing = time_pair(f, f, jnp.ones(3), samples=2, donate_argnums=donate)
     assert min(*timing.before.samples_s, *timing.after.samples_s) >= 0.02
+
+
+def test_caches_are_flushed_before_each_call_where_that_is_asked_for(monkeypatch):
+    flushes = []
+    monkeypatch.setattr(timing, "_flushed", lambda: flushes.append(1) or np.zeros(8, np.uint8))
+    x = jnp.ones((64, 64))
+    found = time_pair(lambda x: x @ x, lambda x: x @ x, x, samples=3, cold=True)
+    assert (found.before.cold, found.before.repeats) == (True, 1)
+    assert len(flushes) == 2 * 2 * 3  # read and written, for each sample of both
+    assert "wall time, cold caches" in str(found)
+    assert not time_pair(lambda x: x @ x, lambda x: x @ x, x, samples=2).before.cold
 
 
 def test_bad_arguments_are_named():
