@@ -345,6 +345,12 @@ class Comparison(Evidence):
 
         return plot_errors(self, ax=ax, **kwargs)
 
+    def plot_ulps(self, ax: Any = None, **kwargs: Any) -> Any:
+        """How many elements are how many units in the last place from float64; returns matplotlib Axes."""
+        from .viz.plots import plot_ulps
+
+        return plot_ulps(self, ax=ax, **kwargs)
+
     def to_html(self, path: Any = None) -> str:
         """A self-contained report; written to `path` when given."""
         from .output import write_file

@@ -224,8 +224,9 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
 
     def error(d: Mapping[str, Any]) -> Error:
         whole = {"over_tolerance": d["over_tolerance"], "nonfinite_mismatch": d["nonfinite_mismatch"]}
-        floats = {k: float(v) for k, v in d.items() if k not in (*whole, "worst_index")}
-        return Error(**floats, **whole, worst_index=tuple(d["worst_index"]))
+        lists = {"worst_index": tuple(d["worst_index"]), "ulp_histogram": tuple(d.get("ulp_histogram", ()))}
+        floats = {k: float(v) for k, v in d.items() if k not in (*whole, *lists)}
+        return Error(**floats, **whole, **lists)
 
     def leaf(d: Mapping[str, Any]) -> LeafNumerics:
         parts: dict[str, Any] = {k: d[k] for k in ("name", "kind", "dtype", "size", "rtol", "atol")}

@@ -18,6 +18,7 @@ from .sums import Sums, mantissa_bits
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
 _ZERO_IN_THEORY = 1e-6
+ULP_EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
 _ACCEPTED_GROWTH = 2.0  # over tolerance is accepted while the error is at most this often the baseline's own
 
 
@@ -29,6 +30,8 @@ class Error:
       max_abs, max_rel: largest |got - want|, and of |got - want| / |want| where want is not 0.
       rel_l2: norm of the difference over the norm of the reference.
       ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
+      ulp_histogram: finite elements by their distance in ulp: how many are within each of `ULP_EDGES` and beyond the one before, then those
+        beyond the last; () in older records and for integers.
       over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
       nonfinite_mismatch: elements where one is NaN or infinite and the other not, or of another kind or sign.
       worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
@@ -44,6 +47,7 @@ class Error:
     worst_index: tuple[int, ...]
     worst_value: float
     worst_reference: float
+    ulp_histogram: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,13 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,
         worst_reference=float(want[index]) if got.size else 0.0,
+        ulp_histogram=_histogram(ulp[finite]),
     )
+
+
+def _histogram(ulp: np.ndarray) -> tuple[int, ...]:
+    within = np.searchsorted(ULP_EDGES, ulp.ravel(), side="left")
+    return tuple(int(n) for n in np.bincount(within, minlength=len(ULP_EDGES) + 1))
 
 
 def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:

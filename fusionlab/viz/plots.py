@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.numerics import LeafNumerics
+from fusionlab.evidence.numerics import ULP_EDGES, LeafNumerics
 from fusionlab.evidence.timing import Runs, Timing
 
 from .evidence_view import numerics_of, timing_text, timings_of
@@ -129,6 +129,45 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
     # Above the axes, opposite the title: inside them it would cover points.
     ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
     ax.grid(axis="x", color="#e4e9ee")
+    ax.set_axisbelow(True)
+    return ax
+
+
+def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: Any) -> Any:
+    """How many elements are how many units in the last place from float64, original and fused version side by side.
+
+    Args:
+      evidence: an Evidence, or its Numerics.
+      ax: matplotlib Axes to draw into; None makes a new figure.
+      kind: "output" or "gradient": all leaves of that kind together, each in ulp of its own dtype.
+      **kwargs: go to the bars (`Axes.bar`).
+
+    Returns:
+      The Axes; its vertical axis is logarithmic.
+
+    Raises:
+      ArgumentError: nothing of that kind was counted, or `kind` is another word.
+    """
+    if kind not in ("output", "gradient"):
+        raise ArgumentError(f"kind: got {kind!r}, needed 'output' or 'gradient'")
+    numerics = numerics_of(evidence)
+    leaves = [leaf for leaf in (numerics.leaves if numerics else ()) if leaf.kind == kind and leaf.after.ulp_histogram]
+    if not leaves:
+        raise ArgumentError(f"evidence: no errors of {kind}s were counted in ulp, so there are none to plot")
+    ax = ax if ax is not None else new_axes(7.2, 3.2)
+    places = np.arange(len(ULP_EDGES) + 1)
+    for name, colour, aside in (("before", BEFORE, -0.2), ("after", AFTER, 0.2)):
+        counts = np.sum([getattr(leaf, name).ulp_histogram for leaf in leaves], axis=0)
+        ax.bar(places + aside, counts, **({"width": 0.4, "color": colour, "label": name} | kwargs))
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=0.5)
+    ax.set_xticks(places, ["exact", *(f"≤ {edge:g}" for edge in ULP_EDGES[1:]), f"> {ULP_EDGES[-1]:g}"])
+    ax.set_xlabel("units in the last place from the float64 reference")
+    ax.set_ylabel("elements")
+    dtypes = ", ".join(dict.fromkeys(leaf.dtype for leaf in leaves))
+    ax.set_title(f"{len(leaves)} {kind}{'s' if len(leaves) > 1 else ''}, {dtypes}", fontsize=9, loc="left")
+    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
+    ax.grid(axis="y", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
 

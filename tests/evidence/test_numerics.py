@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import measure
 from fusionlab.evidence.numerics import (
+    ULP_EDGES,
     compare_arrays,
     leaf_numerics,
     random_cotangents,
@@ -59,6 +60,17 @@ def test_an_error_is_measured_in_every_unit():
     assert e.ulp_median == 1.0  # ulps: 0, 2, 0, 2**148
     assert e.over_tolerance == 1
     assert (e.worst_index, e.worst_value, e.worst_reference) == ((1, 1), 0.5, 0.0)
+
+
+def test_elements_are_counted_by_their_distance_in_ulp():
+    ulps = np.array([0, 0.25, 0.5, 1, 1.5, 3, 1024, 1025, 5000])
+    found = compare_arrays(1 + ulps * 2.0**-52, np.ones(9), np.float64).ulp_histogram  # half an ulp has no number
+    assert sum(found) == 9
+    found = compare_arrays(1 + np.array([0, 1, 2, 3, 1024, 1025, np.nan]) * 2.0**-23, np.ones(7), np.float32)
+    assert found.ulp_histogram == (1, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1)
+    assert len(found.ulp_histogram) == len(ULP_EDGES) + 1
+    assert compare_arrays(np.arange(3), np.arange(3), np.int32).ulp_histogram == ()
+    assert compare_arrays(np.ones(0), np.ones(0), np.float32).ulp_histogram == (0,) * 11
 
 
 def test_ulp_is_of_the_programs_own_dtype():

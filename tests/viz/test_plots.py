@@ -16,7 +16,7 @@ from fusionlab.evidence.sums import Sums
 from fusionlab.evidence.timing import Runs, timing_of
 from fusionlab.viz.evidence_view import environment_dict, evidence_dict, evidence_tables
 from fusionlab.viz.html import evidence_html, report_html
-from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing
+from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing, plot_ulps
 from fusionlab.viz.view_model import view_model
 from fusionlab.viz.widget import Explorer
 
@@ -73,6 +73,19 @@ def test_the_worst_leaves_are_kept_when_there_are_many(numerics):
     ax = plot_errors(many, measure="rel_l2")
     assert [t.get_text() for t in ax.get_yticklabels()][-1] == "∂ w"
     assert "7 smaller ones not shown" in ax.get_title(loc="left")
+
+
+def test_the_ulp_plot_counts_every_element_of_both_versions(numerics):
+    ax = plot_ulps(numerics, kind="gradient")
+    counted = {bars.get_label(): sum(bar.get_height() for bar in bars) for bars in ax.containers}
+    gradients = [leaf for leaf in numerics.leaves if leaf.kind == "gradient"]
+    assert counted == dict.fromkeys(("before", "after"), sum(leaf.size for leaf in gradients))
+    assert [t.get_text() for t in ax.get_xticklabels()][::10] == ["exact", "> 1024"]
+    assert ax.get_title(loc="left") == "2 gradients, float32"
+    with pytest.raises(ArgumentError, match="'output' or 'gradient'"):
+        plot_ulps(numerics, kind="outputs")
+    with pytest.raises(ArgumentError, match="no errors of outputs were counted"):
+        plot_ulps(Numerics((), (), 1))
 
 
 def test_an_axes_given_is_drawn_into_and_keywords_reach_the_points(timing, numerics):
