@@ -15,6 +15,7 @@ from .evidence.attribution import SiteShares, sites_of
 from .evidence.bisection import Bisection
 from .evidence.program import bind_call
 from .evidence.progress import Progress
+from .evidence.regions import local_errors
 from .evidence.timing import check_effort
 
 _FAULTS = ("error", "time")
@@ -74,6 +75,7 @@ def errors_by_site(
     passes: lab.Passes = None,
     implementation: str | None = None,
     grad: bool = True,
+    local: bool = False,
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -82,6 +84,9 @@ def errors_by_site(
 ) -> tuple[trials.SiteErrors, ...]:
     """What each site does to the errors of outputs and gradients, fused alone and the rest of the program left as it is.
 
+    With `local`, of the site's own output and of the gradients by what it reads, on the values that reach it: nothing else of the
+    program is run in float64, so that this is for programs whose float64 does not fit into memory, too.
+
     Args, and what is raised: as for `bisect`.
 
     Returns:
@@ -89,8 +94,15 @@ def errors_by_site(
     """
     asked = {"passes": passes, "implementation": implementation}
     static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    tried, sites, _ = _trials(fn, args, kwargs, grad, **asked, **static)
-    return trials.site_errors(tried, sites, progress, cancel)
+    if not local:
+        tried, sites, _ = _trials(fn, args, kwargs, grad, **asked, **static)
+        return trials.each_site(sites, lambda site: trials.SiteErrors(site, tried.errors((site,))), progress, cancel)
+    fused = _fused(fn, **asked, **static)
+    found, chosen = fused.selected(*args, **kwargs)
+    call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
+    arrays = jax.tree.leaves((call.args, call.kwargs))
+    of = {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}
+    return trials.each_site(list(of), lambda site: local_errors(found, of[site], arrays, grad), progress, cancel)
 
 
 def time_by_site(

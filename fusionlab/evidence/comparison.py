@@ -224,7 +224,7 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
 
     def error(d: Mapping[str, Any]) -> Error:
         whole = {"over_tolerance": d["over_tolerance"], "nonfinite_mismatch": d["nonfinite_mismatch"]}
-        lists = {"worst_index": tuple(d["worst_index"]), "ulp_histogram": tuple(d.get("ulp_histogram", ()))}
+        lists: dict[str, Any] = {"worst_index": tuple(d["worst_index"]), "ulp_histogram": tuple(d.get("ulp_histogram", ()))}
         floats = {k: float(v) for k, v in d.items() if k not in (*whole, *lists)}
         return Error(**floats, **whole, **lists)
 

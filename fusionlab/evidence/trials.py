@@ -17,15 +17,18 @@ Fuser = Callable[[tuple[str, ...]], Callable]  # site ids -> the function with t
 
 @dataclass(frozen=True)
 class SiteErrors:
-    """Errors of the program with one site fused, and no other.
+    """Errors that one site makes, fused, and no other.
 
     Attributes:
       site: its id.
-      leaves: every output and gradient, original ("before") and with that site fused ("after"), against float64.
+      leaves: every output and gradient, original ("before") and with that site fused ("after"), against float64: of the program, or of
+        the site alone.
+      drawn: of the site alone, and on values drawn at random, as those that reach it differ from round to round.
     """
 
     site: str
     leaves: tuple[LeafNumerics, ...]
+    drawn: bool = False
 
     @property
     def ok(self) -> bool:
@@ -36,7 +39,7 @@ class SiteErrors:
         return worst_of(self.leaves)
 
     def __str__(self) -> str:
-        return f"{self.site}: {self.worst}"
+        return f"{self.site}: {self.worst}{' (on values drawn at random)' if self.drawn else ''}"
 
 
 def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
@@ -74,16 +77,19 @@ class Trials:
         return replace(self.original.call, fn=self.fused(sites))
 
 
-def site_errors(
-    trials: Trials, sites: Sequence[str], progress: Progress = False, cancel: Callable[[], bool] | None = None
+def each_site(
+    sites: Sequence[str],
+    errors: Callable[[str], SiteErrors],
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
 ) -> tuple[SiteErrors, ...]:
-    """What each site alone does to the errors of outputs and gradients; fewer where `cancel` said True."""
+    """The errors of every site, in order; fewer where `cancel` said True."""
     found = []
     with Reporter(progress, "errors site by site", len(sites)) as reporter:
         for site in sites:
             if cancel is not None and cancel():
                 break
-            found.append(SiteErrors(site, trials.errors((site,))))
+            found.append(errors(site))
             reporter.step()
     return tuple(found)
 

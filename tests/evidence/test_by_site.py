@@ -149,6 +149,33 @@ def test_each_site_s_own_errors(arguments, planted):
     assert fl.errors_by_site(model, weights[:3], x, cancel=lambda: True) == ()
 
 
+def test_the_errors_of_each_site_on_the_values_that_reach_it(arguments, planted):
+    planted(1)
+    weights, x = arguments
+    found = fl.errors_by_site(model, weights[:3], x, local=True)
+    assert [one.ok for one in found] == [True, False, True]
+    assert [leaf.name for leaf in found[1].leaves] == ["out", "x", "w", "b"]
+    assert not found[1].drawn
+    # Its inputs are those of the program, so its output is the program's there.
+    made = jax.nn.gelu(jax.nn.gelu(x @ weights[0][0] + weights[0][1]) @ weights[1][0] + weights[1][1])
+    worst = found[1].leaves[0].before
+    assert made[worst.worst_index] == pytest.approx(worst.worst_reference, rel=1e-4)
+
+
+def test_a_site_in_a_loop_is_judged_on_values_drawn_at_random(arguments, planted):
+    def looped(w, b, x):
+        return jax.lax.scan(lambda c, _: (jax.nn.gelu(c @ w + b), None), x, None, length=3)[0]
+
+    w, x = np.eye(12, dtype=np.float32), np.ones((4, 12), np.float32)
+    (one,) = fl.errors_by_site(looped, w, np.zeros(12, np.float32), x, local=True)
+    assert one.ok
+    assert one.drawn
+    assert str(one).endswith("(on values drawn at random)")
+    planted(4)  # of 12 features
+    (one,) = fl.errors_by_site(looped, w, np.zeros(12, np.float32), x, local=True, grad=False)
+    assert not one.ok
+
+
 def test_a_fused_function_says_itself_what_is_fused(arguments, planted):
     planted(0, 1)
     weights, x = arguments

@@ -1,0 +1,78 @@
+"""What is measured beside the time, on a real GPU: kernels, cold caches, clocks, the memory's peak."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fusionlab as fl
+from fusionlab.evidence import time_pair
+from fusionlab.evidence.clocks import read_clocks
+from fusionlab.evidence.kernel_times import kernel_times
+from fusionlab.models import transformer
+
+
+@pytest.fixture(scope="module")
+def block():
+    params = transformer.init_block(jax.random.key(0), 512)
+    x = transformer.inputs(jax.random.key(1), 4, 512, 512)
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+
+
+def test_the_kernels_of_a_program_sum_to_about_its_device_time(block):
+    found = kernel_times(transformer.block, *block, runs=8)
+    assert found.source.startswith("durations of CUPTI")
+    assert all(len(k.samples_s) == 8 for k in found.kernels)
+    assert all(k.launches == int(k.launches) for k in found.kernels)
+    assert any(k.hlo for k in found.kernels)
+    whole = time_pair(transformer.block, transformer.block, *block, samples=10).before.median_s
+    assert 0.3 * whole < found.sum_s < 1.5 * whole  # other tests may be using the GPU
+
+
+def test_kernels_of_our_own_are_among_those_of_a_fused_program(block):
+    fused = fl.fuse(transformer.block, passes=["gemm_epilogue"], implementation="cuda")
+    names = [k.name for k in kernel_times(fused, *block, runs=4).kernels]
+    assert any("epilogue" in name or "bias" in name for name in names), names
+
+
+def test_what_fits_in_the_cache_takes_longer_where_that_is_flushed():
+    x = jax.random.normal(jax.random.key(0), (2048, 2048))  # 16 MiB
+
+    def double(x):
+        return x * 2
+
+    warm, cold = (time_pair(double, double, x, samples=20, cold=c).before for c in (False, True))
+    assert (warm.cold, cold.cold) == (False, True)
+    assert cold.median_s > 1.1 * warm.median_s
+
+
+def test_clocks_are_read_or_said_not_to_be():
+    found = read_clocks("gpu")
+    assert found.processor_mhz is None or 100 < found.processor_mhz < 5000
+    assert found.power_w is None or 10 < found.power_w < 2000
+
+
+PEAK = """
+import jax, jax.numpy as jnp, fusionlab as fl
+
+q = jax.random.normal(jax.random.key(0), (1, 4096, 8, 64), jnp.bfloat16)
+
+def attend(q):
+    return jax.nn.dot_product_attention(q, q, q)
+
+found = fl.compare(attend, fl.fuse(attend, implementation="cuda"), q, timing=False, numerics=False, grad=False)
+before, after = found.memory.device_peak
+print(before, after)
+assert before - after > 200 << 20, (before, after)  # the scores: 8 x 4096 x 4096, two bytes each
+"""
+
+
+def test_the_peak_of_the_memory_is_that_of_the_device():
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", PEAK], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
