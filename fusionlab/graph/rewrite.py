@@ -43,14 +43,14 @@ class Replacement:
     backward: BackwardPart | None = None
 
 
-def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = (), *, everywhere: bool = False) -> Any:
-    """A closed jaxpr that computes `graph` with `replacements` applied; with `everywhere` no region's body is taken over as it was traced.
+def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
+    """A closed jaxpr that computes `graph` with `replacements` applied.
 
     Raises:
       RewriteError: a replacement's result differs in shape or dtype from the value it replaces.
     """
     chosen = tuple(replacements)
-    closed = _Emitter(chosen, Tree(graph), everywhere).block(graph.top)
+    closed = _Emitter(chosen, Tree(graph)).block(graph.top)
     # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
     return without_dead_code(closed) if any(r.backward for r in chosen) else closed
 
@@ -65,9 +65,8 @@ class _Emitter:
     "gradient", number) what a pair keeps for its backward pass, and gives there; by ("value", id) what travels to another block.
     """
 
-    def __init__(self, replacements: Sequence[Replacement], tree: Tree, everywhere: bool = False) -> None:
+    def __init__(self, replacements: Sequence[Replacement], tree: Tree) -> None:
         self.tree = tree
-        self.everywhere = everywhere
         self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
         parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
         self.chosen = Chosen(parts)
@@ -146,8 +145,6 @@ class _Emitter:
         return eqn
 
     def _touched(self, block: Block) -> bool:
-        if self.everywhere:
-            return True
         return any(path == block.path or path.startswith(block.path + ".") for path in self.paths)
 
     def _region(self, eqn: Any, node: Node, env: Env) -> Any:
