@@ -16,6 +16,7 @@ NAMES = (
     "pairs",
     "random_programs",
     "recall",
+    "xla_mapping",
 )
 
 

@@ -199,10 +199,30 @@ def _numbers(row: str) -> dict[str, int]:
 
 # What XLA runs by a library where the text has the plain operation (on the CPU: Eigen, LAPACK, DUCC).
 _LIBRARY_OPS = frozenset({"dot", "convolution", "fft", "cholesky", "triangular-solve", "ragged-dot"})
-_LIBRARIES = ("__cublas", "__cudnn", "__cusparse", "__onednn", "__ynn", "__xnn", "__hipblas", "__cub", "cub", "cusolver")
+_LIBRARIES = (
+    "__cublas",
+    "__cudnn",
+    "__cusparse",
+    "__onednn",
+    "__ynn",
+    "__xnn",
+    "__hipblas",
+    "__cub",
+    "cub",
+    "cusolver",
+)
 _LIBRARIES += ("cufft", "lapack_", "hipsolver", "rocblas", "blas_", "nvshmem", "__acl")
 _COPIES = frozenset({"copy", "transpose"})
-_COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-",
+    "ragged-all-to-all",
+    "send",
+    "recv",
+)
 _CONTROL = frozenset({"while", "conditional"})
 _TRANSPARENT = frozenset({"call", "async-start"})
 # Names for values that are there already, and the ends of what was started before.
@@ -272,4 +292,3 @@ def kernel_counts(module: Module | str) -> dict[str, int]:
         if (kind := kind_of(instruction)) and kind != CONTROL:
             counts[kind] = counts.get(kind, 0) + 1
     return counts
-
