@@ -9,6 +9,7 @@ from typing import Any
 
 from fusionlab.errors import MissingDependencyError
 
+from .kernels import KernelCounts, kernels_of
 from .measuring import Measuring
 from .memory import CompiledMemory, Memory
 from .numerics import Error, LeafNumerics, Numerics
@@ -26,6 +27,8 @@ class Evidence:
       timing, timing_grad: of the call, and of value and gradient; None where not asked for or the same code.
       numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
+      kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
+        HLO.
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
@@ -41,6 +44,7 @@ class Evidence:
     memory_grad: Memory | None = None
     same_code: bool = False
     notes: tuple[str, ...] = ()
+    kernels: KernelCounts | None = None
     hlo: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -78,6 +82,7 @@ class Evidence:
             lines.append(f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (forward, once each)")
         lines += [f"  {m.text}" for m in (self.memory,) if m is not None]
         lines += [f"  forward + backward, {m.text}" for m in (self.memory_grad,) if m is not None]
+        lines += [f"  {self.kernels}"] if self.kernels is not None else []
         lines += self._error_lines()
         return "\n".join([*lines, *(f"  note: {n}" for n in self.all_notes), f"  measured on {self.environment}"])
 
@@ -95,7 +100,7 @@ class Evidence:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back. Medians and quartiles are for readers; the samples are the source."""
         data: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "same_code": self.same_code}
-        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad"):
+        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad", "kernels"):
             value = getattr(self, part)
             data[part] = None if value is None else asdict(value)
             if isinstance(value, Timing):
@@ -122,6 +127,7 @@ class Evidence:
             memory_grad=_memory(data["memory_grad"]),
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
+            kernels=KernelCounts(**kernels) if (kernels := data.get("kernels")) else None,  # older records have none
         )
 
     def to_dataframe(self) -> Any:
@@ -149,6 +155,9 @@ class Evidence:
             if memory is not None:
                 plans = (memory.before, memory.after)
                 rows += [("compiled peak memory", what, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
+        for version, counts in self.kernels.versions if self.kernels else ():
+            where = self.environment.hardware
+            rows += [("XLA kernels", kind, version, n, "", "", where) for kind, n in counts.items()]
         for leaf in self.numerics.leaves if self.numerics else ():
             for version, error in (("before", leaf.before), ("after", leaf.after)):
                 numbers = (
@@ -272,4 +281,5 @@ def measure(
     notes += measuring.notes()
     if same_code and not same and measuring.differs:
         notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
-    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=measuring.hlo(), **parts)
+    hlo = measuring.hlo()
+    return Evidence(name, environment(), same_code=same, notes=tuple(notes), kernels=kernels_of(hlo), hlo=hlo, **parts)

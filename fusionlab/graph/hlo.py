@@ -188,9 +188,12 @@ class _Reader:
     def __init__(self, module: Module, graph: Graph, tagged: bool) -> None:
         self.module, self.graph, self.tagged = module, graph, tagged
         self.users: dict[str, list[Instruction]] = {}
+        self.caller: dict[str, Instruction] = {}  # of the computation that an instruction stands in
         for instruction in module.instructions.values():
             for name in instruction.operands:
                 self.users.setdefault(name, []).append(instruction)
+            for computation in (c for names in instruction.called.values() for c in names):
+                self.caller |= {i.name: instruction for i in module.computations.get(computation, ())}
         self.near = None if tagged else _ByMetadata(graph)
         self.found: dict[str, frozenset[int]] = {}
 
@@ -238,11 +241,15 @@ class _Reader:
         return frozenset(found)
 
     def readers(self, instruction: Instruction) -> list[Instruction]:
-        return list(self.users.get(instruction.name, ()))
+        return self.users.get(instruction.name) or self.calling(instruction)
 
     def read(self, instruction: Instruction) -> list[Instruction]:
         known = self.module.instructions
-        return [known[name] for name in instruction.operands if name in known]
+        return [known[name] for name in instruction.operands if name in known] or self.calling(instruction)
+
+    def calling(self, instruction: Instruction) -> list[Instruction]:
+        """The loop, branch or call in whose computation it stands: what a body returns is read there, what it takes is from there."""
+        return [self.caller[instruction.name]] if instruction.name in self.caller else []
 
 
 class _ByMetadata:
