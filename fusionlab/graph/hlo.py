@@ -182,6 +182,18 @@ def read_hlo(text: str, graph: Graph) -> Compiled:
     return Compiled(module.name, tuple(kernels), graph, tagged, {i: tuple(dict.fromkeys(v)) for i, v in views.items()})
 
 
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_VIEWS = frozenset(
+    {"transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
+)
+
+
+def _multiplies(instruction: Instruction) -> bool:
+    """Whether an instruction is a product, plain or a library's."""
+    libraries = ("__cublas", "__cudnn$conv", "__onednn$matmul")
+    return instruction.opcode in ("dot", "convolution") or instruction.target.startswith(libraries)
+
+
 class _Reader:
     """Which nodes the instructions of a module are."""
 
@@ -224,7 +236,18 @@ class _Reader:
         if self.near is not None:
             return self.near.nodes(instruction.op_name, source_among(self.module.origin(instruction)))
         tag = tag_in(instruction.op_name)
-        return frozenset({tag} if tag in self.graph.node_by_id else ())
+        if tag not in self.graph.node_by_id:
+            return frozenset()
+        return frozenset({tag, *(self.product(tag) if _multiplies(instruction) else ())})
+
+    def product(self, nid: int) -> Iterable[int]:
+        """The product that a node's result is a view of: XLA writes a transposed product as one product, named by the transpose."""
+        node: Node | None = self.graph.node_by_id[nid]
+        views: list[int] = []
+        while node is not None and node.primitive in _VIEWS:
+            views.append(node.id)
+            node = self.graph.block_of[node.id].producer.get(getattr(node.inputs[0], "id", -1))
+        return (*views, node.id) if node is not None and node.primitive in _PRODUCTS else ()
 
     def around(self, instruction: Instruction, step: Callable[[Instruction], list[Instruction]]) -> frozenset[int]:
         """The nodes of the nearest instructions in one direction that have any."""
