@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.extend import core as jex_core
 
 import fusionlab as fl
-from benchmarks.xla_mapping import SHARE, outcome, share, total, zoo
+from benchmarks.xla_mapping import SHARE, Outcome, outcome, share, total, zoo
 from fusionlab.evidence.instructions import instructions
 from fusionlab.graph.hlo import compiled_text, read_hlo, xla_view
 from fusionlab.graph.rewrite import to_jaxpr
@@ -222,10 +223,17 @@ def test_the_findings_table_has_a_column_only_when_asked():
 
 
 def test_an_idle_site_is_not_fused_and_says_so():
-    found = fl.find(mlp, X, W, B)
-    idle = [c for c in found.candidates if c.idle]
-    of = {k.site: k for k in found.kernels()}
-    assert all(of[c.id].after is None and of[c.id].change.endswith("-> not fused") for c in idle)
+    def norm(x, w, b):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * b + b
+
+    found = fl.find(norm, X, W, B, device="sm_90")
+    (site,) = found.candidates
+    assert site.idle
+    (of,) = found.kernels()
+    assert of.before
+    assert (of.after, of.change) == (None, f"{len(of.before)} -> not fused")
+    assert of.to_dict() == {"site": site.id, "before": [k.name for k in of.before], "after": None}
 
 
 def test_searching_compiles_nothing(monkeypatch):
@@ -266,3 +274,16 @@ def test_fusions_of_the_zoo_are_known_by_node_and_line(variant):
     told = counts["kernels"]["fusion"] - counts["inferred"].get("fusion", 0)
     assert told >= 0.9 * counts["kernels"]["fusion"], "most say it themselves"
     assert counts["by_metadata"]["near"] >= SHARE * counts["by_metadata"]["of"]
+
+
+RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "cpu").glob("xla_mapping_*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+def test_the_record_holds_what_is_asked(path):
+    record = json.loads(path.read_text())
+    counts = record["total"]
+    assert record["share"] == share(counts) >= SHARE
+    assert total(Outcome(**p) for p in record["programs"]) == counts
+    assert len(record["programs"]) >= 150
+    assert path.stem.endswith(record["environment"]["versions"]["jax"])
