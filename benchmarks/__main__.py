@@ -18,6 +18,7 @@ NAMES = (
     "random_programs",
     "recall",
     "timing_method",
+    "xla_mapping",
 )
 
 

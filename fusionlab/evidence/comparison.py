@@ -12,6 +12,7 @@ from typing import Any, Self
 from fusionlab.errors import ArgumentError, MissingDependencyError
 
 from .clocks import Clocks
+from .kernels import KernelCounts, kernels_of
 from .measuring import Measuring
 from .memory import CompiledMemory, Memory
 from .numerics import Error, LeafNumerics, Numerics
@@ -29,6 +30,8 @@ class Evidence:
       timing, timing_grad: of the call, and of value and gradient; None where not asked for or the same code.
       numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
+      kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
+        HLO.
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
@@ -44,6 +47,7 @@ class Evidence:
     memory_grad: Memory | None = None
     same_code: bool = False
     notes: tuple[str, ...] = ()
+    kernels: KernelCounts | None = None
     hlo: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -81,6 +85,7 @@ class Evidence:
             lines.append(f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (forward, once each)")
         lines += [f"  {m.text}" for m in (self.memory,) if m is not None]
         lines += [f"  forward + backward, {m.text}" for m in (self.memory_grad,) if m is not None]
+        lines += [f"  {self.kernels}"] if self.kernels is not None else []
         lines += self._error_lines()
         return "\n".join([*lines, *(f"  note: {n}" for n in self.all_notes), f"  measured on {self.environment}"])
 
@@ -98,7 +103,7 @@ class Evidence:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back. Medians and quartiles are for readers; the samples are the source."""
         data: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "same_code": self.same_code}
-        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad"):
+        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad", "kernels"):
             value = getattr(self, part)
             data[part] = None if value is None else asdict(value)
             if isinstance(value, Timing):
@@ -125,6 +130,7 @@ class Evidence:
             memory_grad=_memory(data["memory_grad"]),
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
+            kernels=KernelCounts(**kernels) if (kernels := data.get("kernels")) else None,  # older records have none
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -175,6 +181,9 @@ class Evidence:
             if memory is not None:
                 plans = (memory.before, memory.after)
                 rows += [("compiled peak memory", what, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
+        for version, counts in self.kernels.versions if self.kernels else ():
+            where = self.environment.hardware
+            rows += [("XLA kernels", kind, version, n, "", "", where) for kind, n in counts.items()]
         for leaf in self.numerics.leaves if self.numerics else ():
             for version, error in (("before", leaf.before), ("after", leaf.after)):
                 numbers = (
@@ -224,7 +233,10 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
 
     def error(d: Mapping[str, Any]) -> Error:
         whole = {"over_tolerance": d["over_tolerance"], "nonfinite_mismatch": d["nonfinite_mismatch"]}
-        lists: dict[str, Any] = {"worst_index": tuple(d["worst_index"]), "ulp_histogram": tuple(d.get("ulp_histogram", ()))}
+        lists: dict[str, Any] = {
+            "worst_index": tuple(d["worst_index"]),
+            "ulp_histogram": tuple(d.get("ulp_histogram", ())),
+        }
         floats = {k: float(v) for k, v in d.items() if k not in (*whole, *lists)}
         return Error(**floats, **whole, **lists)
 
@@ -304,4 +316,5 @@ def measure(
     notes += measuring.notes()
     if same_code and not same and measuring.differs:
         notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
-    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=measuring.hlo(), **parts)
+    hlo = measuring.hlo()
+    return Evidence(name, environment(), same_code=same, notes=tuple(notes), kernels=kernels_of(hlo), hlo=hlo, **parts)

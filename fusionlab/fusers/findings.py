@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
 from ..graph.cost import Costs, cost_of
+from ..graph.hlo import Compiled, xla_view
 from ..graph.ir import Graph, Node
 from ..graph.rewrite import to_jaxpr
 from ..graph.text import node_text
@@ -23,6 +24,7 @@ from .outcomes import Residual as Residual
 from .pairs import Pair, told_together
 from .report import columns_of, counted, nameless, together, which
 from .route_table import Routes
+from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
 from .structures import Structure, structures_of
 
 RUNS_UNDER_GRAD = "runs under jax.grad"
@@ -139,6 +141,25 @@ class Findings:
         new = graph_of_jaxpr(closed, name=g.name, in_tree=g.in_tree, out_tree=g.out_tree, in_names=g.in_names)
         return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
 
+    def xla(self, fused: bool = False) -> Compiled:
+        """What XLA makes of the program as it was written, or `fused`: its kernels, and the nodes they came from.
+
+        Compiled when first asked for, for this process's own device, whatever device the backends were judged for; nothing is run.
+        """
+        return self._xla_fused if fused else self._xla
+
+    @functools.cached_property
+    def _xla(self) -> Compiled:
+        return xla_view(self.graph)
+
+    @functools.cached_property
+    def _xla_fused(self) -> Compiled:
+        return fused_view(self.graph, [c.site for c in self.select()])
+
+    def kernels(self) -> tuple[SiteKernels, ...]:
+        """The XLA kernels of each candidate, before and after; compiles the program both ways (see `xla`)."""
+        return site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True))
+
     def line(self, pass_name: str) -> str:
         """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
         found = [c for c in self.candidates if c.pass_name == pass_name]
@@ -172,9 +193,13 @@ class Findings:
         """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
         return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
 
-    def report(self) -> str:
-        """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why."""
-        told = (self._chosen(), self._paired(), self._under_grad(), self._structured())
+    def report(self, xla: bool = False) -> str:
+        """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why.
+
+        With `xla` also how many kernels XLA makes of each site, as it was written and fused: both are compiled for it (see `xla`).
+        """
+        kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
+        told = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
         parts = (self.lines(), self.reasons(), *told, (f"note: {n}" for n in self.notes))
         return "\n".join(line for part in parts for line in part)
 
@@ -294,10 +319,12 @@ class Findings:
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent)
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self, xla: bool = False) -> Any:
         """One row per candidate and rejection, as a pandas DataFrame.
 
-        `backend` is the one chosen, `backends` every one with its verdict and reason, `notes` the sentences on the site.
+        `backend` is the one chosen, `backends` every one with its verdict and reason, `notes` the sentences on the site. With `xla`, which
+        compiles the program as it was written and fused (see `xla`), `xla_fused_into` is what XLA makes of a candidate's nodes, and
+        `xla_kernels` how many kernels that is, before and after ("3 -> 1").
 
         Raises:
           MissingDependencyError: pandas is not installed.
@@ -310,6 +337,10 @@ class Findings:
         rows += [{"state": "declined", **r.to_dict()} for r in self.rejections]
         columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
         columns += ["backend", "backends", "notes"]
+        if xla:
+            columns += ["xla_fused_into", "xla_kernels"]
+            for row, k in zip(rows, self.kernels(), strict=False):  # the candidates' rows come first
+                row |= {"xla_fused_into": k.into, "xla_kernels": k.change}
         return pd.DataFrame(rows, columns=columns)
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +111,19 @@ def defined_in_jax(jaxpr: Any) -> bool:
 @functools.lru_cache(maxsize=65536)
 def _sources_of_traceback(traceback: Any) -> tuple[Source | None, Source | None]:
     """The innermost frame of the user's, and the innermost one of an installed library above it."""
+    frames = traceback.frames if traceback is not None else ()
+    return _among((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
+
+
+def source_among(frames: Iterable[Source]) -> Source | None:
+    """The line that `source_of` would choose among these, innermost first."""
+    user, library = _among((f.file, f.line, f.function) for f in frames)
+    return user or library
+
+
+def _among(frames: Iterable[tuple[str, int, str]]) -> tuple[Source | None, Source | None]:
     library = None
-    for frame in traceback.frames if traceback is not None else ():
-        file = frame.file_name
+    for file, line, function in frames:
         kind = _kind(file)
         if kind == "own":
             if library is not None or file.endswith(os.path.join("graph", "trace.py")):
@@ -120,7 +131,7 @@ def _sources_of_traceback(traceback: Any) -> tuple[Source | None, Source | None]
             continue
         if kind == "jax":
             continue
-        found = Source(file, frame.line_num, frame.function_name)
+        found = Source(file, line, function)
         if kind == "user":
             return found, library
         library = library or found
@@ -165,7 +176,7 @@ def in_backward(node: Any) -> bool:
 @functools.lru_cache(maxsize=65536)
 def clean_scope(raw: str) -> str:
     names, backward = [], None
-    for part in _split(raw):
+    for part in split_scope(raw):
         if "transpose(" in part:
             backward = len(names)
         elif backward is not None and "jvp(" in part:
@@ -173,12 +184,12 @@ def clean_scope(raw: str) -> str:
         while match := _WRAPPER.match(part):
             part = match.group(1)
         names.extend(
-            p for p in _split(part) if p and "->" not in p and p not in _NOT_MODULES
+            p for p in split_scope(part) if p and "->" not in p and p not in _NOT_MODULES
         )  # jnp.einsum names a scope after its formula
     return "/".join(names)
 
 
-def _split(raw: str) -> list[str]:
+def split_scope(raw: str) -> list[str]:
     """Splits at slashes that are not inside parentheses: "jvp(a/b)/c" -> ["jvp(a/b)", "c"]."""
     parts, depth, start = [], 0, 0
     for i, ch in enumerate(raw):

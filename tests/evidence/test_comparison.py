@@ -75,6 +75,33 @@ def test_the_text_has_both_versions_their_errors_and_the_hardware_once(evidence)
         assert "the current folder's repository at commit " in lines[-1]
 
 
+def test_kernels_are_counted_before_and_after(evidence):
+    counts = evidence.kernels
+    assert counts.before == counts.after, "one function against itself"
+    assert counts.total[0] == sum(counts.before.values()) > 0
+    assert f"  {counts}" in str(evidence).splitlines()
+    assert str(counts).startswith(f"XLA kernels: {counts.total[0]} -> {counts.total[1]} (")
+    rows = [row[:4] for row in evidence.rows() if row[0] == "XLA kernels"]
+    assert rows == [("XLA kernels", kind, v, n) for v in ("before", "after") for kind, n in counts.before.items()]
+    other = measure(layer, lambda p, x: layer(p, jnp.sort(x)), *arguments(), grad=False, timing=False, numerics=False)
+    assert other.kernels.before == counts.before
+    assert other.kernels.total[1] > other.kernels.total[0]
+    assert "XLA kernels: " in str(other)
+
+
+def test_a_record_from_before_kernels_were_counted_is_read(evidence):
+    data = evidence.to_dict()
+    assert Evidence.from_dict(data).kernels == evidence.kernels
+    del data["kernels"]
+    assert Evidence.from_dict(data).kernels is None
+
+
+def test_what_was_not_compiled_has_no_kernels():
+    nothing = measure(layer, layer, *arguments(), grad=False, timing=False, numerics=False, memory=False)
+    assert nothing.kernels is None
+    assert "XLA kernels" not in str(nothing)
+
+
 def test_the_repr_is_a_line_and_says_what_is_worse(evidence):
     few = "inconclusive: fewer than 40 samples"
     assert repr(evidence) == f"<Evidence layer: forward: {few}; forward + backward: {few}>"
