@@ -83,6 +83,8 @@ class Evidence:
         if self.timing is not None:
             b, a = self.timing.before, self.timing.after
             lines.append(f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (forward, once each)")
+            if b.dispatch_s is not None and a.dispatch_s is not None:
+                lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} a call, of the host")
         lines += [f"  {m.text}" for m in (self.memory,) if m is not None]
         lines += [f"  forward + backward, {m.text}" for m in (self.memory_grad,) if m is not None]
         lines += [f"  {self.kernels}"] if self.kernels is not None else []
@@ -202,7 +204,11 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 
     def runs(d: Mapping[str, Any]) -> Runs:
         keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
-        told = {"clock": d.get("clock", WALL), "cold": d.get("cold", False)}  # older records have neither
+        told: dict[str, Any] = {
+            "clock": d.get("clock", WALL),
+            "cold": d.get("cold", False),
+            "dispatch_s": d.get("dispatch_s"),
+        }  # older records have neither
         return Runs(samples_s=tuple(d["samples_s"]), **told, **{k: d[k] for k in keys})
 
     low, high = (float(x) for x in data["interval"])

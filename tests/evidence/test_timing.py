@@ -208,6 +208,13 @@ def test_pure_callbacks_are_allowed_and_every_call_is_waited_for(donate):
     assert min(*timing.before.samples_s, *timing.after.samples_s) >= 0.02
 
 
+def test_the_host_s_dispatch_is_apart_and_no_longer_than_a_call():
+    x = jnp.ones((256, 256))
+    found = time_pair(lambda x: x @ x @ x @ x, lambda x: x @ x, x, samples=4)
+    for run in (found.before, found.after):
+        assert 0 < run.dispatch_s < 10 * run.median_s + 1e-3
+
+
 def test_caches_are_flushed_before_each_call_where_that_is_asked_for(monkeypatch):
     flushes = []
     monkeypatch.setattr(timing, "_flushed", lambda: flushes.append(1) or np.zeros(8, np.uint8))
