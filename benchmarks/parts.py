@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     import jax
+    import jax.numpy as jnp
 
     import fusionlab as fl
     from fusionlab.evidence.attribution import parts_of, sites_of
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> int:
     samples = 6 if options.quick else 40
     params = transformer.init_block(jax.random.key(0), options.embed)
     x = transformer.inputs(jax.random.key(1), 1, options.seq, options.embed)
+    if jax.default_backend() != "cpu":  # where attention in float32 gains nothing
+        params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
     found = fl.find(partial(transformer.block, heads=4), params, x)
     device = measure_peaks()
     parts = parts_of(found.graph, params, x, samples=samples)

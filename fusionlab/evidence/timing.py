@@ -12,7 +12,7 @@ import enum
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from .turns import take_turns
 
 WALL = "wall time"
 VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
+WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
 MAX_REPEATS = 10_000
@@ -193,7 +194,7 @@ def time_pair(
     Args:
       before, after: what to compare; "before" is the baseline.
       *args, **kwargs: arrays, used as given; donated ones are copied for each run, outside the timed region.
-      samples: samples of each; at least 40 for a verdict.
+      samples: of each; at least 40 for a verdict, and then up to five times as many where these leave the ratio open by more than 6 %.
       budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
@@ -240,11 +241,21 @@ def time_programs(
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
 ) -> Timing:
-    """`time_pair` for programs compiled already; each runs at least twice, whatever the budget."""
+    """`time_pair` for programs compiled already; each runs at least twice, whatever the budget.
+
+    Where so many samples leave the ratio open by more than `WIDEST`, up to five times as many are taken within the budget. That hangs on
+    the interval's width alone and not on where it lies, so it makes no verdict likelier than another.
+    """
+
+    def narrow(taken: Mapping[str, Sequence[float]]) -> bool:
+        low, high = ratio_interval(taken[before.name], taken[after.name])
+        return high <= (1 + WIDEST) * low
+
+    enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform
     clocks = [read_clocks(platform)]
     with Reporter(progress, f"timing {what}", samples) as reporter:
-        (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold)
+        (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold, enough)
     return timing_of(what, first, second, stopped, (*clocks, read_clocks(platform)))
 
 
@@ -255,12 +266,18 @@ def runs_of(
     step: Callable[[int], None] | None = None,
     cancel: Callable[[], bool] | None = None,
     cold: bool = False,
+    enough: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> tuple[list[Runs], str]:
     """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
     clock = device_clock.NAME if device_clock.can_time(frozenset().union(*(p.devices for p in programs))) else WALL
     made = {p.name: _sampler(p, clock, cold) for p in programs}
     taken, stopped = take_turns(
-        {name: sample for name, (sample, _) in made.items()}, samples, budget_s=budget_s, step=step, cancel=cancel
+        {name: sample for name, (sample, _) in made.items()},
+        samples,
+        budget_s=budget_s,
+        step=step,
+        cancel=cancel,
+        enough=enough,
     )
     return [
         Runs(

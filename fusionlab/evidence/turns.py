@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+MOST = 5
 
 
 def take_turns(
@@ -15,6 +17,7 @@ def take_turns(
     budget_s: float = math.inf,
     step: Callable[[int], None] | None = None,
     cancel: Callable[[], bool] | None = None,
+    enough: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> tuple[dict[str, list[float]], str]:
     """Takes samples forwards and backwards (A B, B A, B A, A B), so that drift of clocks and neighbours falls on all.
 
@@ -24,6 +27,8 @@ def take_turns(
       budget_s: seconds; when they are over, what was taken is returned. At least two samples of each are taken (if so many are asked for).
       step: told after each two rounds how many samples of each they added.
       cancel: asked after each two rounds; when it says True, what was taken is returned.
+      enough: told what was taken when `samples` are; where it says False, as many are taken again, and once more until `MOST` times as
+        many are.
 
     Returns:
       The samples in the order taken, by name, and why fewer came than were asked for: "", "time budget" or "cancelled".
@@ -34,17 +39,19 @@ def take_turns(
     gc.collect()
     gc.disable()  # a collection is no program's doing; while calls are queued it would let the device run dry
     try:
-        for i in range(samples):
+        for i in range(MOST * samples if enough is not None else samples):
+            if i and i % samples == 0 and enough is not None and enough(taken):
+                break
             for name in list(samplers) if i % 4 in (0, 3) else reversed(list(samplers)):
                 taken[name].append(samplers[name]())
-            if i % 2 == 0 and i + 1 < samples:
+            if i % 2 == 0 and (i + 1) % samples:
                 continue
             if step is not None:
                 step(i % 2 + 1)
             if cancel is not None and cancel():
                 return taken, "cancelled"
-            if time.perf_counter() > deadline and i + 1 < samples:
-                return taken, "time budget"
+            if time.perf_counter() > deadline:
+                return taken, "time budget" if i + 1 < samples else ""
     finally:
         if collecting:
             gc.enable()

@@ -51,7 +51,7 @@ def test_what_xla_fused_is_known_and_the_numbers_change_no_kernel(block):
     made = found.xla()
     plain = jax.jit(transformer.block).lower(*block).compile().as_text()
     assert made.counts == kernel_counts(plain)
-    assert "library" in made.counts
+    assert made.launches > 10
     known = [k for k in made.kernels if k.nodes and k.sources]
     assert len(known) >= 0.95 * len(made.kernels)
     assert "custom" in found.xla(fused=True).counts
@@ -90,6 +90,7 @@ assert before - after > 200 << 20, (before, after)  # the scores: 8 x 4096 x 409
 
 
 def test_the_peak_of_the_memory_is_that_of_the_device():
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # Choosing among kernels at compile time takes memory of its own, above which a run does not show.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
     done = subprocess.run([sys.executable, "-c", PEAK], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
