@@ -30,6 +30,7 @@ from .turns import take_turns
 
 WALL = "wall time"
 VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
+PATIENCE_S = 10.0  # for more samples than were asked for
 WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
@@ -194,7 +195,8 @@ def time_pair(
     Args:
       before, after: what to compare; "before" is the baseline.
       *args, **kwargs: arrays, used as given; donated ones are copied for each run, outside the timed region.
-      samples: of each; at least 40 for a verdict, and then up to five times as many where these leave the ratio open by more than 6 %.
+      samples: of each; at least 40 for a verdict, and then up to ten times as many, for some seconds, where these
+        leave the ratio open by more than 6 %.
       budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
@@ -243,13 +245,14 @@ def time_programs(
 ) -> Timing:
     """`time_pair` for programs compiled already; each runs at least twice, whatever the budget.
 
-    Where so many samples leave the ratio open by more than `WIDEST`, up to five times as many are taken within the budget. That hangs on
-    the interval's width alone and not on where it lies, so it makes no verdict likelier than another.
+    Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, for `PATIENCE_S` and within the
+    budget. That hangs on the interval's width alone and not on where it lies, so it makes no verdict likelier than another.
     """
+    patient_until = time.perf_counter() + min(budget_s, PATIENCE_S)
 
     def narrow(taken: Mapping[str, Sequence[float]]) -> bool:
         low, high = ratio_interval(taken[before.name], taken[after.name])
-        return high <= (1 + WIDEST) * low
+        return high <= (1 + WIDEST) * low or time.perf_counter() > patient_until
 
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-MOST = 5
+MOST = 10
 
 
 def take_turns(
