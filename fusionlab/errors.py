@@ -41,6 +41,12 @@ class CompileError(FusionLabError, RuntimeError):
     """A CUDA source does not compile; the message holds the source's name, the options and the compiler's log."""
 
 
+class OutOfMemoryError(FusionLabError, MemoryError):
+    """A device had too little memory for a measurement; the message says what was run and, where known, what was asked for."""
+
+    code = "out_of_memory"
+
+
 class RewriteError(FusionLabError, RuntimeError):
     """The rewritten graph failed its own check (`fuse(check=True)`)."""
 
