@@ -55,6 +55,10 @@ class SideEffectError(FusionLabError, ValueError):
     """The function has side effects (callbacks, prints) that repeated runs would repeat."""
 
 
+class CacheWarning(UserWarning):
+    """A file that FusionLab keeps for itself could not be used or written; it goes on without it, and the message names the file."""
+
+
 def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameError:
     """The error for a misspelt name: lists the valid ones and, where one is close, suggests it."""
     names = sorted(valid)
