@@ -307,3 +307,18 @@ def test_a_file_that_the_user_asked_for_is_one_clear_error_on_a_full_disk(plans,
 def test_a_plan_file_is_json_alone(plans):
     write(plans, "sm_90", Measured({CASE: FAST}))
     assert json.loads(plans.read_text())["format"] == choices.FORMAT
+
+
+def test_a_lock_that_its_holder_removed_just_before_it_was_taken_is_none(plans, monkeypatch):
+    lock, real, taken = plans.with_name(".plans.json.lock"), disk.fcntl.flock, []
+
+    def flock(file, how):
+        real(file, how)
+        if not taken:
+            lock.unlink()
+        taken.append(file)
+
+    monkeypatch.setattr(disk.fcntl, "flock", flock)
+    with disk.locked(plans):
+        assert lock.exists()
+    assert len(taken) == 2
