@@ -14,7 +14,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+from jax import numpy as jnp
 
+import fusionlab as fl
 from fusionlab import output
 from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.kernels import choices, disk, native
@@ -302,6 +304,13 @@ def test_a_file_that_the_user_asked_for_is_one_clear_error_on_a_full_disk(plans,
     monkeypatch.undo()
     assert plans.read_bytes() == before
     assert [p.name for p in plans.parent.iterdir()] == ["plans.json"]
+
+
+def test_a_folder_that_the_user_asked_for_is_one_clear_error_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "open", disk_full, raising=False)
+    with pytest.raises(OutputError, match="No space left on device"):
+        fl.find(lambda x: jnp.tanh(x @ x + x[0]), jnp.ones((4, 4)), passes="gemm_epilogue", dump=tmp_path / "dump")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_file_is_json_alone(plans):
