@@ -1,7 +1,7 @@
 """The command line: `fusionlab doctor | demo | trace | find | explain | diff | export | compare | bench | tune`, each with `--json`.
 
 Results go to standard output, progress to standard error. Exit status: 0 done, 1 an error (one line on standard error),
-2 wrong usage, 3 a newer record that is worse than the older one (`diff`).
+2 wrong usage, 3 a newer record that is worse than the older one (`diff`), 130 interrupted with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ examples:
   fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
   fusionlab find model.py:attend --args "f32[2,64,4,16], f32[2,64,4,16], f32[2,64,4,16]"
 """
+INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended: 128 + SIGINT
 WORSE = 3  # the exit status of `diff` of two records
 
 
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FusionLabError as e:
         print(f"fusionlab: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("fusionlab: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe left (`fusionlab trace ... | head`): no error, but Python would complain when flushing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

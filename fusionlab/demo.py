@@ -18,7 +18,7 @@ from .evidence.numerics import Error, LeafNumerics
 from .evidence.record import newest_record
 from .evidence.timing import Timing, seconds
 from .models import transformer
-from .output import output_folder
+from .output import output_folder, write_file
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
 # the features per head, 64, are those of common models.
@@ -192,7 +192,7 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool
         _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")
         done = Demo(size, found, elsewhere, result, record, str(folder), files, time.perf_counter() - start)
-        (work / "report.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_file(work / "report.json", json.dumps(done.to_dict(), indent=1) + "\n")
     return done
 
 
@@ -217,16 +217,16 @@ def _write(
         formulas=formulas,
         record=record,
     )
-    (work / "report.html").write_text(page, encoding="utf-8")
+    write_file(work / "report.html", page)
     simulated = report_html(
         elsewhere.graph,
         elsewhere,
         formulas=formulas,
         title=f"FusionLab: {elsewhere.graph.name} on {elsewhere.device}; judged, not run",
     )
-    (work / f"report-{ELSEWHERE}.html").write_text(simulated, encoding="utf-8")
+    write_file(work / f"report-{ELSEWHERE}.html", simulated)
     save(found.graph, work / "overview.svg", found, max_nodes=16)
     save(found.graph, work / "found.svg", found)
     save(after, work / "fused.svg")
     for name, figure in evidence_figures(result):
-        (work / f"{name.lower()}.svg").write_text(figure_svg(figure), encoding="utf-8")
+        write_file(work / f"{name.lower()}.svg", figure_svg(figure))

@@ -11,7 +11,7 @@ from .device import Device
 from .fusers import Findings, Pass, find_in
 from .graph.ir import Graph
 from .graph.text import graph_text
-from .output import output_folder
+from .output import output_folder, write_file
 
 
 def write_dump(
@@ -35,7 +35,7 @@ def write_dump(
             graph = found.apply()
             _write(into, f"{stem}.after", graph, None)
             reports.append({"order": i, **found.to_dict()})
-        (into / "report.json").write_text(json.dumps({"version": 1, "passes": reports}, indent=2) + "\n")
+        write_file(into / "report.json", json.dumps({"version": 1, "passes": reports}, indent=2) + "\n")
 
 
 def _write(folder: Path, stem: str, graph: Graph, found: Findings | None) -> None:
@@ -43,6 +43,6 @@ def _write(folder: Path, stem: str, graph: Graph, found: Findings | None) -> Non
     from .viz.render import to_svg
 
     dot = to_dot(graph, found)
-    (folder / f"{stem}.txt").write_text(graph_text(graph) + "\n")
-    (folder / f"{stem}.dot").write_text(dot)
-    (folder / f"{stem}.svg").write_text(to_svg(dot))
+    write_file(folder / f"{stem}.txt", graph_text(graph) + "\n")
+    write_file(folder / f"{stem}.dot", dot)
+    write_file(folder / f"{stem}.svg", to_svg(dot))

@@ -41,12 +41,22 @@ class CompileError(FusionLabError, RuntimeError):
     """A CUDA source does not compile; the message holds the source's name, the options and the compiler's log."""
 
 
+class OutOfMemoryError(FusionLabError, MemoryError):
+    """A device had too little memory for a measurement; the message says what was run and, where known, what was asked for."""
+
+    code = "out_of_memory"
+
+
 class RewriteError(FusionLabError, RuntimeError):
     """The rewritten graph failed its own check (`fuse(check=True)`)."""
 
 
 class SideEffectError(FusionLabError, ValueError):
     """The function has side effects (callbacks, prints) that repeated runs would repeat."""
+
+
+class CacheWarning(UserWarning):
+    """A file that FusionLab keeps for itself could not be used or written; it goes on without it, and the message names the file."""
 
 
 def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameError:

@@ -83,6 +83,7 @@ def write_file(
     *,
     folders: bool = False,
     advice: str = "choose a folder that exists and is yours",
+    mode: int = 0o666,
 ) -> Path:
     """Writes a whole file or nothing: to a temporary file in the same folder, then renamed. No part is left where that is interrupted.
 
@@ -91,6 +92,7 @@ def write_file(
       content: text is written as UTF-8.
       folders: make those that are missing.
       advice: ends the message of the error.
+      mode: permissions of the file, less the umask.
 
     Raises:
       OutputError: the file cannot be written.
@@ -101,7 +103,7 @@ def write_file(
     try:
         if folders:
             target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
         os.replace(temporary, target)
     except OSError as error:

@@ -53,7 +53,8 @@ def tune(
       What was measured; it prints as a table. On a machine without a CUDA device nothing is measured and nothing written.
 
     Raises:
-      TraceError: `fn` does not trace. ArgumentError: the file is there and is no plan file. OutputError: it cannot be written.
+      TraceError: `fn` does not trace. ArgumentError: `path` is there and is no plan file (where it is None, such a file is moved aside with
+        a warning). OutputError: it cannot be written. OutOfMemoryError: the device has too little memory for a call.
     """
     from .evidence.tuning import Tuned, tune_calls
 
@@ -72,11 +73,12 @@ def tune(
     found = Measured()
     try:
         if jax.process_index() == 0:
-            read(target, "")  # what is wrong with the file is said before minutes of measuring
+            if path is not None:
+                read(target, "")  # what is wrong with a file of the user's is said before minutes of measuring
             check_file(target, None, folders=True)
             found = tune_calls(calls, progress)
             if found.cases:
-                write(target, device.arch, found)
+                write(target, device.arch, found, rebuild=path is None)
     finally:  # whatever became of it: the other processes wait here
         CHOICES.forget()
         CHOICES.share()

@@ -301,6 +301,7 @@ def measure(
       ArgumentError: shapes where arrays are needed, a position that is none, outputs that differ in structure.
       SideEffectError: a function prints or calls back into Python; named with its source line.
       TraceError: a function does not trace, or (with `grad`) cannot be differentiated.
+      OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, `notes` says so.
     """
     check_effort(samples, budget_s)
     calls = [bind_call(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fusionlab.errors import TraceError
+from fusionlab.errors import OutOfMemoryError, TraceError
 
 from .instructions import instructions
 from .memory import memory_of
@@ -88,18 +88,29 @@ class Measuring:
         return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}
 
     def numerics(self, progress: Progress, notes: list[str]) -> Numerics | None:
-        """Errors of outputs and gradients; None, with a note, where the program has no float64 form."""
+        """Errors of outputs and gradients; None, with a note, where the program has no float64 form or that does not fit.
+
+        Raises:
+          OutOfMemoryError: a program does not fit by itself.
+        """
         original, after = self.original, self.forward[1]
         backward = self.backward[1] if self.grad else None  # what cannot be differentiated is an error, not a note
         with Reporter(progress, "comparing with float64", 2) as reporter:
             try:
                 reference = original.reference
-            except TraceError as error:
-                notes.append(f"no errors were measured: {error}")
-                return None
-            reporter.step()
-            leaves = original.errors(after, backward)
-            reporter.step()
+                reporter.step()
+                leaves = original.errors(after, backward)
+            except (TraceError, OutOfMemoryError) as error:
+                told = str(error)
+            else:
+                told = ""
+                reporter.step()
+        if told:  # outside of the handler, which holds on to what the failed run held
+            original.forget_reference()
+            for program in (*self.forward, *(self.backward if self.grad else ())):
+                program.run()  # what has too little memory without the reference as well is no matter of a note
+            notes.append(f"no errors were measured: {told}")
+            return None
         sums = original.sums
         left_out = original.left_out if self.grad else ()
         remarks = (*reference.promoted.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))

@@ -14,8 +14,10 @@ import jax
 
 from fusionlab.errors import ArgumentError, BackendError
 
+from .out_of_memory import out_of_memory
 from .program import Program
 from .record import hardware
+from .units import size
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,6 @@ class Memory:
         )
 
 
-def size(n: float) -> str:
-    """Bytes with a binary unit: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
-            return f"{n:.4g} {unit}"
-        n /= 1024
-    raise AssertionError("unreachable")
-
-
 def compiled_memory(program: Program) -> CompiledMemory | None:
     """What the compiler planned for it; None where the backend does not say."""
     stats = program.compiled.memory_analysis()
@@ -114,10 +107,15 @@ def device_peak(program: Program) -> int | None:
     devices = tuple(program.devices)
     if len(devices) != 1 or (stats := devices[0].memory_stats()) is None or "peak_bytes_in_use" not in stats:
         return None
+    with out_of_memory(f"{program.name}: its peak of memory"):
+        return _peak_of_a_run(program, devices[0])
+
+
+def _peak_of_a_run(program: Program, device: Any) -> int | None:
     args = program.fresh_args()
-    in_use, highest = (devices[0].memory_stats()[k] for k in ("bytes_in_use", "peak_bytes_in_use"))
+    in_use, highest = (device.memory_stats()[k] for k in ("bytes_in_use", "peak_bytes_in_use"))
     jax.block_until_ready(program.compiled(*args, **program.kwargs))
-    peak = devices[0].memory_stats()["peak_bytes_in_use"]
+    peak = device.memory_stats()["peak_bytes_in_use"]
     return int(peak - in_use) if peak > highest else None
 
 

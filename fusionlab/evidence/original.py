@@ -21,6 +21,7 @@ from .numerics import (
     random_cotangents,
     value_and_gradients,
 )
+from .out_of_memory import out_of_memory
 from .program import Call, Program, compile_program
 from .sums import Sums, sums_of
 from .timing import as_tuple
@@ -102,8 +103,16 @@ class Original:
         """It in float64.
 
         Raises:
-          TraceError: it has no float64 form.
+          TraceError: it has no float64 form. OutOfMemoryError: the device has too little memory for it.
         """
+        with out_of_memory("the float64 reference"):
+            return self._reference()
+
+    def forget_reference(self) -> None:
+        """Lets go of the reference, and the memory it takes; it is computed again when next asked for."""
+        self.__dict__.pop("reference", None)
+
+    def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
         promoted = promote(self.call.fn, *args, inline=meaning_of, **kwargs)
@@ -117,7 +126,15 @@ class Original:
         return [flat[i] for i in self.chosen]
 
     def errors(self, forward: Program, backward: Program | None = None) -> list[LeafNumerics]:
-        """Errors of the original and of a version, both against float64: outputs, and with `backward` gradients."""
+        """Errors of the original and of a version, both against float64: outputs, and with `backward` gradients.
+
+        Raises:
+          TraceError: it has no float64 form. OutOfMemoryError: the device has too little memory for a run or for the reference.
+        """
+        with out_of_memory("comparing with the float64 reference"):
+            return self._errors(forward, backward)
+
+    def _errors(self, forward: Program, backward: Program | None) -> list[LeafNumerics]:
         first, second, want = self.forward.run(), forward.run(), self.reference
         names, leaves = named_outputs(first), jax.tree.leaves
         found = leaf_numerics("output", names, leaves(first), leaves(second), want.outputs, self.sums)

@@ -18,6 +18,8 @@ from fusionlab.graph.compat import child_jaxprs, split_closed
 from fusionlab.graph.scopes import source_of
 from fusionlab.graph.trace import bind_static, error_text
 
+from .out_of_memory import out_of_memory
+
 _JIT_ADVICE = "a function jax.jit accepts; name Python-valued arguments in static_argnums or static_argnames."
 
 
@@ -63,8 +65,13 @@ class Program:
         return frozenset(device for s in shardings for device in s.device_set)
 
     def run(self) -> Any:
-        """One run, blocked on."""
-        return jax.block_until_ready(self.compiled(*self.fresh_args(), **self.kwargs))
+        """One run, blocked on.
+
+        Raises:
+          OutOfMemoryError: the device has too little memory for it.
+        """
+        with out_of_memory(f"{self.name}: a run of it"):
+            return jax.block_until_ready(self.compiled(*self.fresh_args(), **self.kwargs))
 
 
 def compile_program(
@@ -83,7 +90,15 @@ def compile_program(
       ArgumentError: an argument is a shape instead of an array.
       SideEffectError: the function prints, calls back into Python or mutates; repeating it would repeat that.
       TraceError: JAX cannot trace or compile it.
+      OutOfMemoryError: the device has too little memory for its arguments, or to compile it.
     """
+    with out_of_memory(f"{name}: compiling it"):
+        return _compiled(fn, args, kwargs, name, donate_argnums, advice)
+
+
+def _compiled(
+    fn: Callable, args: tuple, kwargs: dict, name: str, donate_argnums: Sequence[int], advice: str
+) -> Program:
     args, kwargs = on_device(args), on_device(kwargs)
 
     @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
@@ -94,7 +109,8 @@ def compile_program(
     jitted = jax.jit(uncached, donate_argnums=tuple(donate_argnums))
     start = time.perf_counter()
     try:
-        traced = jitted.trace(*args, **kwargs)
+        with out_of_memory(f"{name}: tracing it"):
+            traced = jitted.trace(*args, **kwargs)
     except FusionLabError:  # a fused function's own, say a misspelt pass: it says more than we could
         raise
     except Exception as error:  # the user's own code runs here, so anything may come

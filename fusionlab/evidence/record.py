@@ -172,7 +172,9 @@ def newest_record(folder: str | os.PathLike[str], benchmark: str) -> Any:
     """
     records = (load_json(path) for path in sorted(Path(folder).glob("*.json")))
     return max(
-        (r for r in records if r.get("benchmark") == benchmark), key=lambda r: r["environment"]["time"], default=None
+        (r for r in records if isinstance(r, dict) and r.get("benchmark") == benchmark),
+        key=lambda r: r["environment"]["time"],
+        default=None,
     )
 
 
@@ -183,6 +185,6 @@ def load_json(path: str | os.PathLike[str]) -> Any:
       ArgumentError: no such file, or it is not JSON.
     """
     try:
-        return json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, a number of too many digits
         raise ArgumentError(f"path: {path} is no readable JSON file ({error})") from error

@@ -23,6 +23,7 @@ from fusionlab.errors import ArgumentError
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
+from .out_of_memory import out_of_memory
 from .program import Program, bind_call, compile_program, donated_by
 from .progress import Progress, Reporter
 from .record import hardware
@@ -312,7 +313,22 @@ def _dispatch_s(program: Program) -> float:
 
 
 def _sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
-    """What takes one sample of a program, warmed up, and how many calls that is."""
+    """What takes one sample of a program, warmed up, and how many calls that is.
+
+    Raises:
+      OutOfMemoryError: the device has too little memory for a run, or for as many as are queued; so does a sample.
+    """
+    with out_of_memory(f"{program.name}: timing it"):
+        sample, repeats = _warm_sampler(program, clock, cold)
+
+    def guarded() -> float:
+        with out_of_memory(f"{program.name}: timing it"):
+            return sample()
+
+    return guarded, repeats
+
+
+def _warm_sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
     if clock == device_clock.NAME:
         # Each call queued holds a copy of what it consumes; and XLA queues only so many programs.
         calls = 1 if program.donated else device_clock.CALLS // 2 if cold else device_clock.CALLS

@@ -23,6 +23,7 @@ from fusionlab.kernels.choices import CHOICES, Choice, Measured
 from fusionlab.kernels.primitive import FusedPrimitive
 
 from .device_clock import time_on_device
+from .out_of_memory import out_of_memory
 from .progress import Progress, Reporter
 from .record import environment
 
@@ -147,7 +148,9 @@ def tune_calls(calls: Sequence[Call], progress: Progress = False, samples: int =
     try:
         with Reporter(progress, "tuning", len(calls)) as reporter:
             for call in calls:
-                if (rivals := _rivals(call, device, samples)) is not None:
+                with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
+                    rivals = _rivals(call, device, samples)
+                if rivals is not None:
                     measured.append(rivals)
                 reporter.step(1)
         algorithms = dict(CHOICES.trial)

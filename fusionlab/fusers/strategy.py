@@ -54,7 +54,7 @@ class Strategy(Mapping[str, Any]):
         """Raises ArgumentError when the text is no JSON object of passes."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also a number of too many digits, and what is nested too deep
             raise ArgumentError(f"Strategy.from_json: not JSON ({error}); needed what to_json gives") from error
         if not isinstance(data, dict):
             raise ArgumentError(f"Strategy.from_json: got {type(data).__name__}, needed an object of pass names")

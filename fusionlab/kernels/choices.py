@@ -10,6 +10,7 @@ called `Choices.share`, which gives them process 0's, only the tables do. A look
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -25,6 +26,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..output import write_file
+from .disk import locked, warn_once
 
 FORMAT = 1
 NEAR_GAIN = (
@@ -123,7 +125,7 @@ def read(path: Path, source: str) -> dict[str, Measured]:
         return parse(path.read_text(encoding="utf-8"), source)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ArgumentError(
             f"{path} is no plan file that FusionLab can read ({type(e).__name__}: {e}); needed what fusionlab.tune writes: tune again, or "
             f"remove the file"
@@ -152,14 +154,33 @@ def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
     return Choice(name, times, dict(content["settings"]), source)
 
 
-def write(path: Path, arch: str, more: Measured) -> Path:
-    """Adds what was measured to a plan file: whole or not at all.
+def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
+    """Adds what was measured to a plan file: whole or not at all, and losing nothing that another process adds at the same time.
+
+    Args:
+      rebuild: a file there that is no plan file is moved aside ("plans.json.damaged") with a warning, and a new one begun.
 
     Raises:
-      ArgumentError: the file is there and is no plan file.
+      ArgumentError: the file is there and is no plan file (not with `rebuild`).
       OutputError: it cannot be written.
     """
-    known = read(path, "")
+    with contextlib.suppress(OSError):  # write_file says why
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        return _write(path, arch, more, rebuild)
+
+
+def _write(path: Path, arch: str, more: Measured, rebuild: bool) -> Path:
+    try:
+        known = read(path, "")
+    except ArgumentError:
+        if not (rebuild and path.is_file()):
+            raise
+        aside = path.with_name(f"{path.name}.damaged")
+        with contextlib.suppress(OSError):  # then it is replaced: nothing could be read of it
+            os.replace(path, aside)
+        warn_once(path, f"was no plan file that FusionLab can read; it was moved to {aside.name}, and a new one begun")
+        known = {}
     known[arch] = known.get(arch, Measured()).with_more(more)
     data = {"format": FORMAT, "archs": {a: m.to_dict() for a, m in sorted(known.items())}}
     advice = "give a path you can write to, or set FUSIONLAB_PLAN_FILE"
@@ -266,13 +287,23 @@ class Choices:
         path = self.path or plan_file()
         stamp = (path, _stamp(path))
         if self._read[0] != stamp:
-            self._read = (stamp, read(path, f"plan file {path}"))
+            self._read = (stamp, _read_or_warn(path))
         return self._read[1].get(arch, Measured())
 
     def _table(self, arch: str) -> Measured:
         if arch not in self._tables:
             self._tables[arch] = read(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
         return self._tables[arch]
+
+
+def _read_or_warn(path: Path) -> dict[str, Measured]:
+    """A plan file as a cache: one that cannot be read is no reason for a program not to run."""
+    try:
+        return read(path, f"plan file {path}")
+    except ArgumentError as error:
+        why = str(error).removeprefix(f"{path} ")
+        warn_once(path, f"is passed over, and the shipped tables decide: it {why}")
+        return {}
 
 
 @functools.lru_cache(maxsize=4096)  # a table's cases are gone through at each look-up

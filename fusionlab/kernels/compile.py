@@ -22,6 +22,7 @@ from typing import Any
 from ..device import Device
 from ..errors import ArgumentError, CompileError, MissingDependencyError, OutputError
 from ..output import write_file
+from .disk import make_private, warn_once, why_not_trusted
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 KERNELS = Path(__file__).parent
@@ -71,7 +72,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Counters:
-    """What a `CompileCache` did: cubins found, compiled, found but damaged (compiled again), and not writable (kept nowhere)."""
+    """What a `CompileCache` did: cubins found, compiled, found but damaged or not to be trusted (compiled again), and not writable (kept
+    nowhere)."""
 
     hits: int = 0
     misses: int = 0
@@ -89,8 +91,8 @@ class CompileCache:
     """Cubins on disk, by the hash of all that they depend on; safe for threads and for processes that share the folder.
 
     A file holds a checksum before the cubin, so that a truncated or altered one is seen and compiled again. It is written beside
-    its place and moved there, so that no reader sees half of it. A folder that cannot be written to costs a compile each time,
-    and is no error.
+    its place and moved there, so that no reader sees half of it. A cubin is code: one that another user made or could change is not
+    read. A folder that cannot be written to or is not to be trusted costs a compile in each process, and is a warning, no error.
 
     Args:
       folder: None takes `cache_folder()`, asked at each use.
@@ -131,22 +133,37 @@ class CompileCache:
             self._counters = replace(self._counters, **{name: getattr(self._counters, name) + 1})
 
     def _read(self, key: str) -> bytes | None:
+        file = self.folder / f"{key}.cubin"
         try:
-            data = (self.folder / f"{key}.cubin").read_bytes()
+            data, distrusted = file.read_bytes(), why_not_trusted(file)
         except OSError:  # not there, or not readable, which compiling repairs as well
+            return None
+        if distrusted:
+            self._count("damaged")
+            warn_once(file, f"is not loaded: {distrusted}; the kernel is compiled again")
             return None
         body = data[len(_MAGIC) + _DIGEST :]
         if data[: -len(body) or None] == _MAGIC + hashlib.sha256(body).digest() and body:
             return body
         self._count("damaged")
+        warn_once(file, "is damaged; the kernel is compiled again")
         return None
 
     def _write(self, key: str, cubin: bytes) -> None:
+        folder = self.folder
         try:
-            content = _MAGIC + hashlib.sha256(cubin).digest() + cubin
-            write_file(self.folder / f"{key}.cubin", content, folders=True)
-        except OutputError:
-            self._count("unwritten")
+            make_private(folder)
+            distrusted = why_not_trusted(folder)
+            if not distrusted:
+                content = _MAGIC + hashlib.sha256(cubin).digest() + cubin
+                write_file(folder / f"{key}.cubin", content, mode=0o600)
+                return
+        except (OutputError, OSError) as error:
+            distrusted = str(getattr(error.__cause__, "strerror", None) or getattr(error, "strerror", None) or error)
+        self._count("unwritten")
+        warn_once(
+            folder, f"keeps no compiled kernels ({distrusted}): each process compiles them; set FUSIONLAB_CACHE_DIR"
+        )
 
 
 DEFAULT_CACHE = CompileCache()

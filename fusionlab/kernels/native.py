@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import hashlib
 import importlib.util
 import os
@@ -25,6 +26,7 @@ import jax
 
 from ..errors import ArgumentError, CompileError, MissingDependencyError
 from .compile import cache_folder
+from .disk import make_private, warn_once, why_not_trusted
 from .steps import KernelStep, MatmulStep, Param, Prepared
 
 SOURCE = Path(__file__).with_name("launcher.c")
@@ -251,9 +253,13 @@ def build(folder: Path | None = None) -> Path:
         if _can_be_trusted(found):
             return found
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
+        if why := why_not_trusted(folder):
+            raise PermissionError(errno.EPERM, why)
         scratch = tempfile.mkdtemp(prefix=".launcher-", dir=folder)
-    except OSError:
+    except OSError as error:
+        why = error.strerror or error
+        warn_once(folder, f"keeps no compiled launcher ({why}): each process compiles it; set FUSIONLAB_CACHE_DIR")
         folder = Path(tempfile.mkdtemp(prefix="fusionlab-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         scratch = tempfile.mkdtemp(dir=folder)
@@ -273,18 +279,23 @@ def _compile(command: Sequence[str], include: Path, scratch: Path, stem: Path) -
         raise CompileError(f"{shlex.join(whole)} had not ended after {COMPILE_S} s; set CC to another compiler") from e
     if done.returncode:
         raise CompileError(f"{shlex.join(whole)} failed with status {done.returncode}:\n{done.stderr.strip()}")
+    made.chmod(0o700)
     place = stem.with_name(f"{stem.name}-{_digest(made.read_bytes())}.so")
     os.replace(made, place)  # whole, or not there
     return place
 
 
 def _can_be_trusted(path: Path) -> bool:
-    """Whether a file of the cache is whole and of this user's or root's making: its code would run in this process."""
+    """Whether a file of the cache is whole and no other user's making, nor theirs to change: its code would run in this process."""
     try:
         whole = _digest(path.read_bytes()) == path.stem.rpartition("-")[2]
-        return whole and path.stat().st_uid in (0, os.geteuid())
-    except OSError:
-        return False
+        why = "" if whole else "it is damaged"
+        why = why or why_not_trusted(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        warn_once(path, f"is not loaded: {why}; the launcher is compiled again")
+    return not why
 
 
 def _key(command: Sequence[str], include: Path) -> str:

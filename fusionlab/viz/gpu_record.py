@@ -9,7 +9,7 @@ from typing import Any
 
 from fusionlab.evidence.timing import ratio_interval, seconds
 
-from .plots import AFTER, BEFORE, figure_svg, new_axes
+from .plots import AFTER, AS_IT_IS, BEFORE, figure_svg, new_axes
 from .sections import table
 
 BASE, BOUND = "jax.jit", "bare products"
@@ -87,7 +87,7 @@ def plot_record(record: Mapping[str, Any], ax: Any = None) -> Any:
         style = {"linestyle": "", "marker": marker, "color": colour, "markersize": 9 if marker == "|" else 5}
         ax.errorbar([r.ratio for _, r in rows], at, xerr=[low, high], label=label, capsize=2, **style)
     ax.axvline(1, color=BEFORE, linewidth=1)
-    ax.set_yticks(range(len(found)), list(found))
+    ax.set_yticks(range(len(found)), list(found), **AS_IT_IS)
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.set_xlabel("speed beside jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
     ax.set_title(f"{record['environment']['hardware']}\n", fontsize=9, loc="left")  # the empty line is the legend's

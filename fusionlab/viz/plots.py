@@ -21,6 +21,7 @@ from .evidence_view import numerics_of, timing_text, timings_of
 from .inspector import short
 
 BEFORE, AFTER, LIMIT = "#7b8794", "#0072b2", "#d55e00"
+AS_IT_IS: dict[str, Any] = {"parse_math": False}  # for texts with names: a dollar sign in one begins no formula
 _LEAVES = 24
 _SMALLEST = 1e-18  # an error of exactly 0 has no place on a log axis; it is drawn here and named
 
@@ -46,7 +47,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     ax = ax if ax is not None else new_axes(7.2, 1.3 + 0.62 * len(runs))
     for row, (timing, run) in enumerate(runs):
         _draw_runs(ax, row, run, AFTER if run is timing.after else BEFORE, kwargs)
-    ax.set_yticks(range(len(runs)), [_row_name(t, r, len(timings) > 1) for t, r in runs])
+    ax.set_yticks(range(len(runs)), [_row_name(t, r, len(timings) > 1) for t, r in runs], **AS_IT_IS)
     ax.invert_yaxis()
     samples = np.concatenate([np.asarray(r.samples_s) for _, r in runs]) * 1e3
     if samples.max() > 30 * samples.min():
@@ -54,7 +55,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     else:
         ax.set_xlim(left=0)
     ax.set_xlabel(f"{timings[0].clock} per call (ms); dots: samples, box: quartiles, bar: median")
-    ax.set_title("\n".join([*map(timing_text, timings), timings[0].hardware]), fontsize=9, loc="left")
+    ax.set_title("\n".join([*map(timing_text, timings), timings[0].hardware]), fontsize=9, loc="left", **AS_IT_IS)
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
@@ -118,7 +119,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
         limits = [_on_log(leaf.atol) if math.isfinite(leaf.atol) and leaf.atol > 0 else math.nan for leaf in leaves]
         ax.plot(limits, rows, linestyle="", marker="|", markersize=14, color=LIMIT, label="tolerance")
     ax.set_xscale("log")
-    ax.set_yticks(rows, [_leaf_name(leaf) for leaf in leaves])
+    ax.set_yticks(rows, [_leaf_name(leaf) for leaf in leaves], **AS_IT_IS)
     ax.set_ylim(len(leaves) - 0.5, -0.5)
     words = {"max_abs": "largest absolute error", "rel_l2": "relative L2 error"}[measure]
     ax.set_xlabel(f"{words} against the float64 reference")
@@ -183,8 +184,9 @@ def _on_log(value: float) -> float:
 
 
 def _leaf_name(leaf: LeafNumerics) -> str:
+    name = "".join(c if c.isprintable() else " " for c in leaf.name)
     exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
-    return short(f"{'∂ ' if leaf.kind == 'gradient' else ''}{leaf.name}", 40) + exact
+    return short(f"{'∂ ' if leaf.kind == 'gradient' else ''}{name}", 40) + exact
 
 
 def evidence_figures(evidence: Any) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from fusionlab.evidence.roofline import Point, Roofline
 
 from .inspector import short
 from .palette import INK, QUIET, colour_of
-from .plots import AFTER, BEFORE, LIMIT, new_axes
+from .plots import AFTER, AS_IT_IS, BEFORE, LIMIT, new_axes
 
 _NAMED = 6  # kernels with a name beside them
 _PREDICTED = 24
@@ -53,13 +53,15 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
     for p in (p for p in (*points, roofline.whole) if p.measured_s is not None):
         ax.plot([p.intensity], [(p.attained or 0) / 1e9], marker="D", linestyle="", color=BEFORE, markersize=7)
         told = {"textcoords": "offset points", "fontsize": 7, "color": QUIET, "ha": "right"}
-        ax.annotate(f"{short(p.name, 24)}, measured", (p.intensity, (p.attained or 0) / 1e9), (-9, 7), **told)
+        ax.annotate(
+            f"{short(p.name, 24)}, measured", (p.intensity, (p.attained or 0) / 1e9), (-9, 7), **told, **AS_IT_IS
+        )
     _name_longest(ax, points)
     ax.set(xscale="log", yscale="log", xlim=(low, high))
     ax.set_xlabel("operations a byte of memory traffic (flop/byte)")
     ax.set_ylabel("Gflop/s")
     left_out = len(roofline.points) - len(points)
-    ax.set_title(_title(roofline, left_out), fontsize=9, loc="left")
+    ax.set_title(_title(roofline, left_out), fontsize=9, loc="left", **AS_IT_IS)
     ax.legend(fontsize=8, frameon=False, loc="lower right")
     ax.grid(color="#e4e9ee")
     ax.set_axisbelow(True)
@@ -83,7 +85,7 @@ def _name_longest(ax: Any, points: list[Point]) -> None:
         # Under the roof there is room to the right of the slope, and below the flat part.
         where = (10, -4 - 11 * near) if slope else (-14 if near else 0, -16 - 12 * near)
         told = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope or near else "center"}
-        ax.annotate(name, (first.intensity, first.attainable / 1e9), where, **told)
+        ax.annotate(name, (first.intensity, first.attainable / 1e9), where, **told, **AS_IT_IS)
 
 
 def _title(roofline: Roofline, left_out: int) -> str:
@@ -124,12 +126,12 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
     if any(p.measured_saved_s is not None for p in kept):
         ax.plot([], [], marker="D", linestyle="", color=INK, label="measured")
     ax.axvline(0, color=INK, linewidth=1)
-    ax.set_yticks(rows, [short(p.site, 44) for p in kept], fontsize=8)
+    ax.set_yticks(rows, [short(p.site, 44) for p in kept], fontsize=8, **AS_IT_IS)
     ax.set_ylim(len(kept) - 0.5, -0.5)
     ax.set_xlabel("saved beyond what XLA is expected to make of it (ms)")
     left_out = len(roofline.predictions) - len(kept)
     more = f"; {left_out} smaller ones not shown" if left_out else ""
-    ax.set_title(f"{roofline.name}{more}\n{roofline.device}", fontsize=9, loc="left")
+    ax.set_title(f"{roofline.name}{more}\n{roofline.device}", fontsize=9, loc="left", **AS_IT_IS)
     ax.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)

@@ -10,7 +10,7 @@ from fusionlab.fusers.route_table import TAGS, ProductRoute, Routes
 from fusionlab.kernels.matmul.routes import ROUTES
 
 from .inspector import short
-from .plots import AFTER, BEFORE, new_axes
+from .plots import AFTER, AS_IT_IS, BEFORE, new_axes
 
 # Okabe and Ito's hues, pale: each cell is written in as well.
 FILLS = {"evaluate": "#cfe8dc", "kernel": "#fbe3c8", "xla": "#e8ebef", "": "#ffffff"}
@@ -55,7 +55,9 @@ def plot_routes(*tables: Routes, ax: Any = None) -> Any:
             )
     ax.set_xticks(range(len(heads)), heads, fontsize=8)
     ax.xaxis.tick_top()
-    ax.set_yticks(range(len(rows)), [f"{short(r.formula, 44)}\n{r.shape}, {r.dtype}" for r in rows], fontsize=7)
+    ax.set_yticks(
+        range(len(rows)), [f"{short(r.formula, 44)}\n{r.shape}, {r.dtype}" for r in rows], fontsize=7, **AS_IT_IS
+    )
     ax.tick_params(length=0)
     ax.set(xlim=(-0.5, len(heads) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     ax.spines[:].set_visible(False)
@@ -111,12 +113,12 @@ def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequen
     for tag, colour in colours.items():
         ax.plot([], [], marker="D", linestyle="", markersize=4, color=colour, label=tag)
     ax.axvline(1, color=AFTER, linewidth=1)
-    ax.set_yticks(range(len(cases)), list(cases), fontsize=7)
+    ax.set_yticks(range(len(cases)), list(cases), fontsize=7, **AS_IT_IS)
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ends = [end for found in cases.values() for end in (found["fusionlab"]["ratio"], *found["fusionlab"]["interval"])]
     ax.set_xlim(min(0.85, 0.95 * min(ends, default=1.0)), 1.08 * max(ends, default=1.0))
     ax.set_xlabel("speed beside jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
-    ax.set_title(record["environment"]["hardware"], fontsize=9, loc="left")
+    ax.set_title(record["environment"]["hardware"], fontsize=9, loc="left", **AS_IT_IS)
     ax.legend(fontsize=8, frameon=False, loc="lower right")
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)

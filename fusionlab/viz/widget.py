@@ -16,7 +16,7 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
-from fusionlab.errors import ArgumentError
+from fusionlab.errors import ArgumentError, OutOfMemoryError
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
@@ -161,7 +161,8 @@ class Explorer(widgets.VBox):
         try:
             evidence = self._measure_with(enabled, functools.partial(self._progress, running), running)
         except BaseException as error:
-            self._finish(running, f"measurement failed: {type(error).__name__}: {error}")
+            kind = f"[{error.code}]" if isinstance(error, OutOfMemoryError) else f"{type(error).__name__}:"
+            self._finish(running, f"measurement failed: {kind} {error}")
             raise
         if not running.is_set():
             self._measured[enabled] = evidence

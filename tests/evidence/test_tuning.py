@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.errors import ArgumentError, OutputError
+from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.evidence import tuning
 from fusionlab.evidence.device_clock import DeviceTimes
 from fusionlab.kernels import choices, cublaslt, launch
@@ -189,13 +189,23 @@ def test_a_plan_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert bench.timed == []
 
 
+@pytest.mark.filterwarnings("ignore::fusionlab.errors.CacheWarning")  # tracing looks it up first
 def test_a_file_that_is_no_plan_file_is_told_before_anything_is_measured_and_left(bench):
     bench.file.parent.mkdir()
     bench.file.write_text("{}")
     with pytest.raises(ArgumentError, match="no plan file that FusionLab can read"):
-        fl.tune(layer, *LAYER)
+        fl.tune(layer, *LAYER, path=bench.file)
     assert bench.timed == []
     assert bench.file.read_text() == "{}"
+
+
+def test_a_plan_file_of_its_own_that_is_damaged_is_built_again(bench):
+    bench.file.parent.mkdir()
+    bench.file.write_text("{}")
+    with pytest.warns(CacheWarning, match="was no plan file"):
+        tuned = fl.tune(layer, *LAYER)
+    assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
+    assert bench.file.with_name("plans.json.damaged").read_text() == "{}"
 
 
 def test_without_a_gpu_nothing_is_measured_or_written(bench, monkeypatch):

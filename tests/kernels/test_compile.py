@@ -116,6 +116,7 @@ def test_a_change_of_an_included_file_is_another_key(tmp_path, monkeypatch):
     assert cache.counters() == Counters(hits=1, misses=2)
 
 
+@pytest.mark.filterwarnings("ignore::fusionlab.errors.CacheWarning")  # tests/robustness has what is told
 @pytest.mark.parametrize(
     "damage", [lambda d: d[:-1], lambda d: d[:20], lambda d: b"", lambda d: d[:-3] + b"x" + d[-2:]]
 )
@@ -130,6 +131,7 @@ def test_a_damaged_file_is_seen_and_made_again(tmp_path, damage):
     assert [p.name for p in tmp_path.iterdir()] == [file.name]
 
 
+@pytest.mark.filterwarnings("ignore::fusionlab.errors.CacheWarning")  # tests/robustness has what is told
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     cache = CompileCache(tmp_path / "file" / "folder")

@@ -57,16 +57,19 @@ def test_it_is_compiled_once_and_found_afterwards(built, monkeypatch):
     assert [f.name for f in built.parent.iterdir()] == [built.name]  # nothing half-written is left
 
 
+@pytest.mark.filterwarnings("ignore::fusionlab.errors.CacheWarning")  # tests/robustness has what is told
 def test_a_damaged_file_is_made_again(built, tmp_path):
     (tmp_path / built.name).write_bytes(built.read_bytes()[:-1])
     assert native.build(tmp_path).read_bytes() == built.read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore::fusionlab.errors.CacheWarning")  # tests/robustness has what is told
 def test_a_file_that_cannot_be_read_is_passed_over(built, tmp_path):
     (tmp_path / built.name.replace(built.stem[-16:], "0" * 16)).mkdir()
     assert native.build(tmp_path).read_bytes() == built.read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore::fusionlab.errors.CacheWarning")  # tests/robustness has what is told
 def test_a_file_that_another_user_made_is_not_loaded(built, tmp_path, monkeypatch):
     planted = shutil.copy(built, tmp_path)
     if os.geteuid() == 0:
