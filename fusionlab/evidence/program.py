@@ -93,11 +93,17 @@ def compile_program(
       OutOfMemoryError: the device has too little memory for its arguments, or to compile it.
     """
     with out_of_memory(f"{name}: compiling it"):
-        return _compiled(fn, args, kwargs, name, donate_argnums, advice)
+        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiler_options)
 
 
 def _compiled(
-    fn: Callable, args: tuple, kwargs: dict, name: str, donate_argnums: Sequence[int], advice: str
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    name: str,
+    donated: tuple[int, ...],
+    advice: str,
+    options: Mapping[str, Any] | None,
 ) -> Program:
     args, kwargs = on_device(args), on_device(kwargs)
 
@@ -106,7 +112,7 @@ def _compiled(
         # JAX keeps what it compiled by function object; a new one makes the compile time a compile time.
         return fn(*a, **k)
 
-    jitted = jax.jit(uncached, donate_argnums=tuple(donate_argnums))
+    jitted = jax.jit(uncached, donate_argnums=donated)
     start = time.perf_counter()
     try:
         with out_of_memory(f"{name}: tracing it"):
@@ -119,9 +125,9 @@ def _compiled(
     traced_at = time.perf_counter()
     lowered = traced.lower()
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(dict(compiler_options) if compiler_options else None)
+    compiled = lowered.compile(dict(options) if options else None)
     times = (traced_at - start, lowered_at - traced_at, time.perf_counter() - lowered_at)
-    return Program(name, compiled, args, kwargs, tuple(donate_argnums), traced.jaxpr, traced.out_info, *times)
+    return Program(name, compiled, args, kwargs, donated, traced.jaxpr, traced.out_info, *times)
 
 
 def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> TraceError:

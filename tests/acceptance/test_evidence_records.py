@@ -1,4 +1,4 @@
-"""How far the evidence is to be trusted, on record: `python -m benchmarks timing_method`, `parts` and `xla_mapping` make the records again."""
+"""How far the evidence is to be trusted, on record: `python -m benchmarks timing_method`, `parts` and `xla_mapping` make them again."""
 
 from __future__ import annotations
 
