@@ -100,8 +100,10 @@ class Measuring:
                 reference = original.reference
                 reporter.step()
                 leaves = original.errors(after, backward)
-            except (TraceError, OutOfMemoryError) as error:
+            except TraceError as error:
                 told = str(error)
+            except OutOfMemoryError as error:
+                told = f"{error}; fl.errors_by_site(..., local=True) takes one site at a time to float64"
             else:
                 told = ""
                 reporter.step()

@@ -174,6 +174,7 @@ def test_where_the_float64_reference_does_not_fit_the_rest_is_measured_and_the_n
     assert found.timing is not None
     (note,) = [n for n in found.notes if n.startswith("no errors were measured")]
     assert "the float64 reference ran out of memory, asking for 3 GiB" in note
+    assert "errors_by_site(..., local=True)" in note
 
 
 def test_a_program_that_fits_only_without_the_reference_is_measured_without_errors(runs, monkeypatch):
