@@ -137,7 +137,7 @@ def test_memory_that_really_cannot_be_had():
 
 def test_while_a_device_is_timed_by_its_own_clock(runs, monkeypatch):
     monkeypatch.setattr(device_clock, "can_time", lambda devices: True)
-    monkeypatch.setattr(device_clock, "sampler", lambda ready, calls: ready(1)[0])
+    monkeypatch.setattr(device_clock, "sampler", lambda ready, calls, flush: ready(1)[0])
     runs(exhausted)
     with pytest.raises(OutOfMemoryError, match="after: timing it"):
         fl.compare(layer, layer, X, W, B, numerics=False, memory=False, **EFFORT)
