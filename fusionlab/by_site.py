@@ -13,10 +13,11 @@ from .errors import ArgumentError
 from .evidence import trials
 from .evidence.attribution import SiteShares, sites_of
 from .evidence.bisection import Bisection
-from .evidence.program import bind_call
+from .evidence.program import Call, bind_call
 from .evidence.progress import Progress
 from .evidence.regions import local_errors
 from .evidence.timing import check_effort
+from .fusers import Candidate
 
 _FAULTS = ("error", "time")
 
@@ -63,10 +64,11 @@ def bisect(
         raise ArgumentError(f"of: got {of!r}, needed one of {', '.join(map(repr, _FAULTS))}")
     check_effort(samples, budget_s)
     asked = {"passes": passes, "implementation": implementation}
-    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    tried, sites, name = _trials(fn, args, kwargs, grad, **asked, **static)
+    asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    found, chosen, call = _selected(fn, args, kwargs, asked)
+    tried = _trials(found, call, grad)
     effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
-    return trials.bisect(tried, name, of, sites, **effort)
+    return trials.bisect(tried, found.graph.name, of, list(chosen), **effort)
 
 
 def errors_by_site(
@@ -93,16 +95,16 @@ def errors_by_site(
       One record a site, in program order; each prints as the output or gradient that it makes worst.
     """
     asked = {"passes": passes, "implementation": implementation}
-    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    if not local:
-        tried, sites, _ = _trials(fn, args, kwargs, grad, **asked, **static)
-        return trials.each_site(sites, lambda site: trials.SiteErrors(site, tried.errors((site,))), progress, cancel)
-    fused = _fused(fn, **asked, **static)
-    found, chosen = fused.selected(*args, **kwargs)
-    call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
-    arrays = jax.tree.leaves((call.args, call.kwargs))
-    of = {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}
-    return trials.each_site(list(of), lambda site: local_errors(found, of[site], arrays, grad), progress, cancel)
+    asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    found, chosen, call = _selected(fn, args, kwargs, asked)
+    tried, arrays = _trials(found, call, grad), jax.tree.leaves((call.args, call.kwargs))
+
+    def errors(site: str) -> trials.SiteErrors:
+        if local:
+            return local_errors(found, chosen[site], arrays, grad)
+        return trials.SiteErrors(site, tried.errors((site,)))
+
+    return trials.each_site(list(chosen), errors, progress, cancel)
 
 
 def time_by_site(
@@ -130,25 +132,23 @@ def time_by_site(
     """
     check_effort(samples, budget_s)
     asked = {"passes": passes, "implementation": implementation}
-    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    fused = _fused(fn, **asked, **static)
+    asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    found, chosen, call = _selected(fn, args, kwargs, asked)
+    effort = {"samples": samples, "budget_s": budget_s, "progress": progress}
+    return sites_of(found, *call.args, chosen=list(chosen.values()), **effort, **call.kwargs)
+
+
+def _selected(
+    fn: Callable, args: tuple, kwargs: dict, options: dict[str, Any]
+) -> tuple[lab.Findings, dict[str, Candidate], Call]:
+    """(what is found, the sites that are fused by id in program order, the call without its static arguments)."""
+    fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
     found, chosen = fused.selected(*args, **kwargs)
     call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
-    effort = {"samples": samples, "budget_s": budget_s, "progress": progress}
-    return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
+    return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
 
 
-def _fused(fn: Callable, **options: Any) -> lab.Fused:
-    return fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
-
-
-def _trials(
-    fn: Callable, args: tuple, kwargs: dict, grad: bool, **options: Any
-) -> tuple[trials.Trials, list[str], str]:
-    """(the trials of a function, its sites in program order, its name)."""
-    fused = _fused(fn, **options)
-    found, chosen = fused.selected(*args, **kwargs)
-
+def _trials(found: lab.Findings, call: Call, grad: bool) -> trials.Trials:
     def version(sites: tuple[str, ...]) -> Callable:
         closed = found.rewritten(sites)
 
@@ -158,6 +158,4 @@ def _trials(
 
         return with_sites
 
-    call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
-    sites = [c.id for c in sorted(chosen, key=lambda c: min(c.node_ids))]
-    return trials.Trials(call, version, grad), sites, found.graph.name
+    return trials.Trials(call, version, grad)

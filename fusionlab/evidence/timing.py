@@ -37,7 +37,6 @@ MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
 MAX_REPEATS = 10_000
 DISPATCHING_S = 0.02  # spent on seeing what a dispatch takes, in at most five calls
-FLUSH_BYTES = 256 << 20  # written to flush caches: more than the last-level caches of a server's socket, or a GPU's L2
 
 
 class Verdict(enum.StrEnum):
@@ -351,7 +350,7 @@ def _cold_sample(program: Program) -> float:
 
 @functools.cache
 def _flushed() -> np.ndarray:
-    return np.zeros(FLUSH_BYTES, np.uint8)
+    return np.zeros(device_clock.FLUSH_BYTES, np.uint8)
 
 
 def _warm_up(program: Program) -> int:
