@@ -73,18 +73,18 @@ def _name_longest(ax: Any, points: list[Point]) -> None:
     groups: dict[tuple[str, str], list[Point]] = {}
     for p in sorted(points, key=lambda p: -p.attainable_s):
         groups.setdefault((f"{p.intensity:.2g}", p.bound), []).append(p)
-    placed: list[float] = []
+    placed: list[tuple[float, bool]] = []
     for alike in list(groups.values())[:_NAMED]:
         first = alike[0]
         name = short(first.name.rpartition(" ")[0].strip(), 26) + (
             f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         )
         slope = first.bound == "memory"
-        near = sum(abs(math.log10(first.intensity / x)) < (0.35 if slope else 0.9) for x in placed)
-        placed.append(first.intensity)
-        # Under the roof there is room to the right of the slope, and below the flat part.
-        where = (10, -4 - 11 * near) if slope else (-14 if near else 0, -16 - 12 * near)
-        told = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope or near else "center"}
+        near = sum(abs(math.log10(first.intensity / x)) < (0.35 if slope and sloped else 0.9) for x, sloped in placed)
+        placed.append((first.intensity, slope))
+        # Under the roof there is room to the right of the slope, and below the flat part, which ends at the right edge.
+        where = (10, -4 - 14 * near) if slope else (14, -16 - 14 * near)
+        told = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope else "right"}
         ax.annotate(name, (first.intensity, first.attainable / 1e9), where, **told, **AS_IT_IS)
 
 
