@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 
@@ -59,3 +60,10 @@ def require():
             pytest.skip(f"needs {what}")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def plugin_options() -> tuple[str, ...]:
+    """What makes pytest load FusionLab's plugin: nothing where the package is installed, whose entry point does, and twice is an error."""
+    installed = any(e.name == "fusionlab" for e in importlib.metadata.entry_points(group="pytest11"))
+    return () if installed else ("-p", "fusionlab_pytest")

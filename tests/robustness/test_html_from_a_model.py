@@ -233,7 +233,7 @@ def test_every_export_can_be_written(cases, suffix, tmp_path):
     assert save(c.found.graph, tmp_path / f"graph{suffix}", c.found, engine="builtin").stat().st_size > 100
 
 
-def test_the_failure_page_of_the_test_plugin(cases, pytester):
+def test_the_failure_page_of_the_test_plugin(cases, pytester, plugin_options):
     """`report_html` again, by way of what a user's test writes."""
     (pytester.path / "test_it.py").write_text(
         "import jax, jax.numpy as jnp\n"
@@ -246,9 +246,8 @@ def test_the_failure_page_of_the_test_plugin(cases, pytester):
         "    fusionlab.assert_fused(layer, ({EVIL: jnp.ones((8, 4))}, jnp.ones((2, 8))), expect={'gemm_epilogue': 7})\n",
         encoding="utf-8",
     )
-    pytester.runpytest_subprocess(
-        "-p", "fusionlab_pytest", "-p", "no:xdist", "--fusionlab-report", "pages"
-    ).assert_outcomes(failed=1)
+    options = ("-p", "no:xdist", "--fusionlab-report", "pages")
+    pytester.runpytest_subprocess(*plugin_options, *options).assert_outcomes(failed=1)
     pages = list(pytester.path.rglob("*.html"))
     assert pages
     for page in pages:

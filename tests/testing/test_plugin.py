@@ -1,6 +1,5 @@
 """The pytest plugin, run by pytest: fixture, marker, options, reports, snapshots, summary, with and without pytest-xdist."""
 
-import importlib.metadata
 import os
 import re
 import textwrap
@@ -17,8 +16,6 @@ from fusionlab.testing.snapshots import file_name, snapshot_path
 # pytester forgets the modules that a run inside this process imports; those above are there before.
 ROOT = Path(fusionlab.__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-INSTALLED = any(e.name == "fusionlab" for e in importlib.metadata.entry_points(group="pytest11"))
-PLUGIN = () if INSTALLED else ("-p", "fusionlab_pytest")
 
 MODEL = """
 import jax
@@ -51,7 +48,7 @@ class Mlp(nn.Module):
 
 
 @pytest.fixture
-def pytest_run(pytester, monkeypatch):
+def pytest_run(pytester, monkeypatch, plugin_options):
     """Runs pytest on a test file's text, in a folder with the module `model`; by default in this process."""
     monkeypatch.setenv(
         "PYTHONPATH", str(ROOT), prepend=os.pathsep
@@ -61,11 +58,11 @@ def pytest_run(pytester, monkeypatch):
     pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")
     pytester.syspathinsert()
 
-    def run(text=None, *options, plugin=PLUGIN, **files):
+    def run(text=None, *options, plugin=None, **files):
         if text is not None:
             head = "import pytest\nfrom model import *\n\n"
             pytester.makepyfile(test_model=head + textwrap.dedent(text))
-        return pytester.runpytest_inprocess(*plugin, *options)
+        return pytester.runpytest_inprocess(*(plugin_options if plugin is None else plugin), *options)
 
     return run
 
@@ -444,7 +441,7 @@ def test_file_names_are_safe_and_differ_where_the_names_do():
 # -- pytest-xdist ----------------------------------------------------------------------------------------------------------------
 
 
-def test_with_workers_summary_reports_and_snapshots_are_as_without(pytest_run, pytester):
+def test_with_workers_summary_reports_and_snapshots_are_as_without(pytest_run, pytester, plugin_options):
     text = """
         @pytest.mark.parametrize("n", range(4))
         def test_layer(fusionlab, n):
@@ -453,7 +450,7 @@ def test_with_workers_summary_reports_and_snapshots_are_as_without(pytest_run, p
     """
     options = ("--fusionlab-update", "--fusionlab-report", "reports", "-p", "xdist", "-n", "2")
     pytester.makepyfile(test_model="import pytest\nfrom model import *\n" + textwrap.dedent(text))
-    result = pytester.runpytest_subprocess(*PLUGIN, *options, timeout=240)
+    result = pytester.runpytest_subprocess(*plugin_options, *options, timeout=240)
     result.assert_outcomes(passed=3, failed=1)
     assert len(stored(pytester)) == 4
     (page,) = (pytester.path / "reports").iterdir()
