@@ -1,14 +1,18 @@
-"""A browser and a Jupyter server for the tests of this folder: the distribution's Chromium, without a display or a network."""
+"""A browser and a Jupyter server for the tests of this folder: the distribution's Chromium, without a display or a network.
+
+What stays open is open for one worker and as long as tests of this folder run there: a Chromium and one server for all of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from tests.browser.server import Server, serving
 
@@ -19,7 +23,11 @@ FLAGS = [
     "--disable-gpu",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # what reaches for the network fails here as it does offline
 ]
+OURS = ("http://127.0.0.1", "ws://127.0.0.1", "file:", "data:", "blob:", "about:")
 FAILED = pytest.StashKey[bool]()
+
+Problems = list[str]
+Tab = Callable[[Problems], contextlib.AbstractContextManager[Page]]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,6 +45,7 @@ def chromium() -> Iterator[Browser]:
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("needs chromium on PATH: apt-get install chromium")
+    expect.set_options(timeout=SLOW)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield browser
@@ -51,39 +60,75 @@ def jupyter(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def notebook_server(jupyter) -> Server:
+    """The same server: `notebook` has its pages there beside JupyterLab's."""
+    return jupyter
+
+
+@pytest.fixture(scope="session")
 def artifacts(tmp_path_factory) -> Path:
     """Where screenshots are kept: the folder that FUSIONLAB_ARTIFACTS names, or a temporary one."""
-    folder = Path(os.environ.get("FUSIONLAB_ARTIFACTS") or tmp_path_factory.mktemp("artifacts"))
+    folder = Path(os.environ.get("FUSIONLAB_ARTIFACTS") or tmp_path_factory.mktemp("artifacts")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-@pytest.fixture
-def problems() -> list[str]:
-    """What went wrong in the pages of a test: errors on the console, exceptions, requests that leave this machine."""
-    return []
+def _watch(page: Page, problems: Problems) -> None:
+    """Adds what goes wrong in a page from now on to `problems`: exceptions, errors on the console, requests that leave the machine."""
 
-
-def watch(page: Page, problems: list[str]) -> None:
-    """Adds what goes wrong in a page from now on to `problems`."""
+    def said(message) -> None:
+        # A server that refuses one of its own files is no doing of what a notebook shows.
+        if message.type == "error" and "/static/" not in message.location.get("url", ""):
+            problems.append(f"console: {message.text} {message.location}")
 
     def requested(request: Request) -> None:
-        if not request.url.startswith(("http://127.0.0.1", "ws://127.0.0.1", "file:", "data:", "blob:", "about:")):
-            problems.append(f"request to {request.url}")
+        if not request.url.startswith(OURS):
+            problems.append(f"request: {request.url}")
 
-    page.on("console", lambda m: problems.append(f"console: {m.text} {m.location}") if m.type == "error" else None)
-    page.on("pageerror", lambda error: problems.append(f"exception: {error}"))
+    page.on("console", said)
+    page.on("pageerror", lambda error: problems.append(f"exception: {error.message}\n{error.stack}"))
     page.on("request", requested)
 
 
+@pytest.fixture(scope="package")
+def tab(chromium) -> Tab:
+    """`with tab(problems) as page`: a fresh tab, which shares nothing with others; `problems` receives what goes wrong in it."""
+
+    @contextlib.contextmanager
+    def opened(problems: Problems) -> Iterator[Page]:
+        context = chromium.new_context(viewport={"width": 1600, "height": 1200}, reduced_motion="reduce")
+        context.set_default_timeout(SLOW)
+        page = context.new_page()
+        _watch(page, problems)
+        try:
+            yield page
+        finally:
+            context.close()
+
+    return opened
+
+
 @pytest.fixture
-def page(chromium, problems, artifacts, request) -> Iterator[Page]:
-    """A fresh tab, watched for `problems`; how it looked is kept where the test fails."""
-    context = chromium.new_context(viewport={"width": 1600, "height": 1100}, reduced_motion="reduce")
-    context.set_default_timeout(SLOW)
-    tab = context.new_page()
-    watch(tab, problems)
-    yield tab
-    if request.node.stash.get(FAILED, False):
-        tab.screenshot(path=artifacts / f"failed-{request.node.name}.png")
-    context.close()
+def problems() -> Problems:
+    """What went wrong in the `page` of a test."""
+    return []
+
+
+@pytest.fixture
+def keep(artifacts, request) -> Callable[[Page], contextlib.AbstractContextManager[None]]:
+    """`with keep(page)` keeps how the page looks where the test fails."""
+
+    @contextlib.contextmanager
+    def looked_after(page: Page) -> Iterator[None]:
+        yield
+        if request.node.stash.get(FAILED, False):
+            page.screenshot(path=artifacts / f"failed-{request.node.name}.png")
+
+    return looked_after
+
+
+@pytest.fixture
+def page(tab, problems, keep) -> Iterator[Page]:
+    """A fresh tab, watched for `problems`."""
+    with tab(problems) as page, keep(page):
+        yield page

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.server import KERNEL, Server
 
 SLOW = 120_000  # milliseconds that running cells may take: the first one imports JAX
 
-# True once every cell has run, or one has failed (then those below it never run).
+CONNECTED = """() => {
+    const session = window.jupyterapp?.shell?.currentWidget?.context?.sessionContext?.session;
+    return session?.kernel?.connectionStatus === 'connected' && session.kernel.status === 'idle';
+}"""
+# Once the kernel is idle and every cell has run, or one has failed: then those below it never run.
 SETTLED = """() => {
     const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent.trim());
-    const idle = document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle';
-    const failed = document.querySelector('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"] , .jp-RenderedText[data-mime-type="application/vnd.jupyter.error"]');
-    return idle && prompts.length > 0 && (prompts.every(p => /^\\[\\d+\\]:$/.test(p)) || (failed && !prompts.includes('[*]:')));
+    const failed = document.querySelector('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]');
+    const idle = window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.status === 'idle';
+    return idle && !prompts.includes('[*]:') && (failed || prompts.every(p => /^\\[\\d+\\]:$/.test(p)));
 }"""
 
 
@@ -57,18 +61,21 @@ class OpenNotebook:
         failed = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]')
         assert failed.count() == 0, failed.all_inner_texts()
 
-    def add_and_run(self, source: str) -> str:
-        """Types a cell below the last one, runs it, and gives what it printed."""
+    def ask(self, source: str) -> str:
+        """Runs a line in a cell of its own below the last one, as a reader would, takes the cell away, and gives what it printed."""
         self.cells.last.locator(".jp-InputPrompt").click()
-        self.page.keyboard.press("b")
         before = self.cells.count()
-        new = self.cells.last
-        new.locator(".cm-content").click()
+        self.page.keyboard.press("b")
+        expect(self.cells).to_have_count(before + 1)
+        self.cells.last.locator(".cm-content").click()
         self.page.keyboard.insert_text(source)
         self.page.keyboard.press("Control+Enter")
         self.wait_until_idle()
-        assert self.cells.count() == before
-        return self.output(-1)
+        told = self.output(-1)
+        self.cells.last.locator(".jp-InputPrompt").click()
+        self.page.keyboard.type("dd")
+        expect(self.cells).to_have_count(before)
+        return told
 
     def output(self, cell: int) -> str:
         """What a cell shows below it, as text."""
@@ -98,5 +105,5 @@ def open_in_notebook7(page: Page, server: Server, path: Path) -> OpenNotebook:
 
 def _opened(page: Page, address: str, path: Path) -> OpenNotebook:
     page.goto(address)
-    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=SLOW)
+    page.wait_for_function(CONNECTED, timeout=SLOW)
     return OpenNotebook(page, path)

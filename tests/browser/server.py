@@ -32,13 +32,16 @@ CONFIG = {
         "shutdown_no_activity_timeout": 900,
     },
     "MappingKernelManager": {"cull_idle_timeout": 600, "cull_connected": False},
-    "LabApp": {"extension_manager": "readonly", "news_url": None},
+    # The tests ask the application itself whether its kernel is there.
+    "LabApp": {"extension_manager": "readonly", "news_url": None, "expose_app_in_browser": True},
+    "JupyterNotebookApp": {"expose_app_in_browser": True},
     "LanguageServerManager": {"autodetect": False},
 }
 # What asks or fetches something at the start would stand before the notebook, or reach for the network.
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
-    "notebook-extension/tracker": {"windowingMode": "none", "autosaveInterval": 600},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # every cell stays in the page
+    "docmanager-extension/plugin": {"autosave": False},
 }
 
 
