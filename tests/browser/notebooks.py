@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from playwright.sync_api import Locator, Page, expect
+import pytest
+from playwright.sync_api import Locator, Page, TimeoutError, expect
 
 from tests.browser.server import KERNEL, Server
 
@@ -57,7 +58,11 @@ class OpenNotebook:
 
     def wait_until_idle(self) -> None:
         """Until the kernel has nothing left to do."""
-        self.page.wait_for_function(SETTLED, timeout=SLOW)
+        try:
+            self.page.wait_for_function(SETTLED, timeout=SLOW)
+        except TimeoutError:
+            shown = [self.cells.nth(i).inner_text() for i in range(self.cells.count())]
+            pytest.fail(f"cells still run after {SLOW / 1000:.0f} s:\n" + "\n".join(shown), pytrace=False)
         failed = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]')
         assert failed.count() == 0, failed.all_inner_texts()
 
