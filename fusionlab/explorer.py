@@ -53,10 +53,16 @@ class _Live:
 
     def measure(self, setting: Setting, progress: Any = False, cancel: Any = None) -> Comparison:
         fused = fuse(self.fn, passes=setting.strategy, only=sorted(setting.enabled), **self.fusing)
-        effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 4}  # forward, and with its gradient
+        effort = {
+            "progress": progress,
+            "cancel": cancel,
+            "budget_s": self.budget_s / 4,
+        }  # forward, and with its gradient
         return compare(self.fn, fused, *self.args, **effort, **self.static, **self.kwargs)
 
-    def shares(self, setting: Setting, found: PlainFindings, progress: Any = False, cancel: Any = None) -> SiteShares | None:
+    def shares(
+        self, setting: Setting, found: PlainFindings, progress: Any = False, cancel: Any = None
+    ) -> SiteShares | None:
         chosen = found.select(sorted(setting.enabled))
         toggled = [c for c in chosen if not c.same_code]
         if not 0 < len(toggled) <= MOST_SHARES or (cancel is not None and cancel()):

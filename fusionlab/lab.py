@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -445,3 +446,17 @@ def explore(
     _not_swallowed("explore", fn, options | {"measure": measure or None})
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     return make_explorer(fn, args, kwargs, measure=measure, budget_s=budget_s, **options)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Reads what `lab.save("x.json")` or `comparison.save("x.json")` wrote: plain data, of which nothing is run.
+
+    Returns:
+      A `fusionlab.saved.SavedLab` (`.explore(fn, *args)` opens it again, `.fuse(fn)` fuses as it was set), or a `Comparison`.
+
+    Raises:
+      ArgumentError: there is no such file, it is larger than 256 MB, or it is neither.
+    """
+    from .saved import read
+
+    return read(path)

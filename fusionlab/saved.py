@@ -1,4 +1,4 @@
-"""`fusionlab.load`: reads back what an explorer or a comparison was saved as. Plain data, of which nothing is run."""
+"""What an explorer or a comparison was saved as, read back. Plain data, of which nothing is run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .errors import ArgumentError
 from .evidence.record import load_json
 from .lab import Comparison, Fused, explore, fuse
-from .viz.saved import FORMAT, Saved, digest
+from .viz.saved import FORMAT, Saved
 
 _MOST_BYTES = 256 << 20
 
@@ -36,15 +36,10 @@ class SavedLab(Saved):
         return fuse(fn, passes=self.setting.strategy, only=sorted(self.setting.enabled), **options)
 
 
-def load(path: str | os.PathLike[str]) -> SavedLab | Comparison:
-    """Reads what `lab.save("x.json")` or `comparison.save("x.json")` wrote.
-
-    Returns:
-      A `SavedLab`, or a `Comparison`, by what the file holds.
-
-    Raises:
-      ArgumentError: there is no such file, it is larger than 256 MB, or it is neither.
-    """
+def read(path: str | os.PathLike[str]) -> SavedLab | Comparison:
+    """See `fusionlab.load`."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path: got {path!r:.80}, needed the path of a file")
     file = Path(path)
     if file.is_file() and file.stat().st_size > _MOST_BYTES:
         raise ArgumentError(f"path: {path} has {file.stat().st_size:,} bytes, needed at most {_MOST_BYTES:,}")
@@ -57,6 +52,3 @@ def load(path: str | os.PathLike[str]) -> SavedLab | Comparison:
         raise ArgumentError(f"path: {path}: {error}") from error
     assert isinstance(saved, SavedLab)
     return saved
-
-
-__all__ = ["SavedLab", "digest", "load"]

@@ -63,18 +63,29 @@ class Saved:
           ArgumentError: it is anything else, or of a newer version.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ArgumentError(f"got no state of an explorer, needed what lab.save('x.json') writes (format {FORMAT!r})")
+            raise ArgumentError(
+                f"got no state of an explorer, needed what lab.save('x.json') writes (format {FORMAT!r})"
+            )
         if data.get("version") != VERSION:
-            raise ArgumentError(f"version: got {data.get('version')!r:.40}, needed {VERSION}: save it again with this FusionLab")
+            raise ArgumentError(
+                f"version: got {data.get('version')!r:.40}, needed {VERSION}: save it again with this FusionLab"
+            )
         if set(data) != _KEYS:
-            raise ArgumentError(f"got the keys {', '.join(sorted(map(str, data)))!r:.200}, needed {', '.join(sorted(_KEYS))}")
+            raise ArgumentError(
+                f"got the keys {', '.join(sorted(map(str, data)))!r:.200}, needed {', '.join(sorted(_KEYS))}"
+            )
         texts = {k: data[k] for k in ("function", "program", "device")}
         bad = [k for k, v in texts.items() if not isinstance(v, str)]
         bad += [k for k in ("decisions", "measured") if not isinstance(data[k], list)]
         if bad:
             raise ArgumentError(f"{bad[0]}: got {data[bad[0]]!r:.80}, needed what lab.save writes")
         setting, decisions = Setting.from_dict(data["setting"]), tuple(map(Decision.from_dict, data["decisions"]))
-        return cls(**texts, setting=setting, decisions=decisions, measured=dict(_measured(m, evidence) for m in data["measured"]))
+        return cls(
+            **texts,
+            setting=setting,
+            decisions=decisions,
+            measured=dict(_measured(m, evidence) for m in data["measured"]),
+        )
 
     def __repr__(self) -> str:
         on, n = len(self.setting.enabled), len(self.measured)
@@ -84,6 +95,9 @@ class Saved:
 def _measured(data: Any, evidence: type[Evidence]) -> tuple[Setting, Evidence]:
     if not isinstance(data, Mapping) or set(data) != {"setting", "evidence"}:
         raise ArgumentError("measured: needed settings, each with its evidence")
+    notes = data["evidence"].get("notes") if isinstance(data["evidence"], Mapping) else None
+    if not isinstance(notes, list) or not all(isinstance(n, str) for n in notes):
+        raise ArgumentError(f"measured: got the notes {notes!r:.80}, needed a list of texts")
     try:
         return Setting.from_dict(data["setting"]), evidence.from_dict(data["evidence"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -23,7 +23,7 @@ class Selection:
 
     Attributes:
       name: what selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
-      kind: "", "node", "site", "structure", "kernel", "line" or "group".
+      kind: "", "node", "argument", "site", "structure", "kernel", "line" or "group".
       what: the thing itself, for `inspect`: a Node, a record, a kernel's name, a line as text, or the node ids of a group.
       nodes: ids of its nodes.
     """
@@ -64,7 +64,7 @@ def selection(
     if node is not None:
         return Selection(node.outputs[0].name if node.outputs else f"n{node.id}", "node", node, (node.id,))
     text = str(what)
-    found = _record(findings, text) or _kernel(compiled, text) or _line(graph, text)
+    found = _argument(graph, text) or _record(findings, text) or _kernel(compiled, text) or _line(graph, text)
     if found is not None:
         return found
     if groups and text in groups:
@@ -75,6 +75,15 @@ def selection(
         f"select: got {text!r:.120}, needed a value of the graph shown ({example}'n0'), a site's id, a source line ('model.py:41')"
         + (", or a kernel of XLA's" if compiled is not None else "; kernels of XLA's have names once they are shown")
     )
+
+
+def _argument(graph: Graph, text: str) -> Selection | None:
+    """An argument of the program, by its value's name: its nodes are those that read it."""
+    for value in graph.top.inputs:
+        if value.name == text:
+            readers = tuple(n.id for n in graph.top.users.get(value.id, ()))
+            return Selection(text, "argument", readers, readers)
+    return None
 
 
 def _record(findings: Findings | None, text: str) -> Selection | None:

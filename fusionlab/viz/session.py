@@ -160,11 +160,15 @@ class Session:
         self._become(Setting(enabled, saved.setting.strategy))
         lost = []
         if saved.program != digest(self.graph):
-            lost = [f"this is another program than the one that was saved ({saved.function}): its measurements are left out"]
+            lost = [
+                f"this is another program than the one that was saved ({saved.function}): its measurements are left out"
+            ]
         else:
             self.measured.update(saved.measured)
         if gone := sorted(wanted - enabled):
-            lost += [f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"]
+            lost += [
+                f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"
+            ]
         self._decisions = [*saved.decisions, Decision("loaded", self.setting)]
         self._past = []
         self._changed()
@@ -185,7 +189,9 @@ class Session:
     def _findings(self, strategy: Strategy | None) -> Findings:
         if strategy not in self._found:
             if self._find is None:
-                raise ArgumentError("strategy: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
+                raise ArgumentError(
+                    "strategy: this explorer has only findings; make it with fusionlab.explore(fn, *args)"
+                )
             self._found[strategy] = self._find(strategy)
         return self._found[strategy]
 
@@ -311,12 +317,12 @@ class Session:
     def marks(self) -> dict[str, list[str]]:
         """Ids in the picture of what is selected, of its nearest miss, of what shares its kernel or line, of the search's hits."""
         info = self._inspected()
-        hits = [row for row in self._hits().rows] if self.query else []
+        hits = self._hits().rows if self.query else ()
         return {
             "selected": self.stage.ids(self._drawn(), self._selection),
             "near": self.stage.places(self._drawn(), info.near),
             "linked": self.stage.places(self._drawn(), info.linked),
-            "found": self.stage.places(self._drawn(), [n for row in hits for n in self._nodes_of(row[0])]),
+            "found": self.stage.places(self._drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }
 
     def inspector(self) -> dict[str, str]:
@@ -328,14 +334,14 @@ class Session:
         """What the search found."""
         if not self.query:
             return {"query": "", "total": 0, "rows": []}
-        hits = self._hits()
-        rows = [{"id": name, "label": label, "where": where} for name, label, where in hits.rows]
-        return {"query": self.query, "total": hits.total, "rows": rows}
+        return self._hits().to_dict()
 
     def tabs(self, script: str = "") -> list[dict[str, str]]:
         """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`."""
         shares, after = self.shares.get(self.setting), self._fused.get(self.setting)
-        shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, shares=shares, after=after, compiled=self.compiled)
+        shown = evidence_tabs(
+            self.evidence, self.findings, enabled=self.enabled, shares=shares, after=after, compiled=self.compiled
+        )
         shown += [{"name": "Ledger", "html": self.ledger.html()}]
         return shown + ([{"name": "Code", "html": f"<pre>{escape(script)}</pre>"}] if script else [])
 

@@ -64,6 +64,9 @@ class Toggles(MutableMapping[str, bool | None]):
     def __delitem__(self, name: str) -> None:
         raise ArgumentError(f"toggles: {name!r} cannot be removed, only switched off")
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._passes or name in self._sites
+
     def __iter__(self) -> Iterator[str]:
         yield from self._passes
         yield from self._sites

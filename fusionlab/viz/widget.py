@@ -52,8 +52,8 @@ class Explorer(anywidget.AnyWidget):
       findings: what was found in it.
       measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It may call
         `progress(what, done, total)`, and should stop once `cancel()` is True.
-      shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing can be told apart;
-        called after `measure`.
+      shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
+        can be told apart; called after `measure`.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
       find: `find(strategy) -> Findings` over the same graph, for when an option is changed.
       script: `script(setting, findings) -> str`, a program that does the same.
@@ -94,7 +94,7 @@ class Explorer(anywidget.AnyWidget):
     tabs: Any = traitlets.List().tag(sync=True)
     hits: Any = traitlets.Dict().tag(sync=True)
     busy: Any = traitlets.Dict().tag(sync=True)
-    problem: Any = traitlets.Dict(None, allow_none=True).tag(sync=True)
+    problem = traitlets.Any(None, allow_none=True).tag(sync=True)
 
     def __init__(
         self,
@@ -210,7 +210,10 @@ class Explorer(anywidget.AnyWidget):
         return self._background.run(functools.partial(self._run, setting), token)
 
     def start(self) -> threading.Thread:
-        """Measures in a thread of its own, now and after every change; `status` and `evidence` tell how it goes. A running one is cancelled."""
+        """Measures in a thread of its own, now and after every change; `status` and `evidence` tell how it goes.
+
+        A measurement that runs is cancelled.
+        """
         self.measuring = self._measure_with is not None
         setting, token = self.setting, self._begin()
         return self._background.start(functools.partial(self._quietly, self._run, setting), token)
@@ -448,7 +451,9 @@ def _download(lab: Explorer, message: Mapping[str, Any]) -> None:
     content = lab._export(suffix, f"a file that ends in {suffix}")
     encoded = {"text": content} if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lab.graph.name)[:60] or "graph"
-    lab.send({"type": "download", "name": name + suffix, "mime": _MIME.get(suffix, "application/octet-stream"), **encoded})
+    lab.send(
+        {"type": "download", "name": name + suffix, "mime": _MIME.get(suffix, "application/octet-stream"), **encoded}
+    )
 
 
 def _dismiss(lab: Explorer, _: Mapping[str, Any]) -> None:
