@@ -218,8 +218,10 @@ def test_a_candidate_tells_backends_residuals_cost_and_state(case):
 def test_residuals_name_the_gradients_of_this_program_that_read_them(model):
     site = next(c for c in model.found.candidates if c.backward is not None and c.backward.gradients)
     found = inspect(model.graph, model.found, site.id)
-    assert set(v.name for v in site.backward.gradients.values()) <= set(Parsed(found.html).picks)
-    kept = [(r.name, k, v.name) for r in site.residuals for k, v in site.backward.gradients.items() if f"d{k}" in r.readers]
+    assert {v.name for v in site.backward.gradients.values()} <= set(Parsed(found.html).picks)
+    kept = [
+        (r.name, k, v.name) for r in site.residuals for k, v in site.backward.gradients.items() if f"d{k}" in r.readers
+    ]
     assert kept
     assert all(f"d{k} {v}" in said(found) for _, k, v in kept)
 
@@ -258,7 +260,9 @@ def test_a_structure_lists_its_sites_and_what_is_in_it_says_so():
     params, x = transformer.init(jax.random.key(0), 1, embed=32), transformer.inputs(jax.random.key(1), 2, 16, 32)
     found = fl.find(lambda p, x: transformer.block(p[0], x, heads=4), params, x)
     site = found.candidates[0]
-    assert "Part of" not in said(inspect(found.graph, found, site.id))  # looking for structures takes long: nobody asked
+    assert "Part of" not in said(
+        inspect(found.graph, found, site.id)
+    )  # looking for structures takes long: nobody asked
     structure = next(s for s in found.structures if site.id in s.sites)
     shown = inspect(found.graph, found, structure.id)
     assert structure.text in said(shown)
