@@ -5,7 +5,8 @@
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
 const PAN = 60; // pixels that Shift + an arrow key moves the picture by
-const LEGIBLE = 0.7; // the scale below which a picture is cut off at first rather than shrunk
+const LEGIBLE = 1; // the scale below which a picture is cut off at first rather than shrunk
+const SMALL = 0.7; // what is too wide for the pane is not shrunk below this at first
 const WAIT = 160; // ms without a key before a search is sent
 const FEW_SITES = 12; // up to here the panel lists every site at once
 const SUFFIXES = [".svg", ".png", ".pdf", ".dot", ".json", ".html"];
@@ -301,8 +302,10 @@ function graph(ui) {
   const fit = (whole = true, glide = true) => {
     if (!svg() || !pane.clientWidth) return;
     const [across, down] = [(pane.clientWidth - 16) / size.width, (pane.clientHeight - 16) / size.height];
-    place.scale = Math.min(1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), 0.4));
-    place.x = Math.max(whole ? 0 : 8, (pane.clientWidth - size.width * place.scale) / 2);
+    place.scale = Math.min(1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
+    const first = [...boxes.values()].reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
+    place.x = (pane.clientWidth - size.width * place.scale) / 2;
+    if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
     place.y = Math.max(8, (pane.clientHeight - size.height * place.scale) / 2);
     fitted = true;
     move(glide);
@@ -341,7 +344,6 @@ function graph(ui) {
     current = box.id;
     box.setAttribute("tabindex", "0");
     box.focus({ preventScroll: true });
-    pane.scrollTo(0, 0);
     show(current);
   };
   const neighbour = (key) => {
@@ -436,7 +438,7 @@ function graph(ui) {
 
   // A picture of the picture: rectangles only, and the part in sight.
   const buildMap = () => {
-    const scale = Math.min(150 / size.width, 110 / size.height);
+    const scale = Math.min(150 / size.width, Math.max(110, pane.clientHeight * 0.45) / size.height);
     minimap.style.width = `${Math.max(10, size.width * scale)}px`;
     minimap.style.height = `${Math.max(10, size.height * scale)}px`;
     minimap.flScale = scale;
@@ -538,6 +540,12 @@ function graph(ui) {
     if (!act || e.ctrlKey || e.metaKey || e.altKey) return;
     e.preventDefault();
     act();
+  });
+  ui.on(pane, "scroll", () => { // the browser brought something into sight by itself: that is a pan
+    place.x -= pane.scrollLeft;
+    place.y -= pane.scrollTop;
+    pane.scrollTo(0, 0);
+    move();
   });
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
