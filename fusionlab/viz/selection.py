@@ -24,7 +24,7 @@ class Selection:
     Attributes:
       name: what selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
       kind: "", "node", "argument", "site", "structure", "kernel", "line" or "group".
-      what: the thing itself, for `inspect`: a Node, a record, a kernel's name, a line as text, or the node ids of a group.
+      what: the thing itself, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
       nodes: ids of its nodes.
     """
 
@@ -82,7 +82,7 @@ def _argument(graph: Graph, text: str) -> Selection | None:
     for value in graph.top.inputs:
         if value.name == text:
             readers = tuple(n.id for n in graph.top.users.get(value.id, ()))
-            return Selection(text, "argument", readers, readers)
+            return Selection(text, "argument", text, readers)
     return None
 
 

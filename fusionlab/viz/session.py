@@ -15,7 +15,8 @@ from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
 from .evidence_view import headline
-from .inspecting import inspect
+from .inspecting import Inspected, inspect
+from .markup import quiet
 from .panel import options_of, panel, with_option
 from .saved import Saved, digest
 from .search import search
@@ -28,6 +29,7 @@ from .view_model import summary
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
+_HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
 
 
 class Session:
@@ -360,6 +362,8 @@ class Session:
 
     def _inspected(self) -> Any:
         chosen, shares = self._selection, self.shares.get(self.setting)
+        if not chosen.name:
+            return Inspected("", quiet(_HINT))
         return inspect(
             self.shown_graph,
             self.shown_findings,

@@ -12,6 +12,7 @@ from fusionlab.graph.ir import Graph
 from .dot import dom_id
 from .html import picture
 from .hulls import hulls, with_hulls
+from .page import items
 from .selection import Selection
 from .view_model import Pictures
 
@@ -80,20 +81,10 @@ class Stage:
         view = self.view(drawn)
         if self._svg[0] != self._view[0]:
             self._svg = self._view[0], picture(view, PREFIX, self._engine)
-        items = {
-            self.id_of(i["id"]): {
-                "label": " ".join(i["lines"]) if "lines" in i else i["label"],
-                "kind": i["kind"],
-                "closed": bool(i.get("closed")),
-                "group": i["kind"] != "node",
-            }
-            for i in (*view["boxes"], *view["groups"])
-            if i["kind"] not in ("input", "output")
-        }
         outlined = hulls(compiled, view) if self.hulls and compiled is not None else []
         self._hull_names = {PREFIX + h["id"]: h["kernel"] for h in outlined}
         svg = with_hulls(self._svg[1], outlined, PREFIX) if outlined else self._svg[1]
-        return {"svg": svg, "items": items, "hull_items": {PREFIX + h["id"]: h["label"] for h in outlined}}
+        return {"svg": svg, "items": items(view, PREFIX), "hull_items": {PREFIX + h["id"]: h["label"] for h in outlined}}
 
     def _of(self, graph: Graph, findings: Findings | None) -> Pictures:
         key = (id(graph), id(findings))

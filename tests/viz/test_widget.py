@@ -300,7 +300,7 @@ def test_groups_close_and_open(lab):
     frame = "fl-" + dom_id("layer_0")
     assert lab.scene["items"][frame]["label"] == "layer_0"
     click(lab, "fold", id=frame)
-    assert lab.scene["items"][frame]["label"].startswith("layer_0 4 nodes")
+    assert lab.scene["items"][frame]["label"].startswith("layer_0, 4 nodes")
     assert lab.scene["items"][frame]["closed"]
     click(lab, "fold", id=frame)
     assert lab.scene["items"][frame]["label"] == "layer_0"
