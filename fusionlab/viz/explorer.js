@@ -1,161 +1,707 @@
-// The graph pane: draws the SVG that Python computed, pans and zooms it, and reports clicks. Knows nothing about graphs.
+// The explorer on screen. Python computes every picture and every text; this module draws them, pans, zooms, and reports
+// what was clicked. It knows nothing about graphs. `mount(el, store)` draws it; `render` is what anywidget calls.
+//
+// A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
+// Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
-const STEP = 60; // pixels an arrow key moves the picture by
+const PAN = 60; // pixels that Shift + an arrow key moves the picture by
+const LEGIBLE = 1; // the scale below which a picture is cut off at first rather than shrunk
+const SMALL = 0.7; // what is too wide for the pane is not shrunk below this at first
+const WAIT = 160; // ms without a key before a search is sent
+const FEW_SITES = 12; // up to here the panel lists every site at once
+const SUFFIXES = [".svg", ".png", ".pdf", ".dot", ".json", ".html"];
+const STATES = { on: "applied", partial: "partly applied", off: "not applied", none: "nothing found" };
+let views = 0; // tells the ids of several views in one document apart
 
-function render({ model, el }) {
-  const abort = new AbortController();
-  const on = (target, type, handler, options = {}) =>
-    target.addEventListener(type, handler, { signal: abort.signal, ...options });
+// Elements -----------------------------------------------------------------------------------------------------------
+function h(tag, attrs = {}, ...children) {
+  const e = document.createElement(tag);
+  for (const [name, value] of Object.entries(attrs)) {
+    if (["checked", "indeterminate", "value"].includes(name) && tag !== "option") e[name] = value ?? e[name];
+    else if (value === true) e.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) e.setAttribute(name, value);
+  }
+  e.append(...children.flat().filter((c) => c !== null && c !== false && c !== undefined && c !== ""));
+  return e;
+}
 
-  const root = document.createElement("div");
-  root.className = "fl";
-  const pane = document.createElement("div");
-  pane.className = "fl-graph fl-pane";
-  pane.tabIndex = 0;
-  pane.setAttribute("role", "group");
-  pane.setAttribute("aria-label", "graph; arrow keys move it, plus and minus zoom, 0 fits it; Tab walks the boxes");
-  const canvas = document.createElement("div");
-  const tools = document.createElement("div");
-  tools.className = "fl-tools";
-  pane.append(canvas, tools);
-  root.append(pane);
-  el.append(root);
+const focused = (node) => node.getRootNode().activeElement === node;
 
-  const place = { x: 0, y: 0, scale: 1 };
-  const svg = () => canvas.querySelector("svg");
-  const move = () => {
-    const picture = svg();
-    if (picture) picture.style.transform = `translate(${place.x}px, ${place.y}px) scale(${place.scale})`;
+// Makes the children of `to` like those of `from` and keeps every element that has a counterpart, so that focus, scroll
+// positions and what a reader has opened survive.
+function morph(to, from) {
+  const keyed = new Map([...to.children].filter((c) => c.dataset.key).map((c) => [c.dataset.key, c]));
+  let here = to.firstChild;
+  for (const next of [...from.childNodes]) {
+    const key = next.dataset?.key;
+    const old = key ? keyed.get(key) : here?.dataset?.key ? null : here;
+    if (!old || old.nodeName !== next.nodeName) {
+      to.insertBefore(next, here);
+      continue;
+    }
+    if (old === here) here = here.nextSibling;
+    else to.insertBefore(old, here);
+    patch(old, next);
+  }
+  while (here) {
+    const after = here.nextSibling;
+    here.remove();
+    here = after;
+  }
+}
+
+function patch(old, next) {
+  if (old.nodeType !== 1) {
+    if (old.data !== next.data) old.data = next.data;
+  } else if (old.namespaceURI !== document.documentElement.namespaceURI) {
+    if (!old.isEqualNode(next)) old.replaceWith(next); // a plot
+  } else {
+    const kept = old.nodeName === "DETAILS" ? ["open"] : [];
+    for (const { name } of [...old.attributes]) if (!next.hasAttribute(name) && !kept.includes(name)) old.removeAttribute(name);
+    for (const { name, value } of next.attributes) {
+      if (old.getAttribute(name) !== value && !kept.includes(name)) old.setAttribute(name, value);
+    }
+    morph(old, next);
+    if (old.nodeName === "INPUT" && old.type === "checkbox") [old.checked, old.indeterminate] = [next.checked, next.indeterminate];
+    else if (["INPUT", "SELECT", "PROGRESS"].includes(old.nodeName) && !focused(old)) old.value = next.value;
+  }
+}
+
+const fill = (e, ...children) => morph(e, h("div", {}, ...children));
+
+function fillHtml(e, html) {
+  if (e.flHtml === html) return;
+  e.flHtml = html;
+  const template = document.createElement("template");
+  template.innerHTML = html; // made and escaped by Python
+  for (const link of template.content.querySelectorAll("[data-fl-pick]:not(button, a[href])")) {
+    link.setAttribute("role", "button");
+    link.setAttribute("tabindex", "0");
+  }
+  morph(e, template.content);
+}
+
+const button = (hook, label, message, attrs = {}) =>
+  h("button", { type: "button", "data-fl": hook, "data-msg": message && JSON.stringify(message), ...attrs }, label);
+
+// Header: title, sentence, search, theme, export ---------------------------------------------------------------------
+function header(ui) {
+  const list = `${ui.uid}-hits`;
+  const input = h("input", {
+    type: "search", "data-fl": "search", placeholder: "Search: op, shape, scope, file:line, site", "aria-label": "search the program",
+    "aria-controls": list, "aria-keyshortcuts": "/", autocomplete: "off", spellcheck: "false",
+  });
+  const hits = h("div", { "data-fl": "hits", id: list, class: "fl-hits", hidden: true });
+  const found = h("span", { class: "fl-sr", role: "status", "aria-live": "polite" });
+  const title = h("div", { class: "fl-title" });
+  const sentence = h("p", { class: "fl-sentence", "data-fl": "sentence" });
+  const theme = button("theme", "", null, { class: "fl-icon" });
+  const menu = h("details", { "data-fl": "export", class: "fl-menu" }, h("summary", {}, "Export"), h("div", { class: "fl-drop" }));
+  const search = h("div", { class: "fl-search", role: "search" }, input, found, hits);
+  const el = h("header", { class: "fl-top" }, h("div", { class: "fl-say" }, title, sentence), h("div", { class: "fl-actions" }, search, theme, menu));
+  let timer = 0, asked = "", enter = false;
+
+  const ask = () => {
+    clearTimeout(timer);
+    asked = input.value.trim();
+    ui.store.send({ type: "search", text: asked });
   };
-  const zoom = (factor, x = pane.clientWidth / 2, y = pane.clientHeight / 2) => {
-    const scale = Math.min(8, Math.max(0.05, place.scale * factor));
+  const rows = () => [...hits.querySelectorAll("button")];
+  const close = () => { hits.hidden = true; };
+  const choose = (row) => {
+    close();
+    ui.store.send({ type: "pick", name: row.dataset.flHit });
+    ui.reveal = true;
+  };
+  const walk = (event, step) => {
+    const all = rows(), at = all.indexOf(event.target);
+    (at + step < 0 ? input : all[Math.min(at + step, all.length - 1)])?.focus();
+  };
+  ui.on(input, "input", () => { clearTimeout(timer); enter = false; timer = setTimeout(ask, WAIT); });
+  ui.on(input, "focus", () => { hits.hidden = !hits.hasChildNodes() || !input.value; });
+  ui.on(search, "focusout", (e) => { if (!search.contains(e.relatedTarget)) close(); });
+  ui.on(hits, "click", (e) => { const row = e.target.closest("button"); if (row) choose(row); });
+  ui.on(search, "keydown", (e) => {
+    if (e.key === "ArrowDown" || e.key === "ArrowUp") {
+      e.preventDefault();
+      walk(e, e.key === "ArrowDown" ? 1 : -1);
+    } else if (e.key === "Enter" && e.target === input) {
+      if (asked === input.value.trim() && rows()[0]) choose(rows()[0]);
+      else { enter = true; ask(); }
+    } else if (e.key === "Escape") {
+      e.preventDefault();
+      if (e.target !== input || !hits.hidden) { close(); input.focus(); close(); } else ui.graph.focus();
+    }
+  });
+  ui.on(menu, "keydown", (e) => {
+    if (e.key !== "Escape") return;
+    menu.open = false;
+    menu.querySelector("summary").focus();
+  });
+  ui.on(menu, "focusout", (e) => { if (e.relatedTarget && !menu.contains(e.relatedTarget)) menu.open = false; });
+  ui.on(menu, "click", (e) => {
+    const suffix = e.target.dataset.flExport;
+    if (!suffix) return;
+    menu.open = false;
+    ui.expecting = true;
+    ui.store.send({ type: "export", suffix });
+  });
+  ui.on(document, "pointerdown", (e) => { if (!menu.contains(e.target)) menu.open = false; });
+  ui.on(theme, "click", () => {
+    const order = ["auto", "light", "dark"];
+    ui.store.set("theme", order[(order.indexOf(ui.store.get("theme")) + 1) % 3]);
+  });
+
+  return { el, focus: () => { input.focus(); input.select(); }, draw: {
+    head({ title: text = "", sentence: said = "", device = "", can = {} }) {
+      fill(title, h("strong", {}, text), device && h("span", { class: "fl-chip" }, device));
+      if (sentence.textContent !== said) sentence.textContent = said;
+      const possible = can.export ?? SUFFIXES;
+      fill(menu.lastChild, SUFFIXES.map((s) => button(null, s.slice(1).toUpperCase(), null, {
+        "data-fl-export": s, disabled: !possible.includes(s), title: possible.includes(s) ? `save as ${s}` : "needs a live kernel",
+      })));
+    },
+    theme(name = "auto") {
+      ui.root.removeAttribute("data-theme");
+      if (name !== "auto") ui.root.dataset.theme = name;
+      theme.textContent = { auto: "◐", light: "☀", dark: "☾" }[name];
+      theme.title = `theme: ${name}`;
+      theme.setAttribute("aria-label", `theme: ${name}; press to change`);
+    },
+    hits({ query = "", total = 0, rows: all = [] }) {
+      if (!query || query !== input.value.trim()) return close();
+      fill(hits, h("p", { class: "fl-quiet" }, total > all.length ? `${all.length} of ${total.toLocaleString()} hits` : `${total} hit${total === 1 ? "" : "s"}`),
+        all.map((r, i) => h("button", { type: "button", "data-fl-hit": r.id, "data-key": `${i} ${r.id}` },
+          h("span", { class: "fl-mono" }, r.label), h("span", { class: "fl-quiet" }, r.where))));
+      found.textContent = `${total} hits`;
+      if (enter && all.length) choose(rows()[0]);
+      else hits.hidden = !search.contains(ui.root.getRootNode().activeElement);
+      enter = false;
+    },
+  } };
+}
+
+// Passes: a check box per pass, group of identical sites, and site ----------------------------------------------------
+function passes(ui) {
+  const opened = new Map(); // what the reader opened or closed by hand
+  const list = h("div", { class: "fl-list" });
+  const foot = h("div", { class: "fl-foot" });
+  const el = h("section", { class: "fl-passes", "aria-label": "passes" }, h("h3", {}, "Passes"), list, foot);
+  const box = (attrs, state, label) => h("input", { type: "checkbox", ...attrs, checked: state !== "off" && state !== "none" && state !== false,
+    indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
+
+  const site = (s) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
+    box({ "data-fl-toggle": s.id }, s.on, `apply ${s.label}`),
+    h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label),
+    (s.note || s.idle) && h("span", { class: s.losing ? "fl-warn" : "fl-quiet" }, s.note || "idle"));
+  const group = (g, few) => {
+    if (g.sites.length === 1) return site({ ...g.sites[0], label: g.label || g.sites[0].label });
+    const open = opened.get(g.key) ?? few;
+    const id = `${ui.uid}-${g.key}`.replace(/\s/g, "_");
+    return h("div", { class: "fl-group", "data-key": g.key },
+      h("div", { class: "fl-row" },
+        h("button", { type: "button", class: "fl-twist", "data-open": g.key, "aria-expanded": String(open), "aria-controls": id, "aria-label": `sites of ${g.label}` }, open ? "▾" : "▸"),
+        box({ "data-fl-group": g.key }, g.state, `apply all ${g.count} identical: ${g.label}`),
+        h("button", { type: "button", class: "fl-link", "data-fl-pick": g.ids[0], title: g.where || g.label }, g.label),
+        h("span", { class: "fl-count", title: "identical sites" }, `×${g.count}`)),
+      h("div", { class: "fl-sites", id, hidden: !open }, open && g.sites.map(site)));
+  };
+  const option = (pass, o) => {
+    const attrs = { "data-fl-option": `${pass}.${o.name}`, title: o.doc, disabled: ui.fixed() };
+    const choices = o.choices?.map((c) => h("option", { value: String(c), selected: c === o.value }, String(c)));
+    const control = choices ? h("select", attrs, choices) : h("input", { type: "text", ...attrs, value: String(o.value ?? "") });
+    return h("label", { class: "fl-option", title: o.doc, "data-key": o.name }, h("span", { class: "fl-quiet" }, o.name), control);
+  };
+  const pass = (p, few) => h("div", { class: `fl-pass fl-${p.state}`, "data-key": p.name, style: `--pass:${p.colour};--tint:${p.tint}` },
+    h("div", { class: "fl-row" },
+      box({ "data-fl-toggle": p.name }, p.state, `apply all of ${p.name}`),
+      h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || "empty"}`, title: STATES[p.state] }),
+      h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name),
+      h("span", { class: "fl-count", title: "applied of found" }, p.sites ? `${p.applied}/${p.sites}` : "–")),
+    p.sites > 0 && p.formula && h("div", { class: "fl-formula", title: p.formula }, p.formula),
+    p.sites > 0 && p.options.length > 0 && h("div", { class: "fl-options" }, p.options.map((o) => option(p.name, o))),
+    h("div", { class: "fl-groups" }, p.groups.map((g) => group(g, few))));
+  const declined = (kinds) => {
+    const n = kinds.reduce((sum, k) => sum + k.rows.length, 0);
+    if (!n) return null;
+    return h("details", { class: "fl-declined", "data-key": "declined" }, h("summary", {}, `Declined ${n}`),
+      kinds.map((k) => h("div", { "data-key": k.code }, h("p", { class: "fl-code", title: k.doc }, h("b", {}, k.code), h("span", { class: "fl-quiet" }, ` ${k.doc}`)),
+        k.rows.map((r) => h("div", { class: "fl-reason", "data-key": r.id },
+          h("button", { type: "button", class: "fl-link", "data-fl-pick": r.id, title: r.id }, r.where || r.id),
+          r.total > 0 && h("span", { class: "fl-near", title: "nodes that matched" }, `${r.matched}/${r.total}`),
+          h("p", {}, r.text), r.edit && h("p", { class: "fl-edit" }, r.edit))))));
+  };
+
+  const redraw = () => {
+    const { passes: all = [], declined: kinds = [] } = ui.store.get("panel") || {};
+    const few = all.reduce((sum, p) => sum + p.sites, 0) <= FEW_SITES;
+    const none = all.filter((p) => p.state === "none"), some = all.filter((p) => p.state !== "none");
+    fill(list, ui.head().offline && h("p", { class: "fl-note", "data-key": "offline" }, ui.head().offline),
+      some.map((p) => pass(p, few)), declined(kinds),
+      none.length > 0 && h("details", { class: "fl-declined", "data-key": "none" }, h("summary", {}, `Nothing found by ${none.length} pass${none.length > 1 ? "es" : ""}`), none.map((p) => pass(p, few))));
+    const off = { disabled: ui.fixed() };
+    fill(foot, button("all-on", "All on", { type: "all", on: true }, off), button("all-off", "All off", { type: "all", on: false }, off),
+      button("reset", "Reset", { type: "reset" }, off), button("undo", "Undo", { type: "undo" }, { disabled: ui.fixed() || !ui.can("undo"), title: "take back the last change" }));
+  };
+  ui.on(el, "click", (e) => {
+    const key = e.target.dataset.open;
+    if (key === undefined) return;
+    opened.set(key, e.target.getAttribute("aria-expanded") !== "true");
+    redraw();
+  });
+  ui.on(el, "change", (e) => {
+    const { flToggle: name, flGroup: key, flOption: asked } = e.target.dataset;
+    const all = ui.store.get("panel").passes;
+    if (name !== undefined) ui.store.send({ type: "toggle", name, on: e.target.checked });
+    else if (key !== undefined) ui.store.send({ type: "group", ids: all.flatMap((p) => p.groups).find((g) => g.key === key).ids, on: e.target.checked });
+    else if (asked !== undefined) sendOption(all, asked, e.target.value);
+  });
+  const sendOption = (all, asked, text) => {
+    for (const p of all) for (const o of p.options) {
+      if (`${p.name}.${o.name}` !== asked) continue;
+      const same = o.choices?.find((c) => String(c) === text);
+      const value = same ?? (typeof o.value === "number" && text.trim() !== "" && !Number.isNaN(Number(text)) ? Number(text) : text);
+      ui.store.send({ type: "option", pass: p.name, name: o.name, value });
+    }
+  };
+  return { el, draw: { panel: redraw, head: redraw, problem: redraw } }; // a change that Python refused is taken back
+}
+
+// Graph: pan, zoom, minimap; one tab stop, arrow keys walk the boxes ----------------------------------------------------
+function graph(ui) {
+  const canvas = h("div", { class: "fl-canvas" });
+  const minimap = h("div", { class: "fl-minimap", "aria-hidden": "true", hidden: true });
+  const legend = h("ul", { class: "fl-legend" });
+  const pane = h("div", { class: "fl-graph fl-pane", "data-fl": "graph", role: "group", "data-lm-suppress-shortcuts": "true",
+    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom" }, canvas, minimap);
+  const tools = h("div", { class: "fl-tools", role: "toolbar", "aria-label": "graph" });
+  const el = h("section", { class: "fl-middle", "aria-label": "graph" }, tools, pane, legend);
+  const place = { x: 0, y: 0, scale: 1 };
+  let boxes = new Map(), current = null, anchor = null, drawn = "", fitted = false, size = { width: 1, height: 1 };
+
+  const svg = () => canvas.querySelector("svg");
+  const shape = (id) => (id ? canvas.querySelector(`[id="${CSS.escape(id)}"]`) : null);
+  const items = () => ui.store.get("scene")?.items || {};
+  const move = (glide = false) => {
+    const picture = svg();
+    if (!picture) return;
+    const keep = 48; // so much of the picture always stays in sight
+    place.x = Math.min(pane.clientWidth - keep, Math.max(keep - size.width * place.scale, place.x));
+    place.y = Math.min(pane.clientHeight - keep, Math.max(keep - size.height * place.scale, place.y));
+    canvas.classList.toggle("fl-glide", glide);
+    picture.style.transform = `translate(${place.x}px, ${place.y}px) scale(${place.scale})`;
+    drawMap();
+  };
+  const zoom = (factor, x = pane.clientWidth / 2, y = pane.clientHeight / 2, glide = false) => {
+    const scale = Math.min(6, Math.max(0.05, place.scale * factor));
     place.x = x - ((x - place.x) * scale) / place.scale;
     place.y = y - ((y - place.y) * scale) / place.scale;
     place.scale = scale;
-    move();
+    move(glide);
   };
-  const fit = () => {
-    const picture = svg();
-    if (!picture) return;
-    const box = picture.viewBox.baseVal;
-    // A tall graph is read from the top at a legible size rather than shrunk to a ribbon.
-    const whole = Math.min(pane.clientWidth / box.width, pane.clientHeight / box.height);
-    place.scale = Math.min(1.2, Math.max(whole, Math.min(0.75, pane.clientWidth / box.width)));
-    place.x = Math.max(0, (pane.clientWidth - box.width * place.scale) / 2);
-    place.y = 0;
+  const fit = (whole = true, glide = true) => {
+    if (!svg() || !pane.clientWidth) return;
+    const [across, down] = [(pane.clientWidth - 16) / size.width, (pane.clientHeight - 16) / size.height];
+    place.scale = Math.min(1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
+    const first = [...boxes.values()].reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
+    place.x = (pane.clientWidth - size.width * place.scale) / 2;
+    if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
+    place.y = Math.max(8, (pane.clientHeight - size.height * place.scale) / 2);
+    fitted = true;
+    move(glide);
+  };
+  const measure = () => { // where the boxes are in the picture itself, in its own units
+    const whole = svg()?.getBoundingClientRect();
+    boxes = new Map();
+    if (!whole?.width) return;
+    const unit = size.width / whole.width;
+    for (const id of [...Object.keys(items()), ...Object.keys(ui.store.get("scene")?.hull_items || {})]) {
+      const r = shape(id)?.getBoundingClientRect();
+      if (r) boxes.set(id, { x: (r.left - whole.left) * unit, y: (r.top - whole.top) * unit, w: r.width * unit, h: r.height * unit });
+    }
+  };
+  const on = (id) => { // where a box is on screen
+    const b = boxes.get(id);
+    return b && { x: place.x + b.x * place.scale, y: place.y + b.y * place.scale, w: b.w * place.scale, h: b.h * place.scale };
+  };
+  const show = (id, glide = true) => { // brings a box into sight, moving as little as possible
+    const b = on(id), margin = 28;
+    if (!b) return;
+    const shift = (at, length, room) => {
+      if (length > room - 2 * margin) return at > margin || at + length < room - margin ? margin - at : 0;
+      return at < margin ? margin - at : at + length > room - margin ? room - margin - at - length : 0;
+    };
+    const [dx, dy] = [shift(b.x, b.w, pane.clientWidth), shift(b.y, b.h, pane.clientHeight)];
+    if (!dx && !dy) return;
+    place.x += dx;
+    place.y += dy;
+    move(glide);
+  };
+  const focus = (id = current) => {
+    const box = shape(id) || shape(boxes.keys().next().value);
+    if (!box) return;
+    shape(current)?.setAttribute("tabindex", "-1");
+    current = box.id;
+    box.setAttribute("tabindex", "0");
+    box.focus({ preventScroll: true });
+    show(current);
+  };
+  const neighbour = (key) => {
+    const a = boxes.get(current), [dx, dy] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
+    let best = null, least = Infinity;
+    // A frame stands at its label, its upper left corner, or its middle would lie among the boxes inside it.
+    const spot = (id, b) => (items()[id]?.group && !items()[id].closed ? [b.x + 20, b.y + 6] : [b.x + b.w / 2, b.y + b.h / 2]);
+    const [ax, ay] = spot(current, a);
+    for (const [id, b] of boxes) {
+      const [bx, by] = spot(id, b);
+      const along = (bx - ax) * dx + (by - ay) * dy, across = Math.abs((bx - ax) * dy) + Math.abs((by - ay) * dx);
+      if (along > 2 && along + 2 * across < least) [best, least] = [id, along + 2 * across];
+    }
+    return best;
+  };
+  const fold = (id) => {
+    if (!items()[id]?.group) return ui.store.send({ type: "select", id });
+    anchor = { id, ...on(id) };
+    ui.store.send({ type: "fold", id });
+  };
+
+  const label = (id, item, tab) => {
+    const box = shape(id);
+    if (!box) return;
+    box.setAttribute("tabindex", tab ? "0" : "-1");
+    box.setAttribute("role", "button");
+    box.setAttribute("aria-label", item.label ?? item);
+    if (item.group) box.setAttribute("aria-expanded", String(!item.closed));
+  };
+  const draw = (scene) => {
+    const had = canvas.contains(ui.root.getRootNode().activeElement);
+    if (!anchor && marked().selected?.[0]) anchor = { id: marked().selected[0], ...on(marked().selected[0]) };
+    if (drawn !== scene.svg) {
+      canvas.innerHTML = drawn = scene.svg || ""; // made and escaped by Python
+      const picture = svg();
+      size = picture ? picture.viewBox.baseVal : size;
+      if (picture) Object.assign(picture.style, { width: `${size.width}px`, height: `${size.height}px` });
+      picture?.setAttribute("aria-hidden", "false");
+    }
+    const all = { ...scene.items, ...scene.hull_items };
+    if (!(current in all)) current = anchor && anchor.id in all ? anchor.id : Object.keys(all)[0];
+    for (const [id, item] of Object.entries(all)) label(id, item, id === current);
+    for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
+    measure();
+    if (!fitted) fit(false, false);
+    else stay();
+    if (had) focus();
+    anchor = null;
+    buildMap();
+    marks();
+    drawTools();
+  };
+  const stay = () => { // the box that was opened or closed stays where it was on screen
+    const now = anchor?.x !== undefined && on(anchor.id);
+    if (now) {
+      place.x += anchor.x + Math.min(anchor.w, pane.clientWidth) / 2 - now.x - Math.min(now.w, pane.clientWidth) / 2;
+      place.y += Math.max(anchor.y, 0) - now.y;
+      move();
+      if (now.h < pane.clientHeight) show(anchor.id, false);
+    } else move();
+  };
+
+  const marked = () => ui.store.get("marks") || {};
+  const marks = () => {
+    for (const kind of ["linked", "found", "near", "selected"]) {
+      for (const e of canvas.querySelectorAll(`.fl-${kind}`)) e.classList.remove(`fl-${kind}`);
+      for (const id of marked()[kind] || []) shape(id)?.classList.add(`fl-${kind}`);
+    }
+    for (const e of canvas.querySelectorAll("[aria-current]")) e.removeAttribute("aria-current");
+    for (const id of marked().selected || []) shape(id)?.setAttribute("aria-current", "true");
+    const said = { near: "nearest miss", found: "search hit", linked: "same kernel or line" };
+    const kinds = ["candidate", "applied", "declined"].filter((k) => canvas.querySelector(`.${k}`));
+    const li = (css, text) => h("li", {}, h("span", { class: `fl-swatch ${css}` }), text);
+    fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)" }[k])),
+      Object.keys(ui.store.get("scene")?.hull_items || {}).length > 0 && li("hull", "XLA's own fusion"),
+      Object.entries(said).filter(([k]) => marked()[k]?.length).map(([k, text]) => li(`fl-${k}`, text)));
+  };
+  const reveal = () => {
+    marks();
+    drawTools();
+    const id = marked().selected?.[0];
+    if (!boxes.has(id)) return;
+    if (!canvas.contains(ui.root.getRootNode().activeElement)) {
+      shape(current)?.setAttribute("tabindex", "-1");
+      current = id;
+      shape(id).setAttribute("tabindex", "0");
+    }
+    show(id);
+    if (ui.reveal) focus(id);
+    ui.reveal = false;
+  };
+
+  // A picture of the picture: rectangles only, and the part in sight.
+  const buildMap = () => {
+    const scale = Math.min(150 / size.width, Math.max(110, pane.clientHeight * 0.45) / size.height);
+    minimap.style.width = `${Math.max(10, size.width * scale)}px`;
+    minimap.style.height = `${Math.max(10, size.height * scale)}px`;
+    minimap.flScale = scale;
+    const dots = [...boxes].map(([id, b]) => {
+      const at = `left:${b.x * scale}px;top:${b.y * scale}px;width:${Math.max(1, b.w * scale)}px;height:${Math.max(1, b.h * scale)}px`;
+      const pass = shape(id).matches(".candidate, .applied, .declined, .fused") ? " fl-hot" : "";
+      return h("i", { class: items()[id]?.group && !items()[id].closed ? "fl-frame" : `fl-dot${pass}`, style: at });
+    });
+    minimap.replaceChildren(...dots, h("b"));
+    drawMap();
+  };
+  const drawMap = () => {
+    const [w, t] = [pane.clientWidth / place.scale, pane.clientHeight / place.scale];
+    minimap.hidden = !boxes.size || (size.width <= w * 1.05 && size.height <= t * 1.05) || pane.clientWidth < 340;
+    const view = minimap.lastChild;
+    if (minimap.hidden || !view) return;
+    const s = minimap.flScale, clip = (v, most) => Math.min(most, Math.max(0, v));
+    const [left, top] = [clip(-place.x / place.scale, size.width), clip(-place.y / place.scale, size.height)];
+    const [right, bottom] = [clip(-place.x / place.scale + w, size.width), clip(-place.y / place.scale + t, size.height)];
+    Object.assign(view.style, { left: `${left * s}px`, top: `${top * s}px`, width: `${(right - left) * s}px`, height: `${(bottom - top) * s}px` });
+  };
+  const jump = (event) => {
+    const r = minimap.getBoundingClientRect();
+    place.x = pane.clientWidth / 2 - ((event.clientX - r.left) / minimap.flScale) * place.scale;
+    place.y = pane.clientHeight / 2 - ((event.clientY - r.top) / minimap.flScale) * place.scale;
     move();
   };
 
-  for (const [label, name, action] of [
-    ["+", "zoom in", () => zoom(1.25)],
-    ["−", "zoom out", () => zoom(0.8)],
-    ["⤢", "fit", fit],
-  ]) {
-    const button = document.createElement("button");
-    button.textContent = label;
-    button.title = name;
-    button.setAttribute("aria-label", name);
-    on(button, "click", action);
-    tools.append(button);
-  }
-
-  const shape = (id) => {
-    const found = id ? canvas.querySelector(`[id="${CSS.escape(id)}"]`) : null;
-    return found;
+  const drawTools = () => {
+    const { shown = "before", hulls = false } = ui.head(), id = marked().selected?.[0], item = items()[id];
+    const side = (name) => button(name, name, { type: "shown", value: name }, { "aria-pressed": String(shown === name), disabled: name === "after" && !ui.can("after"),
+      title: name === "before" ? "the program as written" : "the program with the sites fused" });
+    const icon = (hook, text, name) => button(hook, text, null, { class: "fl-icon", title: name, "aria-label": name });
+    fill(tools, h("h3", {}, "Graph"), h("div", { class: "fl-switch", role: "group", "aria-label": "which program" }, side("before"), side("after")),
+      button("hulls", "XLA hulls", { type: "hulls", on: !hulls }, { "aria-pressed": String(hulls), disabled: !ui.can("xla"), title: "outline what XLA fuses by itself" }),
+      h("span", { class: "fl-space" }),
+      button("fold", item?.group && !item.closed ? "Close group" : "Open group", null, { disabled: !item?.group, title: "open or close the selected group (Space, or a double click)" }),
+      icon("zoom-out", "−", "zoom out"), icon("zoom-in", "+", "zoom in"), icon("fit", "⤢", "fit the whole graph"));
   };
-  const mark = () => {
-    canvas.querySelectorAll(".selected").forEach((e) => e.classList.remove("selected"));
-    shape(model.get("selected_id"))?.classList.add("selected");
-  };
-  const dim = () => pane.classList.toggle("dimmed", model.get("dimmed"));
-  const draw = () => {
-    const first = !svg();
-    canvas.innerHTML = model.get("svg"); // made and escaped by Python
-    const picture = svg();
-    if (picture) {
-      picture.removeAttribute("width");
-      picture.removeAttribute("height");
-      picture.style.width = `${picture.viewBox.baseVal.width}px`;
-    }
-    for (const [id, label] of Object.entries(model.get("labels"))) {
-      const box = shape(id);
-      if (!box) continue;
-      box.setAttribute("tabindex", "0");
-      box.setAttribute("role", "button");
-      box.setAttribute("aria-label", label);
-    }
-    if (first) fit();
-    else move();
-    mark();
-  };
+  ui.on(tools, "click", (e) => {
+    const act = { fit: () => fit(), "zoom-in": () => zoom(1.25, undefined, undefined, true), "zoom-out": () => zoom(0.8, undefined, undefined, true),
+      fold: () => fold(marked().selected[0]) }[e.target.dataset.fl];
+    act?.();
+  });
 
   const target = (event) => {
     const box = event.target.closest?.('[role="button"]');
     return box && canvas.contains(box) ? box.id : null;
   };
   let drag = null;
-  on(pane, "pointerdown", (event) => {
-    if (tools.contains(event.target)) return;
-    drag = { x: event.clientX - place.x, y: event.clientY - place.y, moved: false };
+  ui.on(pane, "pointerdown", (e) => {
+    if (e.button) return;
+    drag = { x: e.clientX - place.x, y: e.clientY - place.y, moved: false, map: minimap.contains(e.target), id: target(e) };
+    if (drag.map) jump(e);
+    e.preventDefault(); // no text selection
+    if (drag.id) focusQuietly(drag.id);
   });
-  on(pane, "pointermove", (event) => {
+  const focusQuietly = (id) => {
+    shape(current)?.setAttribute("tabindex", "-1");
+    current = id;
+    shape(id).setAttribute("tabindex", "0");
+    shape(id).focus({ preventScroll: true });
+  };
+  ui.on(pane, "pointermove", (e) => {
     if (!drag) return;
-    const [x, y] = [event.clientX - drag.x, event.clientY - drag.y];
+    if (drag.map) return jump(e);
+    const [x, y] = [e.clientX - drag.x, e.clientY - drag.y];
     if (!drag.moved && Math.hypot(x - place.x, y - place.y) < 4) return;
-    if (!drag.moved) pane.setPointerCapture(event.pointerId);
+    if (!drag.moved) pane.setPointerCapture(e.pointerId);
     drag.moved = true;
     [place.x, place.y] = [x, y];
     move();
   });
-  on(pane, "pointerup", (event) => {
-    const clicked = drag && !drag.moved ? target(event) : null;
+  ui.on(pane, "pointerup", (e) => {
+    const clicked = drag && !drag.moved && !drag.map && drag.id === target(e) ? drag.id : null;
     drag = null;
-    if (clicked) model.send({ type: "select", id: clicked });
+    if (clicked) ui.store.send({ type: "select", id: clicked });
   });
-  on(pane, "pointercancel", () => { drag = null; });
-  on(pane, "dblclick", (event) => {
-    const id = target(event);
-    if (id) model.send({ type: "fold", id });
-  });
-  on(pane, "wheel", (event) => {
-    event.preventDefault();
-    const box = pane.getBoundingClientRect();
-    if (event.ctrlKey || event.metaKey) zoom(Math.exp(-event.deltaY / 200), event.clientX - box.left, event.clientY - box.top);
-    else { place.x -= event.deltaX; place.y -= event.deltaY; move(); }
+  ui.on(pane, "pointercancel", () => { drag = null; });
+  ui.on(pane, "dblclick", (e) => { const id = target(e); if (items()[id]?.group) fold(id); });
+  ui.on(pane, "wheel", (e) => {
+    const box = pane.getBoundingClientRect(), before = [place.x, place.y];
+    if (e.ctrlKey || e.metaKey) return e.preventDefault(), zoom(Math.exp(-e.deltaY / 200), e.clientX - box.left, e.clientY - box.top);
+    // At the picture's end the page scrolls on.
+    const room = (at, length, by, whole) => (by > 0 ? Math.min(by, Math.max(0, at + length + 16 - whole)) : -Math.min(-by, Math.max(0, 16 - at)));
+    place.x -= room(place.x, size.width * place.scale, e.deltaX, pane.clientWidth);
+    place.y -= room(place.y, size.height * place.scale, e.deltaY, pane.clientHeight);
+    if (before[0] === place.x && before[1] === place.y) return;
+    e.preventDefault();
+    move();
   }, { passive: false });
-  on(pane, "keydown", (event) => {
-    if (event.target.closest("button")) return;
-    const id = target(event);
-    const actions = {
-      ArrowLeft: () => { place.x += STEP; move(); },
-      ArrowRight: () => { place.x -= STEP; move(); },
-      ArrowUp: () => { place.y += STEP; move(); },
-      ArrowDown: () => { place.y -= STEP; move(); },
-      "+": () => zoom(1.25),
-      "=": () => zoom(1.25),
-      "-": () => zoom(0.8),
-      0: fit,
-    };
-    if (id) {
-      actions.Enter = () => model.send({ type: event.shiftKey ? "fold" : "select", id });
-      actions[" "] = () => model.send({ type: "fold", id });
+  ui.on(pane, "keydown", (e) => {
+    const id = target(e), shift = (x, y) => () => { place.x += x; place.y += y; move(); };
+    const pans = { ArrowLeft: shift(PAN, 0), ArrowRight: shift(-PAN, 0), ArrowUp: shift(0, PAN), ArrowDown: shift(0, -PAN) };
+    const all = [...boxes.keys()];
+    const act = e.key in pans ? (e.shiftKey || !id ? pans[e.key] : () => { const next = neighbour(e.key); if (next) focus(next); })
+      : { "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: () => fit(), Home: () => focus(all[0]), End: () => focus(all.at(-1)),
+        Escape: () => ui.leave(), Enter: () => id && (e.shiftKey ? fold(id) : ui.store.send({ type: "select", id })), " ": () => id && fold(id) }[e.key];
+    if (!act || e.ctrlKey || e.metaKey || e.altKey) return;
+    e.preventDefault();
+    act();
+  });
+  ui.on(pane, "scroll", () => { // the browser brought something into sight by itself: that is a pan
+    place.x -= pane.scrollLeft;
+    place.y -= pane.scrollTop;
+    pane.scrollTo(0, 0);
+    move();
+  });
+  const resized = new ResizeObserver(() => {
+    if (!pane.clientWidth) return;
+    if (!boxes.size) { measure(); buildMap(); }
+    if (fitted) move();
+    else fit(false, false);
+  });
+  resized.observe(pane);
+  ui.abort.signal.addEventListener("abort", () => resized.disconnect());
+
+  return { el, focus: () => focus(), draw: { scene: (s) => draw(s || {}), marks: reveal, head: drawTools,
+    busy: ({ running }) => { pane.classList.toggle("fl-dimmed", !!running); pane.setAttribute("aria-busy", String(!!running)); } } };
+}
+
+// Inspector ------------------------------------------------------------------------------------------------------------
+function inspector(ui) {
+  const title = h("h3", {}), body = h("div", { class: "fl-html" });
+  const el = h("aside", { class: "fl-inspector", "data-fl": "inspector", tabindex: "0", "aria-label": "inspector", "aria-live": "polite" }, title, body);
+  return { el, draw: { inspector(shown) {
+    const text = shown?.title || "Inspector";
+    if (title.textContent !== text) { title.textContent = text; el.scrollTop = 0; }
+    fillHtml(body, shown?.html || '<p class="quiet">Select a box: click it, or walk there with the arrow keys and press Enter. Space or a double click opens a group.</p>');
+  } } };
+}
+
+// Tabs, progress and status ----------------------------------------------------------------------------------------------
+function tabs(ui) {
+  const list = h("div", { class: "fl-tablist", role: "tablist", "aria-label": "evidence" });
+  const panels = h("div", { class: "fl-panels" });
+  const status = h("span", { "data-fl": "status", role: "status", class: "fl-status" });
+  const progress = h("progress", { "data-fl": "progress", hidden: true, "aria-label": "measuring" });
+  const measure = button("measure", "Measure", { type: "measure" }), cancel = button("cancel", "Cancel", { type: "cancel" });
+  const run = h("div", { class: "fl-run" }, progress, status, measure, cancel);
+  const el = h("section", { class: "fl-evidence", "aria-label": "evidence" }, h("div", { class: "fl-tabbar" }, list, run), panels);
+  let active = null;
+  const all = () => ui.store.get("tabs") || [];
+  const id = (kind, name) => `${ui.uid}-${kind}-${name.replace(/\W/g, "_")}`;
+  const redraw = () => {
+    if (!all().some((t) => t.name === active)) active = all()[0]?.name;
+    fill(list, all().map((t) => h("button", { type: "button", role: "tab", "data-fl-tab": t.name, "data-key": t.name, id: id("tab", t.name), "aria-controls": id("panel", t.name),
+      "aria-selected": String(t.name === active), tabindex: t.name === active ? "0" : "-1" }, t.name)));
+    const names = new Set(all().map((t) => t.name));
+    for (const p of [...panels.children]) if (!names.has(p.dataset.key)) p.remove();
+    for (const t of all()) {
+      let p = [...panels.children].find((e) => e.dataset.key === t.name);
+      if (!p) panels.append((p = h("div", { role: "tabpanel", class: "fl-html", "data-key": t.name, id: id("panel", t.name), "aria-labelledby": id("tab", t.name), tabindex: "0" })));
+      p.hidden = t.name !== active;
+      fillHtml(p, t.html);
     }
-    if (!actions[event.key]) return;
-    event.preventDefault();
-    event.stopPropagation();
-    actions[event.key]();
+  };
+  const choose = (name) => {
+    active = name;
+    redraw();
+    list.querySelector('[aria-selected="true"]')?.focus();
+  };
+  ui.on(list, "click", (e) => { if (e.target.dataset.flTab) choose(e.target.dataset.flTab); });
+  ui.on(list, "keydown", (e) => {
+    const names = all().map((t) => t.name), at = names.indexOf(active), n = names.length;
+    const to = { ArrowRight: (at + 1) % n, ArrowLeft: (at + n - 1) % n, Home: 0, End: n - 1 }[e.key];
+    if (to === undefined) return;
+    e.preventDefault();
+    choose(names[to]);
+  });
+  return { el, draw: { tabs: redraw,
+    head() { run.hidden = !!ui.head().offline; measure.disabled = !ui.can("measure"); measure.title = ui.can("measure") ? "measure before and after with these sites" : "nothing to measure with"; },
+    busy({ running = false, what = "", done = 0, total = 0, status: said = "" }) {
+      const text = running ? `${what}${total ? ` ${done}/${total}` : ""}` : said;
+      if (status.textContent !== text) status.textContent = text;
+      progress.hidden = !running;
+      if (total) [progress.max, progress.value] = [total, done];
+      else progress.removeAttribute("value");
+      if (!running && focused(cancel)) measure.focus();
+      cancel.disabled = !running;
+    } } };
+}
+
+// What went wrong in Python --------------------------------------------------------------------------------------------
+function problem(ui) {
+  const el = h("div", { class: "fl-problem", "data-fl": "problem", role: "alert", hidden: true });
+  return { el, draw: { problem(p) {
+    el.hidden = !p;
+    fill(el, p && h("b", {}, p.code), p && h("span", {}, p.sentence), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
+  } } };
+}
+
+function download({ name, mime, text, base64 }) {
+  const part = base64 === undefined ? text : Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+  const url = URL.createObjectURL(new Blob([part], { type: mime }));
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+// All of it ----------------------------------------------------------------------------------------------------------------
+export function mount(el, store) {
+  const abort = new AbortController();
+  const root = h("div", { class: "fl fl-explorer" });
+  const ui = { store, root, abort, uid: `fl-view${++views}`, expecting: false, reveal: false,
+    on: (target, type, f, options = {}) => target.addEventListener(type, f, { signal: abort.signal, ...options }),
+    head: () => store.get("head") || {}, can: (what) => !!ui.head().can?.[what], fixed: () => !!ui.head().offline,
+    leave: () => parts[4].el.focus() };
+  const parts = [header(ui), problem(ui), passes(ui), graph(ui), inspector(ui), tabs(ui)];
+  const [top, alert, side, middle, about, below] = parts;
+  ui.graph = middle;
+  root.append(top.el, alert.el, h("div", { class: "fl-main" }, side.el, middle.el, about.el), below.el);
+  el.append(root);
+
+  // Traits that change together are drawn together, in this order, once.
+  const names = ["theme", "head", "problem", "panel", "scene", "marks", "inspector", "tabs", "hits", "busy"];
+  const waiting = new Set();
+  const flush = () => {
+    const now = names.filter((name) => waiting.delete(name));
+    if (!abort.signal.aborted) for (const name of now) for (const part of parts) part.draw[name]?.(store.get(name) ?? undefined);
+  };
+  const watch = Object.fromEntries(names.map((name) => [name, () => {
+    if (!waiting.size) queueMicrotask(flush);
+    waiting.add(name);
+  }]));
+  for (const name of names) store.on(name, watch[name]);
+  const quiet = store.on_custom?.((message) => {
+    if (message?.type !== "download" || !ui.expecting) return; // another view of the same explorer asked for it
+    ui.expecting = false;
+    download(message);
   });
 
-  const watch = { "change:svg": draw, "change:selected_id": mark, "change:dimmed": dim };
-  for (const [name, handler] of Object.entries(watch)) model.on(name, handler);
-  draw();
-  dim();
-  requestAnimationFrame(fit);
+  ui.on(root, "click", (e) => {
+    const pick = e.target.closest("[data-fl-pick]"), message = e.target.closest("[data-msg]");
+    if (pick) store.send({ type: "pick", name: pick.dataset.flPick });
+    else if (message) store.send(JSON.parse(message.dataset.msg));
+  });
+  ui.on(root, "keydown", (e) => {
+    const typing = e.target.closest("input:not([type=checkbox]), select, textarea");
+    const pick = e.target.closest("[data-fl-pick]:not(button)");
+    if (e.ctrlKey || e.metaKey || e.altKey) return;
+    e.stopPropagation(); // a notebook would take letters and arrows as commands of its own
+    if (e.key === "/" && !typing) [e.preventDefault(), top.focus()];
+    else if (pick && (e.key === "Enter" || e.key === " ")) [e.preventDefault(), pick.click()];
+  });
+  for (const name of names) waiting.add(name);
+  flush();
   return () => {
     abort.abort();
-    for (const [name, handler] of Object.entries(watch)) model.off(name, handler);
+    for (const name of names) store.off(name, watch[name]);
+    quiet?.();
     root.remove();
   };
 }
 
-export default { render };
+function widgetStore(model) {
+  return {
+    get: (name) => model.get(name),
+    set: (name, value) => { model.set(name, value); model.save_changes(); },
+    on: (name, f) => model.on(`change:${name}`, f),
+    off: (name, f) => model.off(`change:${name}`, f),
+    send: (message) => model.send(message),
+    on_custom: (f) => { model.on("msg:custom", f); return () => model.off("msg:custom", f); },
+  };
+}
+
+export default { render: ({ model, el }) => mount(el, widgetStore(model)) };

@@ -1,7 +1,7 @@
 """One self-contained HTML report: no script, style, font or picture is loaded from anywhere.
 
-The same view model as the widget: picture, inspector, ledger and recorded measurements. Clicking works without a
-kernel; switching sites and measuring need one, and the page says so.
+The widget's own module draws it: picture, inspector, search and recorded measurements work without a kernel, from
+`file://`; switching sites and measuring need one, and the page says so. Without scripts it is a picture and tables.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from fusionlab.graph.ir import Graph
 from .dot import dom_id, dot_of_view
 from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline
 from .gpu_record import record_html
-from .inspector import node_dict
+from .page import AFTER, PREFIX, page_data
 from .render import to_svg
+from .scenes import slim
 from .sections import (
     candidates_html,
     declined_html,
     legend,
-    node_rows,
     passes_html,
     residuals_html,
-    site_rows,
     structures_html,
     table,
 )
 from .view_model import view_model
+
+_LIVE = (
+    "Switching sites on and off and measuring again need a live kernel: <code>fusionlab.explore(fn, *args)</code> in a "
+    "notebook."
+)
 
 
 def report_html(
@@ -62,42 +66,40 @@ def report_html(
       **view_options: further options of `view_model`.
     """
     view = view_model(graph, findings, enabled=enabled, evidence=evidence, formulas=formulas, **view_options)
-    inspector = _inspector_data(graph, findings, enabled, view, "fl-")
     title = title or f"FusionLab: {view['title']}"
+    later = (after, view_model(after, None, **view_options)) if after is not None else None
+
+    def draw(shown: Mapping[str, Any], prefix: str) -> str:
+        return picture(shown, prefix, engine)
+
     body = [
         f"<h1>{_e(title)}</h1>",
-        f'<p class="lead">{_e(view["header"])}</p>',
-        legend(view),
-        "<h2>Graph</h2>",
-        '<div class="split">',
-        f'<div class="fl-graph" tabindex="0" role="group" aria-label="graph">{picture(view, "fl-", engine)}</div>',
-        '<aside class="inspector" id="fl-inspector" aria-live="polite"><h3>Inspector</h3>'
-        '<p class="quiet">Click a box, or reach it with the Tab key and press Enter.</p></aside>',
-        "</div>",
+        f'<div id="fl-app"><p class="lead">{_e(view["header"])}</p>{legend(view)}'
+        f'<div class="fl-graph" id="fl-before" tabindex="0" role="group" aria-label="graph">{slim(draw(view, PREFIX))}'
+        '</div><noscript><p class="quiet">Without scripts this page is a picture and tables: nothing can be opened, '
+        "searched or selected.</p></noscript></div>",
     ]
-    if after is not None:
-        after_view = view_model(after, None, **view_options)
-        inspector |= _inspector_data(after, None, None, after_view, "fl-after-")
+    if later is not None:
         body += [
-            f"<h2>After fusion: {len(graph):,} nodes → {len(after):,}</h2>",
-            f'<div class="fl-graph">{picture(after_view, "fl-after-", engine)}</div>',
+            f'<section id="fl-after"><h2>After fusion: {len(graph):,} nodes → {len(later[0]):,}</h2>'
+            f'<div class="fl-graph">{slim(draw(later[1], AFTER))}</div></section>'
         ]
+    named = _evidence(view, evidence)
     if findings is not None:
-        body += [
-            passes_html(view),
-            candidates_html(view),
-            "<h2>Declined</h2>" + declined_html(view),
-            structures_html(view),
-            residuals_html(view),
+        named += [
+            ("Sites", candidates_html(view)),
+            ("Passes", passes_html(view)),
+            ("Declined", "<h2>Declined</h2>" + declined_html(view)),
+            ("Structures", structures_html(view)),
+            ("Residuals", residuals_html(view)),
         ]
-    body += [_evidence(view, evidence)]
-    body += [record_html(record)] if record is not None else []
-    body += [_environment({**environment_dict(evidence), **(environment or {})}, findings)]
-    body.append(
-        "<footer>A record made by FusionLab. Switching sites on and off and measuring again need a live kernel: "
-        "<code>fusionlab.explore(fn, *args)</code> in a notebook.</footer>"
-    )
-    return _page(title, "\n".join(body), inspector)
+    named += [("GPU record", record_html(record))] if record is not None else []
+    named += [("Environment", _environment({**environment_dict(evidence), **(environment or {})}, findings))]
+    body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
+    body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
+    options = {k: v for k, v in view_options.items() if k not in ("expanded", "collapsed", "reveal")}
+    data = page_data(graph, findings, enabled, view, draw, later, **options)
+    return _page(title, "\n".join(body), data)
 
 
 def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") -> str:
@@ -106,11 +108,11 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
     body = [
         f"<h1>{_e(title)}</h1>",
         f'<p class="lead">{_e(headline(measured))}</p>',
-        _evidence({"evidence": measured}, evidence),
+        *(text for _, text in _evidence({"evidence": measured}, evidence)),
         _environment(environment_dict(evidence), None),
         "<footer>A record made by FusionLab; measuring again needs the program itself.</footer>",
     ]
-    return _page(title, "\n".join(body), {})
+    return _page(title, "\n".join(body))
 
 
 def graph_html(
@@ -171,15 +173,20 @@ def inline_svg(svg: str) -> str:
     return re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)
 
 
-def _page(title: str, body: str, inspector: Mapping[str, Any]) -> str:
-    data = json.dumps(inspector, sort_keys=True).replace("<", "\\u003c")
+def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
+    """A page that loads nothing; with `data`, its explorer: the widget's module and the page's stand-in for a kernel."""
+    scripts = ""
+    if data is not None:
+        text = json.dumps(data, sort_keys=True).replace("<", "\\u003c")
+        code = _asset("explorer.js") + "\n" + _asset("report.js")
+        scripts = (
+            f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
+        )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_e(title)}</title>\n<style>\n{_asset('explorer.css')}\n{_asset('report.css')}\n</style>\n</head>\n"
-        f'<body class="fl">\n<main>\n{body}\n</main>\n'
-        f'<script type="application/json" id="fl-data">{data}</script>\n<script>\n{_asset("report.js")}\n</script>\n'
-        "</body>\n</html>\n"
+        f'<body class="fl">\n<main>\n{body}\n</main>\n{scripts}</body>\n</html>\n'
     )
 
 
@@ -209,17 +216,19 @@ def evidence_pictures(evidence: Any) -> dict[str, str]:
     }
 
 
-def _evidence(view: Mapping[str, Any], evidence: Any) -> str:
-    if view["evidence"] is None:
-        return "<h2>Measurements</h2><p>Nothing was measured.</p>"
-    tables = [
-        f"<h3>{_e(name)}</h3>" + table(heads, rows, numeric)
-        for name, heads, rows, numeric in evidence_tables(view["evidence"])
-    ]
-    notes = [f'<p class="quiet">{_e(note)}</p>' for note in view["evidence"]["notes"]]
-    return f"<h2>Measurements</h2>{_where(evidence)}" + "".join(
-        [*evidence_pictures(evidence).values(), *tables, *notes]
-    )
+def _evidence(view: Mapping[str, Any], evidence: Any) -> list[tuple[str, str]]:
+    """What was measured, as (name, HTML): each plot with its table."""
+    measured = view["evidence"]
+    if measured is None:
+        return [("Timing", "<h2>Measurements</h2><p>Nothing was measured.</p>")]
+    parts = dict(evidence_pictures(evidence))
+    for name, heads, rows, numeric in evidence_tables(measured):
+        parts[name] = parts.get(name, "") + table(heads, rows, numeric)
+    notes = "".join(f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"])
+    if not parts:
+        parts["Timing"] = ""
+    named = [(name, f"<h2>{_e(name)}</h2>{_where(evidence)}{text}") for name, text in parts.items()]
+    return [(named[0][0], named[0][1] + notes), *named[1:]]
 
 
 def _environment(environment: Mapping[str, Any], findings: Findings | None) -> str:
@@ -227,33 +236,3 @@ def _environment(environment: Mapping[str, Any], findings: Findings | None) -> s
     if findings is not None:
         rows += [[f"seconds in {phase}", f"{s:.3f}"] for phase, s in findings.seconds.items()]
     return "<h2>Environment</h2>" + table(["what", "value"], rows) if rows else ""
-
-
-# Inspector ----------------------------------------------------------------------------------------------------------
-def _inspector_data(
-    graph: Graph,
-    findings: Findings | None,
-    enabled: Collection[str] | None,
-    view: Mapping[str, Any],
-    prefix: str,
-) -> dict[str, Any]:
-    """SVG id -> {title, rows of (key, text, monospaced)} for every box and frame that can be clicked."""
-    sites = {s["id"]: s for s in view["sites"]}
-    data = {}
-    for item in (*view["boxes"], *view["groups"]):
-        if item["kind"] in ("input", "output"):
-            continue
-        rows: list[tuple[str, str, bool]] = []
-        title = item["lines"][0] if "lines" in item else item["label"]
-        if item["node"] is not None:
-            info = view["inspector"].get(f"n{item['node']}") or node_dict(
-                graph, graph.node_by_id[item["node"]], findings, enabled
-            )
-            title = f"{info['primitive']} {info['name']}"
-            rows += node_rows(info)
-        elif item["site"] is None:
-            rows += [("group", item["id"], True), ("holds", f"{item['nodes']:,} nodes", False)]
-        if item["site"] is not None and item["node"] is None:
-            rows += site_rows(sites[item["site"]])
-        data[prefix + dom_id(item["id"])] = {"title": title, "rows": rows}
-    return data

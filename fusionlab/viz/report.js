@@ -1,38 +1,174 @@
-// Clicking (or Enter on) a box of the picture shows what is known about it. Text only ever enters through textContent.
-(() => {
-  const data = JSON.parse(document.getElementById("fl-data").textContent);
-  const pane = document.getElementById("fl-inspector");
-  const element = (tag, text, className) => {
-    const e = document.createElement(tag);
-    if (text !== undefined) e.textContent = text;
-    if (className) e.className = className;
-    return e;
-  };
-  const show = (id) => {
-    const item = data[id];
-    if (!item) return;
-    pane.replaceChildren(element("h3", item.title));
-    const list = element("dl");
-    for (const [key, value, mono] of item.rows) {
-      list.append(element("dt", key));
-      list.append(element("dd", value, mono ? "mono" : ""));
-    }
-    pane.append(list);
-    document.querySelectorAll(".selected").forEach((e) => e.classList.remove("selected"));
-    document.getElementById(id).classList.add("selected");
-  };
-  for (const id of Object.keys(data)) {
-    const shape = document.getElementById(id);
-    if (!shape) continue;
-    shape.setAttribute("tabindex", "0");
-    shape.setAttribute("role", "button");
-    shape.setAttribute("aria-label", data[id].title);
-    shape.addEventListener("click", (event) => { event.stopPropagation(); show(id); });
-    shape.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      event.stopPropagation();
-      show(id);
-    });
+// Stands in for the kernel in the standalone page: answers the explorer's messages from what Python baked into the page.
+// Follows explorer.js in one module, and calls its `mount`.
+const ELSEWHERE = "It opens in a live kernel: fusionlab.explore(fn, *args).";
+const MOST_HITS = 50;
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// Rows of (name, text, monospaced) as HTML; texts enter as text.
+function rowsHtml(rows) {
+  const list = document.createElement("dl");
+  for (const [key, text, mono] of rows) {
+    list.append(Object.assign(document.createElement("dt"), { textContent: key }));
+    list.append(Object.assign(document.createElement("dd"), { textContent: text, className: mono ? "mono" : "" }));
   }
-})();
+  return list.outerHTML;
+}
+
+function bakedStore(data, pictures, tabs) {
+  const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
+    inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items, hull_items: {} } };
+  const watchers = new Map(), listeners = new Set();
+  const before = traits.scene, known = { ...data.inspector };
+  let index = null;
+
+  const set = (changes) => {
+    Object.assign(traits, changes);
+    for (const name of Object.keys(changes)) for (const f of watchers.get(name) || []) f();
+  };
+  const say = (sentence) => set({ problem: sentence ? { code: "", sentence } : null });
+  const loaded = async () => { // every node by number and by name; each group with the one around it
+    if (index) return index;
+    const { groups, strings, nodes } = await unpack(data.index);
+    const rows = nodes.map(([id, box, group, op, value, type, scope, where]) => ({
+      id: `n${id}`, box: `fl-${strings[box]}`, group, op: strings[op], value: strings[value], type: strings[type], scope: strings[scope], where: strings[where] }));
+    index = { groups, rows, byName: new Map(), number: new Map(groups.map(([name], k) => [name, k])) };
+    for (const r of rows) {
+      index.byName.set(r.id, r);
+      if (r.value) index.byName.set(r.value, r);
+    }
+    return index;
+  };
+  const scene = async (key) => {
+    const made = await unpack(data.scenes[key]);
+    Object.assign(known, made.inspector);
+    return { svg: made.svg, items: made.items, hull_items: {} };
+  };
+
+  const inspect = (id) => {
+    const found = known[id];
+    return found ? { title: found.title, html: found.html ?? rowsHtml(found.rows) } : { title: "", html: "" };
+  };
+  const select = (id, more = {}) => set({ inspector: inspect(id), problem: null, ...more, marks: { selected: [id], ...more.marks } });
+
+  // The scene that shows a box best: this one if it holds it, else the one of the innermost group that was baked.
+  const reach = async (box, group) => {
+    if (box in traits.scene.items) return traits.scene;
+    const { groups } = await loaded();
+    for (let g = group; g >= 0; g = groups[g][1]) {
+      const [name, , open] = groups[g];
+      if (data.scenes[name]) return scene(name);
+      if (open) break;
+    }
+    return before;
+  };
+  const visible = (shown, box, group) => { // the box itself, or the closed group it lies in
+    const chain = [box];
+    for (let g = group; g >= 0; g = index.groups[g][1]) chain.push(`fl-${index.groups[g][0]}`);
+    return chain.find((id) => id in shown.items);
+  };
+
+  const pick = async (name) => {
+    const { byName, rows, number, groups } = await loaded();
+    const [box, node] = data.sites[name] || [];
+    const row = byName.get(name) || byName.get(`n${node}`);
+    const line = row ? [] : rows.filter((r) => r.where === name);
+    const target = row || line[0];
+    if (!target && !number.has(box)) return say(`${name} is not in this page. ${ELSEWHERE}`);
+    const own = number.has(box) ? [`fl-${box}`, groups[number.get(box)][1]] : [target.box, target.group];
+    const shown = await reach(...own);
+    const id = visible(shown, ...own);
+    const linked = line.map((r) => visible(shown, r.box, r.group)).filter((x) => x && x !== id);
+    if (!id) return say(`${name} is not in this picture. ${ELSEWHERE}`);
+    const head = { ...traits.head, shown: "before" };
+    const brief = row && id !== row.box && !box && { title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true],
+      ["source", row.where, true], ["inside", `a closed group. ${data.scenes[id.slice(3)] ? "Press Space to open it." : ELSEWHERE}`, false]]) };
+    select(id, { scene: shown, head, marks: { linked }, ...(brief ? { inspector: brief } : {}) });
+  };
+
+  const search = async (text) => {
+    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!words.length) return set({ hits: { query: "", total: 0, rows: [] }, marks: { ...traits.marks, found: [] } });
+    const { rows } = await loaded();
+    const holds = (hay) => words.every((w) => hay.includes(w));
+    const sites = traits.panel.passes.flatMap((p) => p.groups.flatMap((g) => g.sites.map((s) => ({ id: s.id, label: s.id, where: g.where, hay: `${s.id} ${p.formula}` }))))
+      .concat(traits.panel.declined.flatMap((k) => k.rows.map((r) => ({ id: r.id, label: r.id, where: r.where, hay: `${r.id} ${k.code} ${r.text}` }))));
+    for (const r of rows) r.hay ??= `${r.op} ${r.value} ${r.type} ${r.scope} ${r.where}`.toLowerCase();
+    const all = [...sites.filter((s) => holds(s.hay.toLowerCase())), ...rows.filter((r) => holds(r.hay))];
+    const found = all.map((r) => (r.box ? visible(traits.scene, r.box, r.group) : `fl-${(data.sites[r.id] || [])[0]}`)).filter((id) => id in traits.scene.items);
+    const shown = all.slice(0, MOST_HITS).map((r) => (r.box ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
+    set({ hits: { query: text, total: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
+  };
+
+  const fold = async (id) => {
+    const name = id.replace(/^fl-(after-)?/, ""), item = traits.scene.items[id];
+    if (traits.head.shown === "after") return say(`The fused program is one picture here. ${ELSEWHERE}`);
+    const { groups, number } = await loaded();
+    if (item.closed) {
+      if (!data.scenes[name]) return say(`${item.label}: this group is closed in the page. ${ELSEWHERE}`);
+      return select(id, { scene: await scene(name) });
+    }
+    if (data.scenes[`-${name}`] && !(id in before.items && before.items[id].closed)) return select(id, { scene: await scene(`-${name}`) });
+    for (let g = groups[number.get(name)]?.[1] ?? -1; ; g = groups[g][1]) { // back to the picture before it was opened
+      const back = g < 0 || groups[g][2] ? before : data.scenes[groups[g][0]] ? await scene(groups[g][0]) : null;
+      if (back && back.items[id]?.closed) return select(id, { scene: back });
+      if (g < 0) return say(`${item.label}: this group stays open in the page. ${ELSEWHERE}`);
+    }
+  };
+
+  const shown = (value) => {
+    const after = value === "after";
+    const now = after ? { svg: pictures.after, items: data.after, hull_items: {} } : before;
+    set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: { title: "", html: "" }, problem: null });
+  };
+
+  const exporting = async (suffix) => {
+    const svg = new DOMParser().parseFromString(traits.scene.svg, "text/html").querySelector("svg");
+    const text = new XMLSerializer().serializeToString(svg), name = `${traits.head.title.replace(/[^\w.-]+/g, "_") || "graph"}${suffix}`;
+    const send = (message) => listeners.forEach((f) => f({ type: "download", name, ...message }));
+    if (suffix === ".svg") return send({ mime: "image/svg+xml", text });
+    const image = new Image(), { width, height } = svg.viewBox.baseVal, canvas = document.createElement("canvas");
+    image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
+    await image.decode();
+    const scale = Math.min(2, 8000 / width, 8000 / height);
+    [canvas.width, canvas.height] = [width * scale, height * scale];
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    send({ mime: "image/png", base64: canvas.toDataURL("image/png").split(",")[1] });
+  };
+
+  const answers = { select: (m) => select(m.id), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text),
+    shown: (m) => shown(m.value), export: (m) => exporting(m.suffix), dismiss: () => say("") };
+  return {
+    get: (name) => traits[name],
+    set: (name, value) => set({ [name]: value }),
+    on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)),
+    off: (name, f) => watchers.get(name)?.delete(f),
+    send: (message) => Promise.resolve(answers[message.type]?.(message)).catch((error) => say(String(error))),
+    on_custom: (f) => { listeners.add(f); return () => listeners.delete(f); },
+  };
+}
+
+// The sections that a reader without scripts sees one below the other become the tabs.
+function openPage() {
+  const data = JSON.parse(document.getElementById("fl-data").textContent);
+  const home = document.getElementById("fl-app");
+  if (!home) return;
+  const picture = (id) => document.querySelector(`#${id} svg`)?.outerHTML;
+  const pictures = { before: picture("fl-before"), after: picture("fl-after") };
+  const sections = [...document.querySelectorAll("[data-fl-section]")];
+  const tabs = sections.map((s) => ({ name: s.dataset.flSection, html: s.innerHTML }));
+  for (const section of [...sections, document.getElementById("fl-after")]) section?.remove();
+  home.replaceChildren();
+  document.body.classList.add("fl-live");
+  const store = bakedStore(data, pictures, tabs);
+  mount(home, store);
+  // The page around the explorer follows its theme.
+  const follow = () => { document.body.dataset.theme = store.get("theme"); };
+  store.on("theme", follow);
+}
+
+openPage();

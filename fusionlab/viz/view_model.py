@@ -388,3 +388,24 @@ def _tooltip(node: Node) -> str:
     inputs = ", ".join(f"{a.name}:{type_text(a.aval)}" if isinstance(a, Value) else repr(a) for a in node.inputs)
     where = f"{node.source.short}: {node.source.text}" if node.source else ""
     return "\n".join(short(x, 200) for x in (f"{node.primitive}({inputs})", node.scope, where) if x)
+
+
+class Pictures:
+    def __init__(self, graph, findings):
+        self.graph, self.findings = graph, findings
+        self.place = {}
+
+    def view(self, *, enabled=(), expanded=(), collapsed=(), reveal=()):
+        sites = drawn_sites(self.graph, self.findings, enabled)
+        root = fold(self.graph, sites, expanded=expanded, collapsed=collapsed, reveal=reveal)
+        pic = _Picture(self.graph, sites)
+        pic.walk(root)
+        pic.connect()
+        self.place = pic.place
+        self._root = root
+        return view_model(
+            self.graph, self.findings, enabled=enabled, expanded=expanded, collapsed=collapsed, reveal=reveal
+        )
+
+    def members(self, gid):
+        return tuple(n for n, p in self.place.items() if p == gid)

@@ -17,6 +17,7 @@ import fusionlab as fl
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.viz.dot import to_dot
 from fusionlab.viz.html import evidence_html, evidence_summary_html, graph_html, report_html
+from fusionlab.viz.inspecting import inspect
 from fusionlab.viz.render import save, to_svg
 from fusionlab.viz.widget import Explorer
 
@@ -157,7 +158,18 @@ PAGES = {
     "evidence in short": lambda c: evidence_summary_html(c.evidence),
     "widget": lambda c: widget(c),
     "findings": lambda c: c.found._repr_html_(),
+    "inspector": lambda c: inspected(c, c.found),
+    "inspector of declined": lambda c: inspected(c, declined(c)),
 }
+
+
+def inspected(c, found):
+    """All that the inspector can be asked."""
+    names = [x.id for x in (*found.candidates, *found.rejections)]
+    names += [f"n{n.id}" for n in found.graph.nodes()] + [v.name for v in found.graph.top.inputs]
+    names += [k.name for k in found.xla().kernels] + [n.source.short for n in found.graph.nodes() if n.source]
+    group = [n.id for n in found.graph.nodes()]
+    return "".join(inspect(found.graph, found, what, compiled=found.xla()).html for what in (*names, group))
 
 
 def declined(c):
@@ -179,14 +191,13 @@ def widget(c):
         c.found.graph, c.found, measure=measure, formulas={"gemm_epilogue": EVIL if c.evil else "f"}, engine="builtin"
     )
     lab.start().join()
-    lab._measured[lab.enabled] = c.evidence
+    lab.session.measured[lab.setting] = c.evidence
     shown = []
     for what in [*(x.id for x in c.found.candidates), *(f"n{n.id}" for n in c.found.graph.nodes())]:
         lab.select(what)
-        shown.append(lab._inspector.value)
-    lab._search.value = EVIL if c.evil else "nothing of that name"
-    panes = (lab._inspector, lab._status, lab._header, lab._legend, lab._timing, lab._errors, lab._ledger)
-    return "".join([*shown, *(p.value for p in panes), lab._pane.svg])
+        shown.append(lab.inspector["html"])
+    lab._message(lab, {"type": "pick", "name": EVIL if c.evil else "nothing of that name"}, [])
+    return "".join([*shown, *(t["html"] for t in lab.tabs), lab.scene["svg"]])
 
 
 @pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)

@@ -1,0 +1,104 @@
+"""Small pieces of HTML that the inspector and the tabs are made of. Every text is escaped here; what is named `inner` is HTML already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from fusionlab.graph.ir import Graph, Node, Value
+from fusionlab.graph.scopes import Source
+from fusionlab.graph.text import node_text
+
+from .inspector import short
+
+Fact = tuple[str, str]  # name, HTML
+_PICKS, _MORE = 12, 60
+_VALUE = re.compile(r"(%\d+)(?!\d)")
+
+
+def text(value: Any, limit: int = 600) -> str:
+    """A value as escaped text."""
+    return escape(short(str(value), limit))
+
+
+def pick(name: str, label: str | None = None) -> str:
+    """A button that selects `name`: a value, a node, a site, an XLA kernel or a source line."""
+    shown = name if label is None else label
+    return f'<button type="button" class="fl-pick" data-fl-pick="{escape(name)}">{text(shown, 200)}</button>'
+
+
+def prose(sentence: str) -> str:
+    """A sentence as escaped text, the values it names selectable."""
+    parts = _VALUE.split(short(sentence, 1000))
+    return "".join(pick(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def pick_node(node: Node) -> str:
+    """A button that selects a node: "n7 add"."""
+    return pick(f"n{node.id}", f"n{node.id} {node.primitive}")
+
+
+def picks(buttons: Sequence[str], most: int = _PICKS) -> str:
+    """Buttons in a row, the first `most` of them at once and the others when asked for."""
+    shown = " ".join(buttons[:most])
+    rest = buttons[most:]
+    if not rest:
+        return shown
+    more = f"<details><summary>{len(rest):,} more</summary>{' '.join(rest[:_MORE])}"
+    return f"{shown}{more}{' …' if len(rest) > _MORE else ''}</details>"
+
+
+def pick_nodes(graph: Graph, ids: Iterable[int], most: int = _PICKS) -> str:
+    """Buttons for nodes; those that are not in the graph are left out."""
+    known = [graph.node_by_id[i] for i in ids if i in graph.node_by_id]
+    return picks([pick_node(n) for n in known], most)
+
+
+def mono(value: Any) -> str:
+    """Escaped text in a fixed width."""
+    return f"<code>{text(value)}</code>"
+
+
+def source_line(source: Source | None) -> str:
+    """A button that selects the line, and the line; "" where there is none."""
+    if source is None:
+        return ""
+    return f"{pick(source.short)} {mono(short(source.text, 200))}" + (
+        f' <span class="quiet">in {text(source.function, 80)}</span>' if source.function else ""
+    )
+
+
+def facts(rows: Iterable[Fact]) -> str:
+    """Names with what there is to say of each; rows that say nothing are left out."""
+    inner = "".join(f"<dt>{text(name)}</dt><dd>{inner}</dd>" for name, inner in rows if inner)
+    return f'<dl class="fl-facts">{inner}</dl>' if inner else ""
+
+
+def section(title: str, inner: str) -> str:
+    """A heading with what stands below it; "" where nothing does."""
+    return f"<h4>{text(title)}</h4>{inner}" if inner else ""
+
+
+def folded(title: str, inner: str) -> str:
+    """What is shown when asked for."""
+    return f"<details><summary>{text(title)}</summary>{inner}</details>" if inner else ""
+
+
+def quiet(sentence: str) -> str:
+    """A remark."""
+    return f'<p class="quiet">{text(sentence)}</p>' if sentence else ""
+
+
+def code(lines: str) -> str:
+    """Code as it is written, whole."""
+    return f'<pre class="fl-code"><code>{escape(lines)}</code></pre>'
+
+
+def equation(node: Node) -> str:
+    """The node as text, its values selectable."""
+    known = {v.name for v in (*node.outputs, *node.inputs) if isinstance(v, Value)}
+    parts = _VALUE.split(short(node_text(node, sources=False, scopes=False), 1000))
+    shown = "".join(pick(p) if p in known else escape(p) for p in parts)
+    return f'<p class="fl-equation"><code>{shown}</code></p>'
