@@ -23,9 +23,9 @@ from .search import search
 from .selection import Selection, selection
 from .setting import Decision, Ledger, Setting
 from .stage import Stage
+from .summaries import sentence, summary
 from .tabs import evidence_tabs
 from .toggles import Toggles
-from .view_model import sentence, summary
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
