@@ -75,6 +75,7 @@ class Session:
         self._decisions = [Decision("opened", self.setting)]
         self._past: list[Setting] = []
         self._fused: dict[Setting, Graph] = {}
+        self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
 
@@ -353,7 +354,12 @@ class Session:
         return shown + ([{"name": "Code", "html": f"<pre>{escape(script)}</pre>"}] if script else [])
 
     def _summary(self) -> dict[str, Any]:
-        return summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas)
+        key = self.setting, id(self.evidence)
+        if self._told[0] != key:
+            # Structures are left out: looking for them takes as long as the search itself.
+            told = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
+            self._told = key, told
+        return self._told[1]
 
     def _hits(self) -> Any:
         return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)
