@@ -16,9 +16,9 @@ from fusionlab.graph.ir import Graph
 
 from .dot import dom_id
 from .inspecting import inspect
+from .pictures import Pictures
 from .scenes import MAX_BYTES, Tree, bake, folded_tree, index, pack, slim
 from .sections import alike
-from .view_model import view_model
 
 PREFIX = "fl-"
 AFTER = "fl-after-"
@@ -29,8 +29,7 @@ Draw = Callable[[Mapping[str, Any], str], str]
 
 
 def page_data(
-    graph: Graph,
-    findings: Findings | None,
+    pictures: Pictures,
     enabled: Collection[str] | None,
     view: Mapping[str, Any],
     draw: Draw,
@@ -40,16 +39,16 @@ def page_data(
     """The explorer's traits for a page, and the pictures it can open.
 
     Args:
-      graph, findings, enabled: as for `view_model`.
+      pictures, enabled: of the graph and what was found in it.
       view: their view model, whose picture the page itself holds.
       draw: `(view model, prefix of ids) -> SVG text`.
       after: the fused graph and its view model, whose picture the page holds too.
       **view_options: of `view`.
     """
+    graph, findings = pictures.graph, pictures.findings
 
     def view_of(expanded: Collection[str], collapsed: Collection[str]) -> dict[str, Any]:
-        options = view_options | {"expanded": expanded, "collapsed": collapsed}
-        return view_model(graph, findings, enabled=enabled, **options)
+        return pictures.view(enabled=enabled, **view_options | {"expanded": expanded, "collapsed": collapsed})
 
     def scene_of(shown: Mapping[str, Any]) -> dict[str, Any]:
         return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": teller.view(shown)}
