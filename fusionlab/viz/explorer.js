@@ -195,7 +195,7 @@ function passes(ui) {
     h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label),
     (s.note || s.idle) && h("span", { class: s.losing ? "fl-warn" : "fl-quiet" }, s.note || "idle"));
   const group = (g, few) => {
-    if (g.sites.length === 1) return site({ ...g.sites[0], label: g.label || g.sites[0].label });
+    if (g.sites.length === 1) return site(g.sites[0]);
     const open = opened.get(g.key) ?? few;
     const id = `${ui.uid}-${g.key}`.replace(/\s/g, "_");
     return h("div", { class: "fl-group", "data-key": g.key },

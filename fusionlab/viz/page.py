@@ -11,24 +11,25 @@ from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.fusers.findings import Findings
+from fusionlab.graph.cost import cost_of
 from fusionlab.graph.ir import Graph
 
 from .dot import dom_id
-from .inspector import node_dict
-from .scenes import bake, folded_tree, index, pack, slim
-from .sections import alike, node_rows, site_rows
-from .view_model import view_model
+from .inspecting import inspect
+from .pictures import Pictures
+from .scenes import MAX_BYTES, Tree, bake, folded_tree, index, pack, slim
+from .sections import alike
 
 PREFIX = "fl-"
 AFTER = "fl-after-"
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
+_MOST_NAMES = 400  # sites, and source lines, that are told of without being drawn
 _SAME = ("pass", "text", "attrs", "nodes_before", "nodes_after", "backends", "residuals", "notes")
 Draw = Callable[[Mapping[str, Any], str], str]
 
 
 def page_data(
-    graph: Graph,
-    findings: Findings | None,
+    pictures: Pictures,
     enabled: Collection[str] | None,
     view: Mapping[str, Any],
     draw: Draw,
@@ -38,32 +39,33 @@ def page_data(
     """The explorer's traits for a page, and the pictures it can open.
 
     Args:
-      graph, findings, enabled: as for `view_model`.
+      pictures, enabled: of the graph and what was found in it.
       view: their view model, whose picture the page itself holds.
       draw: `(view model, prefix of ids) -> SVG text`.
       after: the fused graph and its view model, whose picture the page holds too.
       **view_options: of `view`.
     """
+    graph, findings = pictures.graph, pictures.findings
 
     def view_of(expanded: Collection[str], collapsed: Collection[str]) -> dict[str, Any]:
-        options = view_options | {"expanded": expanded, "collapsed": collapsed}
-        return view_model(graph, findings, enabled=enabled, **options)
+        return pictures.view(enabled=enabled, **view_options | {"expanded": expanded, "collapsed": collapsed})
 
     def scene_of(shown: Mapping[str, Any]) -> dict[str, Any]:
-        told = inspector_data(graph, findings, enabled, shown, PREFIX)
-        new = {k: v for k, v in told.items() if first.get(k) != v}
-        return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": new}
+        return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": teller.view(shown)}
 
-    first = inspector_data(graph, findings, enabled, view, PREFIX)
     tree = folded_tree(graph, findings, enabled, view_options.get("max_nodes", 60))
-    scenes = bake(view, tree, view_of, scene_of)
-    later = inspector_data(after[0], None, None, after[1], AFTER) if after else {}
+    teller = Teller(graph, findings, enabled, PREFIX, tree)
+    told = teller.view(view) | teller.names()
+    if after is not None:
+        told |= Teller(after[0], None, None, AFTER, None).view(after[1])
+    packed = pack(told)
+    scenes = bake(view, tree, view_of, scene_of, max_bytes=MAX_BYTES - len(packed))
     return {
         "head": head(view, after is not None),
         "panel": panel(view),
         "items": items(view, PREFIX),
         "after": items(after[1], AFTER) if after else None,
-        "inspector": first | later,
+        "inspector": packed,
         "sites": {s["id"]: [dom_id(s["id"]), *s["nodes"][:1]] for s in view["sites"]},
         "index": pack(index(graph, tree, [g["id"] for g in view["groups"]])),
         "scenes": {_key(k): text for k, text in scenes.packed.items()},
@@ -153,30 +155,44 @@ def _declined(sites: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 # Inspector ----------------------------------------------------------------------------------------------------------
-def inspector_data(
-    graph: Graph,
-    findings: Findings | None,
-    enabled: Collection[str] | None,
-    view: Mapping[str, Any],
-    prefix: str,
-) -> dict[str, Any]:
-    """SVG id -> {title, rows of (key, text, monospaced)} for every box and frame that can be clicked."""
-    sites = {s["id"]: s for s in view["sites"]}
-    data = {}
-    for item in (*view["boxes"], *view["groups"]):
-        if item["kind"] in ("input", "output"):
-            continue
-        rows: list[tuple[str, str, bool]] = []
-        title = item["lines"][0] if "lines" in item else item["label"]
-        if item["node"] is not None:
-            info = view["inspector"].get(f"n{item['node']}") or node_dict(
-                graph, graph.node_by_id[item["node"]], findings, enabled
-            )
-            title = f"{info['primitive']} {info['name']}"
-            rows += node_rows(info)
-        elif item["site"] is None:
-            rows += [("group", item["id"], True), ("holds", f"{item['nodes']:,} nodes", False)]
-        if item["site"] is not None and item["node"] is None:
-            rows += site_rows(sites[item["site"]])
-        data[prefix + dom_id(item["id"])] = {"title": title, "rows": rows}
-    return data
+class Teller:
+    """What the inspector says of things of one graph, each said once: name in the page -> {title, html, near}."""
+
+    def __init__(
+        self, graph: Graph, findings: Findings | None, enabled: Collection[str] | None, prefix: str, tree: Tree | None
+    ) -> None:
+        self.graph, self.findings, self.enabled, self.prefix = graph, findings, enabled, prefix
+        self._tree = tree
+        self._costs = findings.cost() if findings is not None else cost_of(graph)
+        self._said: set[str] = set()
+
+    def view(self, view: Mapping[str, Any]) -> dict[str, Any]:
+        """Of every box and frame of a picture that was not told of before."""
+        told: dict[str, Any] = {}
+        for item in (*view["boxes"], *view["groups"]):
+            if item["kind"] in ("input", "output"):
+                continue
+            what = f"n{item['node']}" if item["node"] is not None else item["site"] or self._members(item["id"])
+            self._tell(told, self.prefix + dom_id(item["id"]), what)
+        return told
+
+    def names(self) -> dict[str, Any]:
+        """Of the sites and source lines that a text can name, wherever they are drawn."""
+        told: dict[str, Any] = {}
+        found = self.findings
+        for record in (*found.candidates, *found.rejections)[:_MOST_NAMES] if found is not None else ():
+            self._tell(told, self.prefix + dom_id(record.id), record.id)
+        lines = dict.fromkeys(n.source.short for n in self.graph.nodes() if n.source)
+        for line in [*lines][:_MOST_NAMES]:
+            self._tell(told, line, line)
+        return told
+
+    def _members(self, gid: str) -> tuple[int, ...]:
+        return self._tree.members.get(gid, ()) if self._tree is not None else ()
+
+    def _tell(self, told: dict[str, Any], key: str, what: Any) -> None:
+        if key in self._said or not what:
+            return
+        self._said.add(key)
+        found = inspect(self.graph, self.findings, what, enabled=self.enabled, costs=self._costs, sources=False)
+        told[key] = {"title": found.title, "html": found.html} | ({"near": list(found.near)} if found.near else {})

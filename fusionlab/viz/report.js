@@ -23,8 +23,8 @@ function bakedStore(data, pictures, tabs) {
   const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
     inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items, hull_items: {} } };
   const watchers = new Map(), listeners = new Set();
-  const before = traits.scene, known = { ...data.inspector };
-  let index = null;
+  const before = traits.scene;
+  let index = null, known = null;
 
   const set = (changes) => {
     Object.assign(traits, changes);
@@ -43,17 +43,19 @@ function bakedStore(data, pictures, tabs) {
     }
     return index;
   };
+  const told = async () => (known ??= await unpack(data.inspector)); // what the inspector says, by SVG id and by name
   const scene = async (key) => {
     const made = await unpack(data.scenes[key]);
-    Object.assign(known, made.inspector);
+    Object.assign(await told(), made.inspector);
     return { svg: made.svg, items: made.items, hull_items: {} };
   };
 
-  const inspect = (id) => {
-    const found = known[id];
-    return found ? { title: found.title, html: found.html ?? rowsHtml(found.rows) } : { title: "", html: "" };
+  const select = async (id, more = {}, name = id) => {
+    const { title = "", html = "", near = [] } = (await told())[name] || {};
+    const scene = more.scene || traits.scene;
+    const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.box, r.group)) : [];
+    set({ inspector: { title, html }, problem: null, ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
   };
-  const select = (id, more = {}) => set({ inspector: inspect(id), problem: null, ...more, marks: { selected: [id], ...more.marks } });
 
   // The scene that shows a box best: this one if it holds it, else the one of the innermost group that was baked.
   const reach = async (box, group) => {
@@ -77,18 +79,19 @@ function bakedStore(data, pictures, tabs) {
     const [box, node] = data.sites[name] || [];
     const row = byName.get(name) || byName.get(`n${node}`);
     const line = row ? [] : rows.filter((r) => r.where === name);
-    const target = row || line[0];
-    if (!target && !number.has(box)) return say(`${name} is not in this page. ${ELSEWHERE}`);
-    const own = number.has(box) ? [`fl-${box}`, groups[number.get(box)][1]] : [target.box, target.group];
-    const shown = await reach(...own);
-    const id = visible(shown, ...own);
-    const linked = line.map((r) => visible(shown, r.box, r.group)).filter((x) => x && x !== id);
+    const target = number.has(box) ? { box: `fl-${box}`, group: groups[number.get(box)][1] } : row || line[0];
+    if (!target) return say(`${name} is not in this page. ${ELSEWHERE}`);
+    const shown = await reach(target.box, target.group);
+    const id = visible(shown, target.box, target.group);
     if (!id) return say(`${name} is not in this picture. ${ELSEWHERE}`);
-    const head = { ...traits.head, shown: "before" };
-    const brief = row && id !== row.box && !box && { title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true],
-      ["source", row.where, true], ["inside", `a closed group. ${data.scenes[id.slice(3)] ? "Press Space to open it." : ELSEWHERE}`, false]]) };
-    select(id, { scene: shown, head, marks: { linked }, ...(brief ? { inspector: brief } : {}) });
+    const linked = line.map((r) => visible(shown, r.box, r.group)).filter((x) => x && x !== id);
+    const own = box ? `fl-${box}` : row ? row.box : name;
+    const brief = own in (await told()) || id === own ? {} : { inspector: hidden(row, id) };
+    await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked }, ...brief }, own);
   };
+  // A node that no picture of the page shows by itself.
+  const hidden = (row, id) => ({ title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true], ["source", row.where, true],
+    ["inside", `a closed group. ${data.scenes[id.slice(3)] ? "Press Space on it to open it." : ELSEWHERE}`, false]].filter((r) => r[1])) });
 
   const search = async (text) => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);

@@ -37,10 +37,12 @@ class Tree:
       parents: group id -> id of the group around it, "" at the top.
       places: node id -> (id of the box it has when all is open, id of the group around that box). A hidden copy of a
         repeated block stands where the shown one stands.
+      members: group id -> ids of the nodes in it, hidden copies left out.
     """
 
     parents: dict[str, str]
     places: dict[int, tuple[str, str]]
+    members: dict[str, tuple[int, ...]]
 
     def around(self, gid: str) -> Iterator[str]:
         """The group itself, then the groups around it, innermost first."""
@@ -61,7 +63,7 @@ class Scenes:
 def folded_tree(graph: Graph, findings: Findings | None, enabled: Collection[str] | None, max_nodes: int) -> Tree:
     """The tree behind `view_model` with the same arguments."""
     root = fold(graph, drawn_sites(graph, findings, enabled), max_nodes=max_nodes)
-    tree = Tree({}, {})
+    tree = Tree({}, {}, {})
     _walk(root, tree)
     return tree
 
@@ -77,6 +79,7 @@ def _walk(group: Group, tree: Tree) -> None:
             tree.places.setdefault(item.node.id, (item.id, group.id))
         own = [item.node.id] if item.node and item.kind != "run" else []
         shown = own + list(members(item.children))
+        tree.members[item.id] = tuple(shown)
         for unit in item.hidden:
             for twin, nid in zip(shown, members(unit), strict=False):
                 if twin in tree.places:
