@@ -101,8 +101,9 @@ def report_html(
     body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
     body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
     options = {k: v for k, v in view_options.items() if k not in ("expanded", "collapsed", "reveal")}
-    data = page_data(pictures, enabled, view, draw, later, **options)
-    return _page(title, "\n".join(body), data)
+    whole = "\n".join(body)
+    used = len(_page(title, whole, {}).encode())
+    return _page(title, whole, page_data(pictures, enabled, view, draw, later, used, **options))
 
 
 def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") -> str:

@@ -6,6 +6,7 @@ shown, switched off, and says so.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from .sections import alike
 
 PREFIX = "fl-"
 AFTER = "fl-after-"
+MAX_PAGE = 1_350_000  # bytes that a page is filled up to with pictures; measurements and tables come first
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
 _MOST_NAMES = 400  # sites, and source lines, that are told of without being drawn
 _SAME = ("pass", "text", "attrs", "nodes_before", "nodes_after", "backends", "residuals", "notes")
@@ -34,6 +36,7 @@ def page_data(
     view: Mapping[str, Any],
     draw: Draw,
     after: tuple[Graph, Mapping[str, Any]] | None = None,
+    used: int = 0,
     **view_options: Any,
 ) -> dict[str, Any]:
     """The explorer's traits for a page, and the pictures it can open.
@@ -43,6 +46,7 @@ def page_data(
       view: their view model, whose picture the page itself holds.
       draw: `(view model, prefix of ids) -> SVG text`.
       after: the fused graph and its view model, whose picture the page holds too.
+      used: bytes of the page without these data; pictures are baked until the page has `MAX_PAGE`.
       **view_options: of `view`.
     """
     graph, findings = pictures.graph, pictures.findings
@@ -58,18 +62,18 @@ def page_data(
     told = teller.view(view) | teller.names()
     if after is not None:
         told |= Teller(after[0], None, None, AFTER, None).view(after[1])
-    packed = pack(told)
-    scenes = bake(view, tree, view_of, scene_of, max_bytes=MAX_BYTES - len(packed))
-    return {
+    data = {
         "head": head(view, after is not None),
         "panel": panel(view),
         "items": items(view, PREFIX),
         "after": items(after[1], AFTER) if after else None,
-        "inspector": packed,
+        "inspector": pack(told),
         "sites": {s["id"]: [dom_id(s["id"]), *s["nodes"][:1]] for s in view["sites"]},
         "index": pack(index(graph, tree, [g["id"] for g in view["groups"]])),
-        "scenes": {_key(k): text for k, text in scenes.packed.items()},
     }
+    room = MAX_PAGE - used - len(json.dumps(data))
+    scenes = bake(view, tree, view_of, scene_of, max_bytes=min(MAX_BYTES, room))
+    return data | {"scenes": {_key(k): text for k, text in scenes.packed.items()}}
 
 
 def _key(gid: str) -> str:
