@@ -187,7 +187,7 @@ function passes(ui) {
   const list = h("div", { class: "fl-list" });
   const foot = h("div", { class: "fl-foot" });
   const el = h("section", { class: "fl-passes", "aria-label": "passes" }, h("h3", {}, "Passes"), list, foot);
-  const box = (attrs, state, label) => h("input", { type: "checkbox", ...attrs, checked: state !== "off" && state !== "none" && state !== false,
+  const box = (attrs, state, label) => h("input", { type: "checkbox", ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
   const site = (s) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
@@ -324,8 +324,8 @@ function graph(ui) {
     const b = boxes.get(id);
     return b && { x: place.x + b.x * place.scale, y: place.y + b.y * place.scale, w: b.w * place.scale, h: b.h * place.scale };
   };
-  const show = (id, glide = true) => { // brings a box into sight, moving as little as possible
-    const b = on(id), margin = 28;
+  const show = (id, glide = true, margin = 28) => { // brings a box into sight, moving as little as possible
+    const b = on(id);
     if (!b) return;
     const shift = (at, length, room) => {
       if (length > room - 2 * margin) return at > margin || at + length < room - margin ? margin - at : 0;
@@ -402,7 +402,7 @@ function graph(ui) {
       place.x += anchor.x + Math.min(anchor.w, pane.clientWidth) / 2 - now.x - Math.min(now.w, pane.clientWidth) / 2;
       place.y += Math.max(anchor.y, 0) - now.y;
       move();
-      if (now.h < pane.clientHeight) show(anchor.id, false);
+      if (now.h < pane.clientHeight) show(anchor.id, false, 0);
     } else move();
   };
 

@@ -7,7 +7,6 @@ groups, because groups are runs in program order: so the folded graph stays as a
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ from fusionlab.graph.ir import Block, Graph, Literal, Node, literal_text
 
 from .sites import Site
 
-# A picture beyond this many boxes is not readable; sites are opened up to here even above `max_nodes`.
-SITES_LIMIT = 300
 _FAN_OUT = 32
 _WORTH = 4  # repeats of fewer nodes are quicker read than a frame with a count
 BACKWARD = " (backward)"
@@ -53,9 +50,53 @@ class Group:
     count: int = 1
     hidden: list[list[Item]] = field(default_factory=list)
     open: bool = False
+    # Worked out when asked for, and forgotten by `changed`.
+    _size: int | None = field(default=None, repr=False)
+    _signature: int | None = field(default=None, repr=False)
+    _has_site: bool | None = field(default=None, repr=False)
+    _shown: list[int] | None = field(default=None, repr=False)
+    _ranges: list[list[int]] | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Node count, own node and hidden copies included."""
+        if self._size is None:
+            own = (self.node is not None) + sum(map(size, self.children))
+            self._size = own + sum(size(i) for unit in self.hidden for i in unit)
+        return self._size
+
+    @property
+    def shown(self) -> list[int]:
+        """Node ids of its own node and of everything in it, hidden copies left out."""
+        if self._shown is None:
+            self._shown = [] if self.node is None else [self.node.id]
+            for child in self.children:
+                self._shown += [child.node.id] if isinstance(child, Leaf) else child.shown
+        return self._shown
+
+    @property
+    def ranges(self) -> list[list[int]]:
+        """Node ids of everything in it, hidden copies included, as pairs (first, last) in ascending order."""
+        if self._ranges is None:
+            self._ranges = []
+            for nid in sorted(members([self])):
+                if self._ranges and self._ranges[-1][1] == nid - 1:
+                    self._ranges[-1][1] = nid
+                else:
+                    self._ranges.append([nid, nid])
+        return self._ranges
+
+    def changed(self) -> None:
+        """Forgets what was worked out, once copies were added."""
+        self._size = self._signature = self._has_site = self._shown = self._ranges = None
 
 
 Item = Leaf | Group
+
+
+def size(item: Item) -> int:
+    """Node count of an item, hidden copies included."""
+    return 1 if isinstance(item, Leaf) else item.size
 
 
 def members(items: Iterable[Item]) -> Iterator[int]:
@@ -71,55 +112,71 @@ def members(items: Iterable[Item]) -> Iterator[int]:
             yield from members(unit)
 
 
-def leaves(items: Iterable[Item]) -> Iterator[Node]:
-    """The nodes that are shown or folded away in the items, hidden copies left out."""
-    for item in items:
-        if isinstance(item, Leaf):
-            yield item.node
-        else:
-            yield from leaves(item.children)
-
-
 def is_backward(node: Node) -> bool:
     """True for what reverse-mode differentiation added: JAX wraps its scopes in `transpose(...)`."""
     return any("transpose(" in str(eqn.source_info.name_stack) for eqn in (*node.calls, node.eqn))
 
 
-def fold(
-    graph: Graph,
-    sites: Collection[Site] = (),
-    *,
-    expanded: Collection[str] | str = (),
-    collapsed: Collection[str] = (),
-    reveal: Collection[int] = (),
-    max_nodes: int = 60,
-) -> Group:
-    """The tree of a graph's groups with `open` decided: at most about `max_nodes` boxes, sites visible.
+class Known:
+    """What folding learns of a graph that no toggle changes: kept, so that folding it again asks JAX's records nothing twice."""
+
+    def __init__(self) -> None:
+        self.signatures: dict[object, int] = {}
+        self.of_node: dict[int, int] = {}
+        self.backward: dict[int, bool] = {}
+        self.paths: dict[tuple[str, str], tuple[str, ...]] = {}
+
+    def signature(self, node: Node) -> int:
+        """The same number for nodes of the same primitive, types and constants."""
+        found = self.of_node.get(node.id)
+        if found is None:
+            ins = tuple((literal_text(a.val) if isinstance(a, Literal) else "", a.shape, a.dtype) for a in node.inputs)
+            outs = tuple((v.shape, v.dtype) for v in node.outputs)
+            found = self.of_node[node.id] = self.number((node.primitive, ins, outs))
+        return found
+
+    def number(self, key: object) -> int:
+        """The same number for the same key."""
+        return self.signatures.setdefault(key, len(self.signatures))
+
+    def is_backward(self, node: Node) -> bool:
+        found = self.backward.get(node.id)
+        if found is None:
+            found = self.backward[node.id] = is_backward(node)
+        return found
+
+    def below(self, scope: str, outer: str) -> tuple[str, ...]:
+        """The names of a scope below another one."""
+        found = self.paths.get((scope, outer))
+        if found is None:
+            found = self.paths[scope, outer] = _below(scope, outer)
+        return found
+
+
+def fold(graph: Graph, sites: Collection[Site] = (), *, max_nodes: int = 60, known: Known | None = None) -> Group:
+    """The tree of a graph's groups, all closed but the root; `opening.Tree` decides which are open.
 
     Args:
-      expanded: ids of groups to open whatever their size; "all" opens every one.
-      collapsed: ids of groups to keep closed.
-      reveal: ids of nodes whose groups are opened, even collapsed ones.
+      graph: the program.
+      sites: as `drawn_sites` gives them; each one drawn is a group.
+      max_nodes: a block of more nodes than this that has no module scopes is told apart by functions.
+      known: what was learnt of this graph before.
     """
-    builder = _Builder(sites, max_nodes)
-    root = Group("", "root", graph.name, builder.block(graph.top, ""), open=True)
-    around = frozenset(_around(root, frozenset(reveal)))
-    wanted = "all" if expanded == "all" else around.union(expanded)
-    _open(root, wanted, frozenset(collapsed) - around, max_nodes)
-    return root
+    builder = _Builder(sites, max_nodes, known or Known())
+    return Group("", "root", graph.name, builder.block(graph.top, ""), open=True)
 
 
 class _Builder:
-    """Builds the tree; holds what all levels share: sites by block, ids given out, structural signatures."""
+    """Builds the tree; holds what all levels share: sites by block, ids given out, what is known of the graph."""
 
-    def __init__(self, sites: Collection[Site], max_nodes: int):
+    def __init__(self, sites: Collection[Site], max_nodes: int, known: Known):
         self.max_nodes = max_nodes
+        self.known = known
         self.by_block: dict[str, list[Site]] = {}
         for site in sites:
             if site.drawn:
                 self.by_block.setdefault(site.block, []).append(site)
         self.used: dict[str, int] = {}
-        self.signatures: dict[object, int] = {}
 
     def fresh(self, wanted: str) -> str:
         """The wanted id, or wanted~2, wanted~3 ... when a scope is entered again."""
@@ -142,7 +199,7 @@ class _Builder:
         item_of: dict[int, tuple[tuple[str, ...], Item]] = {}
         order = {n.id: i for i, n in enumerate(block.nodes)}
         for node in block.nodes:
-            item_of[node.id] = (_below(node.scope, outer_scope), self.item(node))
+            item_of[node.id] = (self.known.below(node.scope, outer_scope), self.item(node))
         for site in sites:  # small ones first: a larger one takes the finished group in
             last = max(site.members, key=order.__getitem__)
             inside = [nid for nid in sorted(site.members, key=order.__getitem__) if nid in item_of]
@@ -195,22 +252,20 @@ class _Builder:
         if isinstance(only, Group) and only.kind in ("scope", "function") and only.count == 1:
             only.label = f"{label}/{only.label}"
             return only
-        backward = depth == 0 and kind == "scope" and all(is_backward(n) for n in leaves(children))
+        backward = depth == 0 and kind == "scope" and all(map(self.known.is_backward, _leaves(children)))
         return Group(self.fresh(full), kind, label + BACKWARD if backward else label, children)
 
     # Repeats -------------------------------------------------------------------------------------------------------
     def signature(self, item: Item) -> int:
         if isinstance(item, Leaf):
-            node = item.node
-            ins = tuple((literal_text(a.val) if isinstance(a, Literal) else "", a.shape, a.dtype) for a in node.inputs)
-            outs = tuple((v.shape, v.dtype) for v in node.outputs)
-            key: object = (node.primitive, ins, outs, _state(item.site))
-        else:
+            number = self.known.signature(item.node)
+            return number if item.site is None else self.known.number((number, _state(item.site)))
+        if item._signature is None:
             region = item.node.primitive if item.node is not None else ""
             shown = item.label if item.kind in ("region", "branch") else ""
-            inside = tuple(self.signature(c) for c in item.children)
-            key = (item.kind, region, shown, item.count, _state(item.site), inside)
-        return self.signatures.setdefault(key, len(self.signatures))
+            inside = tuple(map(self.signature, item.children))
+            item._signature = self.known.number((item.kind, region, shown, item.count, _state(item.site), inside))
+        return item._signature
 
     def repeats(self, items: list[Item], prefix: str) -> list[Item]:
         """Identical neighbours (one item, or a sequence of items) once, with their count."""
@@ -243,6 +298,7 @@ class _Builder:
             # Copies hold what the group holds, so that members pair up: its own region node comes first.
             group.hidden = [[u] for u in (unit[0] for unit in units[1:])]
             group.count = len(units)
+            group.changed()
             return group
         gid = self.fresh(f"{prefix}/run" if prefix else "run")
         return Group(gid, "run", "block", list(first), count=len(units), hidden=units[1:])
@@ -266,15 +322,15 @@ class _Builder:
 
     def cut(self, items: list[Item], prefix: str) -> list[Item]:
         levels = max(1, math.ceil(math.log(len(items)) / math.log(_FAN_OUT)))
-        size = math.ceil(len(items) / math.ceil(len(items) ** (1 / levels))) if levels > 1 else len(items)
-        pieces = [items[i : i + size] for i in range(0, len(items), size)]
+        length = math.ceil(len(items) / math.ceil(len(items) ** (1 / levels))) if levels > 1 else len(items)
+        pieces = [items[i : i + length] for i in range(0, len(items), length)]
         return [self.piece(p, prefix) for p in pieces]
 
     def piece(self, items: list[Item], prefix: str) -> Item:
         if len(items) == 1:
             return items[0]
         gid = self.fresh(f"{prefix}/part" if prefix else "part")
-        label = f"{sum(1 for _ in members(items)):,} nodes"
+        label = f"{sum(map(size, items)):,} nodes"
         return Group(gid, "chunk", label, self.cut(items, gid) if len(items) > _FAN_OUT else items)
 
 
@@ -300,7 +356,20 @@ def has_site(item: Item) -> bool:
     """True around what has to stay visible: a candidate. What was declined shows while there is room."""
     if item.site is not None and item.site.state != "declined":
         return True
-    return isinstance(item, Group) and any(has_site(c) for c in item.children)
+    if isinstance(item, Leaf):
+        return False
+    if item._has_site is None:
+        item._has_site = any(map(has_site, item.children))
+    return item._has_site
+
+
+def _leaves(items: Iterable[Item]) -> Iterator[Node]:
+    """The nodes that are shown or folded away in the items, hidden copies left out."""
+    for item in items:
+        if isinstance(item, Leaf):
+            yield item.node
+        else:
+            yield from _leaves(item.children)
 
 
 def _state(site: Site | None) -> tuple[str, ...]:
@@ -347,71 +416,10 @@ def _best_repeat(sigs: list[int], start: int, positions: list[int], items: list[
         count = 1
         while sigs[start + count * period : start + (count + 1) * period] == unit:
             count += 1
-        size = sum(1 for _ in members(items[start:p]))
-        worth = count > 1 and (size >= _WORTH or size * count >= 3 * _WORTH)
+        if count < 2:
+            continue
+        nodes = sum(map(size, items[start:p]))
+        worth = nodes >= _WORTH or nodes * count >= 3 * _WORTH
         if worth and period * count > best[0] * best[1]:
             best = (period, count)
     return best
-
-
-# Opening ------------------------------------------------------------------------------------------------------------
-def _open(root: Group, expanded: Collection[str] | str, collapsed: frozenset[str], max_nodes: int) -> None:
-    everything = expanded == "all"
-    forced = frozenset() if isinstance(expanded, str) else frozenset(expanded)
-    visible = len(root.children)
-    heap: list[tuple[tuple[int, int, int], Group]] = []
-    order = 0
-
-    def push(group: Group, depth: int) -> None:
-        nonlocal order
-        for child in group.children:
-            if isinstance(child, Group) and child.id not in collapsed:
-                order += 1
-                wanted = everything or child.id in forced or _holds(child, forced)
-                heapq.heappush(heap, ((0 if wanted else _rank(child), depth, order), child))
-
-    push(root, 1)
-    while heap:
-        (rank, depth, _), group = heapq.heappop(heap)
-        grown = visible + len(group.children) - 1
-        limit = math.inf if rank == 0 else max(SITES_LIMIT, max_nodes) if rank == 1 else max_nodes
-        if grown > limit or rank == _NEVER:
-            continue
-        group.open = True
-        visible = grown
-        push(group, depth + 1)
-
-
-_NEVER = 5
-
-
-def _rank(group: Group) -> int:
-    """What is opened first: 0 asked for, 1 the way to a site, 2 regions and scopes, 3 sites, 4 chunks, 5 nothing more.
-
-    A custom rule with a known name (relu, logsumexp) says more as one box than its inside does.
-    """
-    if group.kind == "site":
-        return 3
-    if has_site(group):
-        return 1
-    if group.node is not None and group.node.primitive.startswith("custom_"):
-        return _NEVER if function_name(group.node.blocks[0]) else 4
-    return 4 if group.kind == "chunk" else 2
-
-
-def _around(group: Group, nodes: frozenset[int]) -> Iterator[str]:
-    """Ids of the groups around the nodes, found through hidden copies too."""
-    for child in group.children:
-        if isinstance(child, Group) and not nodes.isdisjoint(members([child])):
-            yield child.id
-            shown = [child.node.id] if child.node and child.kind != "run" else []
-            shown += members(child.children)
-            twins = {n: t for unit in child.hidden for n, t in zip(members(unit), shown, strict=True)}
-            yield from _around(child, nodes | {twins[n] for n in nodes if n in twins})
-
-
-def _holds(group: Group, ids: frozenset[str]) -> bool:
-    """A group asked for opens every group around it."""
-    if not ids:
-        return False
-    return any(isinstance(c, Group) and (c.id in ids or _holds(c, ids)) for c in group.children)

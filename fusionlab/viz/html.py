@@ -21,6 +21,7 @@ from .dot import dom_id, dot_of_view
 from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline
 from .gpu_record import record_html
 from .page import AFTER, PREFIX, page_data
+from .pictures import Pictures
 from .render import to_svg
 from .scenes import slim
 from .sections import (
@@ -65,7 +66,9 @@ def report_html(
       engine: layout engine, as for `to_svg`.
       **view_options: further options of `view_model`.
     """
-    view = view_model(graph, findings, enabled=enabled, evidence=evidence, formulas=formulas, **view_options)
+    pictures = Pictures(graph, findings)
+    told = {"evidence": evidence, "formulas": formulas, "structures": True}
+    view = pictures.view(enabled=enabled, **told, **view_options)
     title = title or f"FusionLab: {view['title']}"
     later = (after, view_model(after, None, **view_options)) if after is not None else None
 
@@ -98,8 +101,9 @@ def report_html(
     body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
     body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
     options = {k: v for k, v in view_options.items() if k not in ("expanded", "collapsed", "reveal")}
-    data = page_data(graph, findings, enabled, view, draw, later, **options)
-    return _page(title, "\n".join(body), data)
+    whole = "\n".join(body)
+    used = len(_page(title, whole, {}).encode())
+    return _page(title, whole, page_data(pictures, enabled, view, draw, later, used, **options))
 
 
 def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") -> str:

@@ -98,12 +98,17 @@ def _backward_dict(record: Candidate | Rejection) -> dict[str, Any] | None:
 
 
 def node_dict(
-    graph: Graph, node: Node, findings: Findings | None = None, enabled: Collection[str] | None = None
+    graph: Graph,
+    node: Node,
+    findings: Findings | None = None,
+    enabled: Collection[str] | None = None,
+    touching: Collection[Candidate | Rejection] | None = None,
 ) -> dict[str, Any]:
-    """Primitive, operands, results, params, scope, source line, and every site that touches the node."""
+    """Primitive, operands, results, params, scope, source line, and every site that touches the node (`touching`, where known)."""
     block = graph.block_of[node.id]
     names = {v.id: name for v, name in zip(graph.top.inputs, graph.in_names, strict=False)}
-    touching = findings.of_node(node) if findings is not None else []
+    if touching is None:
+        touching = findings.of_node(node) if findings is not None else ()
     return {
         "node": node.id,
         "name": " ".join(v.name for v in node.outputs),

@@ -6,6 +6,7 @@ shown, switched off, and says so.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -16,12 +17,13 @@ from fusionlab.graph.ir import Graph
 
 from .dot import dom_id
 from .inspecting import inspect
+from .pictures import Pictures
 from .scenes import MAX_BYTES, Tree, bake, folded_tree, index, pack, slim
 from .sections import alike
-from .view_model import view_model
 
 PREFIX = "fl-"
 AFTER = "fl-after-"
+MAX_PAGE = 1_350_000  # bytes that a page is filled up to with pictures; measurements and tables come first
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
 _MOST_NAMES = 400  # sites, and source lines, that are told of without being drawn
 _SAME = ("pass", "text", "attrs", "nodes_before", "nodes_after", "backends", "residuals", "notes")
@@ -29,27 +31,28 @@ Draw = Callable[[Mapping[str, Any], str], str]
 
 
 def page_data(
-    graph: Graph,
-    findings: Findings | None,
+    pictures: Pictures,
     enabled: Collection[str] | None,
     view: Mapping[str, Any],
     draw: Draw,
     after: tuple[Graph, Mapping[str, Any]] | None = None,
+    used: int = 0,
     **view_options: Any,
 ) -> dict[str, Any]:
     """The explorer's traits for a page, and the pictures it can open.
 
     Args:
-      graph, findings, enabled: as for `view_model`.
+      pictures, enabled: of the graph and what was found in it.
       view: their view model, whose picture the page itself holds.
       draw: `(view model, prefix of ids) -> SVG text`.
       after: the fused graph and its view model, whose picture the page holds too.
+      used: bytes of the page without these data; pictures are baked until the page has `MAX_PAGE`.
       **view_options: of `view`.
     """
+    graph, findings = pictures.graph, pictures.findings
 
     def view_of(expanded: Collection[str], collapsed: Collection[str]) -> dict[str, Any]:
-        options = view_options | {"expanded": expanded, "collapsed": collapsed}
-        return view_model(graph, findings, enabled=enabled, **options)
+        return pictures.view(enabled=enabled, **view_options | {"expanded": expanded, "collapsed": collapsed})
 
     def scene_of(shown: Mapping[str, Any]) -> dict[str, Any]:
         return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": teller.view(shown)}
@@ -59,18 +62,18 @@ def page_data(
     told = teller.view(view) | teller.names()
     if after is not None:
         told |= Teller(after[0], None, None, AFTER, None).view(after[1])
-    packed = pack(told)
-    scenes = bake(view, tree, view_of, scene_of, max_bytes=MAX_BYTES - len(packed))
-    return {
+    data = {
         "head": head(view, after is not None),
         "panel": panel(view),
         "items": items(view, PREFIX),
         "after": items(after[1], AFTER) if after else None,
-        "inspector": packed,
+        "inspector": pack(told),
         "sites": {s["id"]: [dom_id(s["id"]), *s["nodes"][:1]] for s in view["sites"]},
         "index": pack(index(graph, tree, [g["id"] for g in view["groups"]])),
-        "scenes": {_key(k): text for k, text in scenes.packed.items()},
     }
+    room = MAX_PAGE - used - len(json.dumps(data))
+    scenes = bake(view, tree, view_of, scene_of, max_bytes=min(MAX_BYTES, room))
+    return data | {"scenes": {_key(k): text for k, text in scenes.packed.items()}}
 
 
 def _key(gid: str) -> str:

@@ -93,6 +93,8 @@ def _record(findings: Findings | None, text: str) -> Selection | None:
         if record.id == text:
             nodes = (getattr(record, "site_ids", None) or frozenset()) | frozenset(record.node_ids)
             return Selection(text, "site", record, tuple(sorted(nodes)))
+    if "@" not in text:
+        return None  # no structure's id; looking for structures takes as long as the search itself
     structure = next((s for s in findings.structures if s.id == text), None)
     return Selection(text, "structure", structure, tuple(sorted(structure.node_ids))) if structure is not None else None
 

@@ -5,6 +5,7 @@ The widget (`widget.py`) mirrors what these methods give; a script, a test or an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
@@ -14,7 +15,6 @@ from fusionlab.fusers import Strategy
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
-from .evidence_view import headline
 from .inspecting import Inspected, inspect
 from .markup import quiet
 from .panel import options_of, panel, with_option
@@ -23,9 +23,9 @@ from .search import search
 from .selection import Selection, selection
 from .setting import Decision, Ledger, Setting
 from .stage import Stage
+from .summaries import sentence, summary
 from .tabs import evidence_tabs
 from .toggles import Toggles
-from .view_model import summary
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
@@ -61,6 +61,7 @@ class Session:
         changed: Changed = lambda: None,
     ) -> None:
         on = frozenset(c.id for c in findings.select()) if enabled is None else frozenset(enabled)
+        self.lock = threading.RLock()  # held while the state changes, and by who reads much of it at once
         self.graph, self.findings = graph, findings
         self.toggles = Toggles(findings, on, self._toggled)
         self.setting = self.opened = Setting(on, strategy)
@@ -74,6 +75,7 @@ class Session:
         self._decisions = [Decision("opened", self.setting)]
         self._past: list[Setting] = []
         self._fused: dict[Setting, Graph] = {}
+        self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
 
@@ -185,8 +187,9 @@ class Session:
         unknown = setting.enabled - {c.id for c in found.candidates}
         if unknown:
             raise unknown_name("site", min(unknown), [c.id for c in found.candidates])
-        self.findings, self.setting = found, setting
-        self.toggles.adopt(found, setting.enabled)
+        with self.lock:
+            self.findings, self.setting = found, setting
+            self.toggles.adopt(found, setting.enabled)
 
     def _findings(self, strategy: Strategy | None) -> Findings:
         if strategy not in self._found:
@@ -218,9 +221,10 @@ class Session:
         if which == "after" and self._after is None:
             raise ArgumentError("shown: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
         if which != self.stage.shown:
-            self.stage.shown = which
-            self.stage.unfold()
-            self._selection, self.selected = Selection(), ""
+            with self.lock:
+                self.stage.shown = which
+                self.stage.unfold()
+                self._selection, self.selected = Selection(), ""
 
     @property
     def shown_graph(self) -> Graph:
@@ -250,14 +254,16 @@ class Session:
         records = (*self.findings.candidates, *self.findings.rejections)
         if self.stage.shown == "after" and any(r.id == what for r in records):
             self.show("before")
-        found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
-        self._selection, self.selected = found, found.name
-        self.stage.reveal(self._drawn(), found.nodes)
+        with self.lock:
+            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
+            self._selection, self.selected = found, found.name
+            self.stage.reveal(self._drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
 
     def fold(self, item: str) -> None:
         """Opens a closed group, closes an open one, by its id in the picture; anything else is no group and stays."""
-        self.stage.fold(self._drawn(), item)
+        with self.lock:
+            self.stage.fold(self._drawn(), item)
 
     def clicked(self, item: str) -> str | None:
         """The name that a click on an id in the picture selects; None for what is not there."""
@@ -293,7 +299,7 @@ class Session:
         whole = self._summary()
         return {
             "title": whole["title"],
-            "sentence": whole["header"],
+            "sentence": sentence(whole["counts"], whole["evidence"]),
             "counts": whole["counts"],
             "shown": self.stage.shown,
             "hulls": self.stage.hulls,
@@ -347,12 +353,13 @@ class Session:
         shown += [{"name": "Ledger", "html": self.ledger.html()}]
         return shown + ([{"name": "Code", "html": f"<pre>{escape(script)}</pre>"}] if script else [])
 
-    def headline(self) -> str:
-        """Before and after in a sentence, or that nothing was measured."""
-        return headline(self._summary()["evidence"])
-
     def _summary(self) -> dict[str, Any]:
-        return summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas)
+        key = self.setting, id(self.evidence)
+        if self._told[0] != key:
+            # Structures are left out: looking for them takes as long as the search itself.
+            told = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
+            self._told = key, told
+        return self._told[1]
 
     def _hits(self) -> Any:
         return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)

@@ -13,8 +13,9 @@ from .dot import dom_id
 from .html import picture
 from .hulls import hulls, with_hulls
 from .page import items
+from .pictures import Pictures
 from .selection import Selection
-from .view_model import Pictures
+from .view_model import members_of
 
 PREFIX = "fl-"
 _REVEALED = 3  # selections whose surroundings stay open
@@ -35,6 +36,7 @@ class Stage:
         self._pictures: tuple[Any, Any] = (None, None)
         self._view: tuple[Any, dict[str, Any]] = (None, {})
         self._svg: tuple[Any, str] = (None, "")
+        self._placed: tuple[Any, dict[int, str]] = (None, {})
         self.unfold()
 
     def unfold(self) -> None:
@@ -58,9 +60,9 @@ class Stage:
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
         """Opens what lies around these nodes, unless they are all to be seen."""
         wanted = tuple(nodes)[:_MOST_REVEALED]
-        boxes = {b["node"] for b in self.view(drawn)["boxes"]}
-        frames = {g["node"] for g in self.view(drawn)["groups"]}
-        if wanted and not boxes.union(frames).issuperset(wanted):
+        place = self._place(drawn)
+        closed = {b["id"] for b in self.view(drawn)["boxes"] if b["closed"] and b["node"] not in wanted}
+        if any(place.get(n) in closed for n in wanted):
             self._reveal = (*self._reveal, wanted)[-_REVEALED:]
 
     # The drawing ---------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Stage:
             return found["site"]
         if found["node"] is not None:
             return f"n{found['node']}"
-        self.groups = {found["id"]: self._of(drawn[0], drawn[1]).members(found["id"])}
+        self.groups = {found["id"]: members_of(found)}
         return found["id"]
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
@@ -121,8 +123,17 @@ class Stage:
 
     def places(self, drawn: Drawn, nodes: Iterable[int]) -> list[str]:
         """Ids in the picture of the boxes that hold these nodes, each once."""
-        place = self.view(drawn) and self._of(drawn[0], drawn[1]).place
+        place = self._place(drawn)
         return list(dict.fromkeys(self.id_of(place[n]) for n in nodes if n in place))
+
+    def _place(self, drawn: Drawn) -> dict[int, str]:
+        """Node id -> the box it is seen in; the frame of an open region for the region's own node."""
+        view = self.view(drawn)
+        if self._placed[0] is not view:
+            place = {g["node"]: g["id"] for g in view["groups"] if g["node"] is not None}
+            place |= {n: box["id"] for box in view["boxes"] if box["nodes"] for n in members_of(box)}
+            self._placed = view, place
+        return self._placed[1]
 
     def _item(self, drawn: Drawn, item: str) -> dict[str, Any] | None:
         view = self.view(drawn)

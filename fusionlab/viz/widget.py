@@ -11,7 +11,7 @@ import base64
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,6 @@ class Explorer(anywidget.AnyWidget):
         self._measure_with, self._shares_with, self._script_with = measure, shares, script
         self._engine, self._formulas = engine, dict(formulas or {})
         self._background = Background()
-        self._drawing = threading.RLock()
         self._ready = False
         self.session = Session(
             graph,
@@ -311,11 +310,13 @@ class Explorer(anywidget.AnyWidget):
             return
         again = self.measuring and self._measure_with is not None
         self._stop()
-        if self.enabled != self.session.enabled:
-            self.enabled = self.session.enabled
-        if again and self.session.evidence is None:
-            self.start()
-        self._refresh()
+        try:
+            if self.enabled != self.session.enabled:
+                self.enabled = self.session.enabled  # a user's observers run here
+        finally:
+            if again and self.session.evidence is None:
+                self.start()
+            self._refresh()
 
     @traitlets.observe("enabled")
     def _enabled_changed(self, change: Any) -> None:
@@ -342,18 +343,20 @@ class Explorer(anywidget.AnyWidget):
             return
         self.session.stage.hulls = change["new"]
         if change["new"] and self.session.compiled is None:
-            token = self._background.begin()
-            self._progress(token, "compiling, to see what XLA makes of it", 0, 0)
+            # A measurement that runs is not disturbed: the two would slow each other down.
+            token = Cancel() if self._background.running else self._background.begin()
             self._background.start(functools.partial(self._quietly, self._compile, self.setting), token)
         self._refresh()
 
     def _compile(self, _: Setting, token: Cancel) -> None:
+        self._progress(token, "compiling, to see what XLA makes of it", 0, 0)
         try:
             self.session.kernels()
         except BaseException as error:
             self._finish(token, f"compiling failed: {_named(error)}", error)
             raise
         self._finish(token, "measured" if self.session.evidence is not None else "not measured")
+        self._refresh()
 
     def _message(self, _: Any, content: Any, buffers: Any = None) -> None:
         """A click in the browser. Whatever goes wrong is shown there; the widget lives on."""
@@ -370,7 +373,7 @@ class Explorer(anywidget.AnyWidget):
     # Drawing -------------------------------------------------------------------------------------------------------
     def _refresh(self) -> None:
         """Hands to the browser what has changed; from whatever thread."""
-        with self._drawing, self._one_message():
+        with self.session.lock, self.hold_sync():
             session = self.session
             self.evidence = session.evidence
             if not self._background.running and (self.evidence is not None or self.status == "measured"):
@@ -382,12 +385,6 @@ class Explorer(anywidget.AnyWidget):
             self.head = head | {"can": head["can"] | {"measure": self._measure_with is not None, "xla": True}}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
-
-    @contextlib.contextmanager
-    def _one_message(self) -> Iterator[None]:
-        """All that changes inside goes to the browser together."""
-        with self.hold_sync():
-            yield
 
     def _tabs(self) -> list[dict[str, str]]:
         script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""

@@ -1,16 +1,23 @@
 """The static report and the notebook picture."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
 import subprocess
+import time
+from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
 
-from fusionlab.viz import pane
+import fusionlab as fl
+from fusionlab.viz import palette, scenes
 from fusionlab.viz.html import graph_html, report_html
+from fusionlab.viz.pictures import Pictures
+from tests.test_scale import train_step
 
 from .conftest import candidate, findings_of, linear_nodes, rejection
 
@@ -127,15 +134,29 @@ def test_a_graph_alone_has_a_picture_too(case):
     assert "Candidates" not in report_html(case.graph)
 
 
-def test_a_browser_shows_the_report_and_its_inspector(case, tmp_path, browser):
+def test_a_page_without_scripts_still_has_picture_legend_and_tables(case):
+    text = report_html(case.graph, case.findings, after=case.graph)
+    body = text[text.index("<body") : text.index("<script")]
+    assert body.count("<svg") == 2
+    assert 'id="fl-before"' in body
+    assert "candidate (filled)" in body
+    assert "<noscript>" in body
+    assert {"Sites", "Passes", "Declined", "Environment"} <= set(re.findall(r'data-fl-section="([^"]+)"', body))
+
+
+def test_a_browser_shows_the_report_with_its_inspector(case, tmp_path, browser):
     path = tmp_path / "report.html"
     node = linear_nodes(case.graph)[0][0]
     text = report_html(case.graph, case.findings)
-    # A click as a reader would make it, once the page's own script has run.
-    click = f'<script>document.getElementById("fl-n{node.id}").dispatchEvent(new Event("click"))</script></body>'
+    # A click as a reader would make it, once the page's own module has run.
+    events = "".join(
+        f"box.dispatchEvent(new PointerEvent('{e}', {{bubbles: true}}));" for e in ("pointerdown", "pointerup")
+    )
+    click = f'<script type="module">const box = document.getElementById("fl-n{node.id}");{events}</script></body>'
     path.write_text(text.replace("</body>", click))
     dom = browser(path)
-    aside = re.search(r'<aside[^>]*id="fl-inspector".*?</aside>', dom, re.S).group()
+    aside = re.search(r'<aside[^>]*data-fl="inspector".*?</aside>', dom, re.S).group()
+    aside = re.sub(r"<[^>]+>", "", aside)
     assert f"dot_general {node.outputs[0].name}" in aside
     assert "x = jnp.tanh(x @ w + b)" in aside
     assert "gemm_epilogue@layer_0#1" in aside
@@ -143,41 +164,267 @@ def test_a_browser_shows_the_report_and_its_inspector(case, tmp_path, browser):
     assert os.path.getsize(path) < 300_000
 
 
-def test_the_graph_pane_draws_zooms_and_reports_clicks_and_keys_in_a_browser(tmp_path, browser):
-    """explorer.js with a stand-in for the kernel: what it sends is written into the page."""
-    script = (pane._HERE / "explorer.js").read_text().replace("export default { render };", "")
-    (tmp_path / "pane.html").write_text(
-        """<!DOCTYPE html><meta charset="utf-8"><div id="here"></div><pre id="log"></pre><script>
-        const drawn = '<g id="fl-a"><rect width="50" height="20"/></g>';
-        const state = {svg: `<svg viewBox="0 0 200 100" width="9" height="9">${drawn}</svg>`,
-                       labels: {"fl-a": "box a"}, selected_id: "", dimmed: false};
-        const handlers = {}, sent = [];
-        const model = {get: (k) => state[k], send: (m) => sent.push(m),
-                       on: (k, f) => { handlers[k] = f; }, off: (k) => { delete handlers[k]; }};
-        """
-        + script
-        + """
-        const el = document.getElementById("here");
-        const clean = render({model, el});
-        const box = document.getElementById("fl-a"), svg = el.querySelector("svg");
-        const key = (k, o = {}) => box.dispatchEvent(new KeyboardEvent("keydown", {key: k, bubbles: true, ...o}));
-        box.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true, clientX: 5, clientY: 5}));
-        box.dispatchEvent(new PointerEvent("pointerup", {bubbles: true, clientX: 5, clientY: 5}));
-        key("Enter"); key("Enter", {shiftKey: true});
-        box.dispatchEvent(new MouseEvent("dblclick", {bubbles: true}));
-        const before = svg.style.transform; key("+"); const after = svg.style.transform;
-        state.selected_id = "fl-a"; handlers["change:selected_id"]();
-        state.dimmed = true; handlers["change:dimmed"]();
-        const facts = [box.getAttribute("aria-label"), box.classList.contains("selected"), before !== after,
-                       el.querySelector(".fl-pane").classList.contains("dimmed")];
-        clean();
-        document.getElementById("log").textContent = JSON.stringify(
-          {sent, facts, left: [el.children.length, Object.keys(handlers).length]});
-        </script>"""
+# The module itself -----------------------------------------------------------------------------------------------------
+STUB = """
+const drawn = '<g id="fl-a"><rect width="50" height="20"/></g><g id="fl-b"><rect x="90" width="50" height="20"/></g>';
+const state = {
+  theme: "auto", head: {title: "f", sentence: "said", shown: "before", hulls: false, can: {measure: true, undo: true}},
+  panel: {passes: [{name: "p", colour: "#000000", tint: "#eeeeee", formula: "x + y", state: "partial", applied: 1, sites: 2, declined: 0,
+    options: [{name: "kind", value: 1, choices: [1, 2], doc: "which"}],
+    groups: [{key: "k", label: "two", where: "", count: 2, ids: ["p@1", "p@2"], state: "partial", sites: [
+      {id: "p@1", label: "1", on: true, note: "", losing: false}, {id: "p@2", label: "2", on: false, note: "+1.8%", losing: true}]}]}],
+    declined: []},
+  scene: {svg: `<svg viewBox="0 0 200 100" width="9" height="9">${drawn}</svg>`, hull_items: {},
+          items: {"fl-a": {label: "box a", closed: true, group: true}, "fl-b": {label: "box b"}}},
+  marks: {}, inspector: {title: "", html: ""}, hits: {}, busy: {running: false, status: "idle"}, problem: null,
+  tabs: [{name: "Timing", html: "<p>t</p>"}, {name: "Code", html: "<p>c</p>"}],
+};
+const handlers = {}, sent = [];
+const model = {
+  get: (k) => state[k], set: (k, v) => { state[k] = v; handlers[`change:${k}`]?.forEach((f) => f()); },
+  save_changes: () => {}, send: (m) => sent.push(m),
+  on: (k, f) => { (handlers[k] ??= new Set()).add(f); }, off: (k, f) => { handlers[k].delete(f); }};
+const settle = () => new Promise((go) => setTimeout(go, 0));
+const el = document.getElementById("here");
+"""
+
+
+def run_module(tmp_path, browser, script):
+    """What a script logs that has the explorer's module, a stand-in for the kernel (`model`, `state`, `sent`) and an element `el`."""
+    module = (
+        (files("fusionlab.viz") / "explorer.js")
+        .read_text(encoding="utf-8")
+        .replace("export default {", "const widget = {")
     )
-    dom = browser(tmp_path / "pane.html")
-    log = re.search(r'<pre id="log">(.*?)</pre>', dom, re.S).group(1)
-    assert log == (
-        '{"sent":[{"type":"select","id":"fl-a"},{"type":"select","id":"fl-a"},{"type":"fold","id":"fl-a"},'
-        '{"type":"fold","id":"fl-a"}],"facts":["box a",true,true,true],"left":[0,0]}'
+    css = (files("fusionlab.viz") / "explorer.css").read_text(encoding="utf-8")
+    page = tmp_path / "module.html"
+    page.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><style>{css}</style><div id="here"></div><pre id="log"></pre>'
+        f'<script type="module">{module}{STUB}'
+        f"const log = {{}};{script}\ndocument.getElementById('log').textContent = JSON.stringify(log);</script>",
+        encoding="utf-8",
+    )
+    return json.loads(unescape(re.search(r'<pre id="log">(.*?)</pre>', browser(page), re.S).group(1) or "{}"))
+
+
+def test_clicks_keys_and_ticks_become_messages(tmp_path, browser):
+    log = run_module(
+        tmp_path,
+        browser,
+        """
+        const clean = widget.render({model, el});
+        const box = document.getElementById("fl-a");
+        const key = (k, o = {}) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: k, bubbles: true, ...o}));
+        const q = (s) => el.querySelector(s);
+        box.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true}));
+        box.dispatchEvent(new PointerEvent("pointerup", {bubbles: true}));
+        key("Enter"); key("Enter", {shiftKey: true}); key(" ");
+        box.dispatchEvent(new MouseEvent("dblclick", {bubbles: true}));
+        key("ArrowRight"); key("Enter");
+        for (const s of ['[data-fl-toggle="p"]', '[data-fl-toggle="p@2"]', '[data-fl-group="k"]']) q(s).click();
+        const option = q('[data-fl-option="p.kind"]'); option.value = "2"; option.dispatchEvent(new Event("change", {bubbles: true}));
+        for (const name of ["measure", "undo", "reset", "all-on", "all-off"]) q(`[data-fl="${name}"]`).click();
+        q('[data-fl-pick="p@2"]').click();
+        q('[data-fl-export=".svg"]').click();
+        log.sent = sent;
+        log.label = box.getAttribute("aria-label");
+        clean();
+        log.left = [el.children.length, Object.values(handlers).reduce((n, s) => n + s.size, 0)];
+        """,
+    )
+    a, b = {"id": "fl-a"}, {"id": "fl-b"}
+    assert log["sent"] == [
+        *(
+            {"type": "select"} | a,
+            {"type": "select"} | a,
+            {"type": "fold"} | a,
+            {"type": "fold"} | a,
+            {"type": "fold"} | a,
+        ),
+        {"type": "select"} | b,
+        {"type": "toggle", "name": "p", "on": True},
+        {"type": "toggle", "name": "p@2", "on": True},
+        {"type": "group", "ids": ["p@1", "p@2"], "on": True},
+        {"type": "option", "pass": "p", "name": "kind", "value": 2},
+        {"type": "measure"},
+        {"type": "undo"},
+        {"type": "reset"},
+        *({"type": "all", "on": True}, {"type": "all", "on": False}),
+        {"type": "pick", "name": "p@2"},
+        {"type": "export", "suffix": ".svg"},
+    ]
+    assert log["label"] == "box a"
+    assert log["left"] == [0, 0]
+
+
+def test_a_change_keeps_focus_text_scroll_and_zoom(tmp_path, browser):
+    log = run_module(
+        tmp_path,
+        browser,
+        """
+        widget.render({model, el});
+        const q = (s) => el.querySelector(s), copy = (x) => JSON.parse(JSON.stringify(x));
+        const tick = q('[data-fl-toggle="p@2"]');
+        tick.focus();
+        const panel = copy(state.panel);
+        panel.passes[0].groups[0].sites[1].on = true; panel.passes[0].state = "on";
+        panel.passes.unshift({...copy(panel.passes[0]), name: "other", groups: []});
+        model.set("panel", panel); await settle();
+        log.ticked = [tick.isConnected, document.activeElement === tick, tick.checked, q('[data-fl-toggle="p"]').indeterminate];
+        const search = q('[data-fl="search"]');
+        search.focus(); search.value = "half a wo";
+        model.set("head", {...state.head, sentence: "other"}); model.set("panel", copy(panel)); await settle();
+        log.typed = [document.activeElement === search, search.value, q('[data-fl="sentence"]').textContent];
+        await new Promise((go) => setTimeout(go, 50));
+        q('[data-fl="zoom-in"]').click(); q('[data-fl="zoom-in"]').click();
+        await new Promise((go) => setTimeout(go, 400));
+        document.getElementById("fl-a").focus();
+        const at = () => document.getElementById("fl-a").getBoundingClientRect(), before = at();
+        const scale = () => /scale\\(([^)]*)/.exec(q("svg").style.transform)[1], zoom = scale();
+        document.getElementById("fl-a").dispatchEvent(new KeyboardEvent("keydown", {key: " ", bubbles: true}));
+        const scene = copy(state.scene);
+        scene.svg = scene.svg.replace("0 0 200 100", "0 0 400 300");
+        scene.svg = scene.svg.replace('width="50" height="20"', 'x="200" y="100" width="50" height="20"');
+        model.set("scene", scene); await settle();
+        const after = at();
+        log.kept = [Math.abs(after.x - before.x) < 2, Math.abs(after.y - before.y) < 2, scale() === zoom, document.activeElement.id];
+        """,
+    )
+    assert log["ticked"] == [True, True, True, False]
+    assert log["typed"] == [True, "half a wo", "other"]
+    assert log["kept"] == [True, True, True, "fl-a"]
+
+
+def test_two_views_of_one_model_work_and_only_the_one_that_asked_downloads(tmp_path, browser):
+    log = run_module(
+        tmp_path,
+        browser,
+        """
+        let made = 0;
+        URL.createObjectURL = () => { made += 1; return "#made"; };
+        const one = el.appendChild(document.createElement("div")), two = el.appendChild(document.createElement("div"));
+        const first = widget.render({model, el: one}), second = widget.render({model, el: two});
+        one.querySelector('[data-fl-export=".dot"]').click();
+        handlers["msg:custom"].forEach((f) => f({type: "download", name: "x.dot", mime: "text/plain", text: "x"}));
+        log.made = made;
+        first();
+        model.set("inspector", {title: "it", html: "<b>bold</b>"}); model.set("problem", {code: "E", sentence: "<i>no</i>"});
+        await settle();
+        const hook = (name) => two.querySelector(`[data-fl="${name}"]`);
+        log.second = [one.children.length, hook("inspector").querySelector("b").textContent, hook("problem").querySelector("span").textContent];
+        const ids = [...two.querySelectorAll("[role=tab], [role=tabpanel]")].map((e) => e.id);
+        log.unique = new Set(ids).size === ids.length;
+        """,
+    )
+    assert log == {"made": 1, "second": [0, "bold", "<i>no</i>"], "unique": True}
+
+
+# Colours -------------------------------------------------------------------------------------------------------------
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one, other):
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def themes():
+    """The style sheet's blocks of colours; the light one and the dark one stand twice each, for the two ways they are chosen."""
+    css = (files("fusionlab.viz") / "explorer.css").read_text(encoding="utf-8")
+    return [
+        dict(re.findall(r"--fl-([\w-]+): ([^;]+);", block))
+        for block in re.findall(r"\{([^{}]*--fl-paper:[^{}]*)\}", css)
+    ]
+
+
+def test_every_text_stands_out_from_what_it_stands_on_in_light_and_dark():
+    light, dark, again, dark_again = themes()
+    assert light == again
+    assert dark == dark_again
+    for colours in (light, dark):
+        for text in ("ink", "quiet", "warn", "focus"):
+            for paper in ("paper", "panel", "box"):
+                assert contrast(colours[text], colours[paper]) >= 4.5, (text, paper)
+        assert contrast(colours["ink"], colours["hover"]) >= 4.5
+        assert contrast(colours["on-focus"], colours["focus"]) >= 4.5
+        for line in ("focus", "strong", "found", "linked", "warn"):
+            assert contrast(colours[line], colours["paper"]) >= 3, line
+
+
+def over(colour, paper, share):
+    mixed = (share * int(colour[i : i + 2], 16) + (1 - share) * int(paper[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(m):02x}" for m in mixed)
+
+
+@pytest.mark.parametrize("name", sorted(palette._COLOURS))
+def test_labels_stand_out_from_a_pass_tint(name):
+    light, dark, *_ = themes()
+    for colours in (light, dark):
+        fill = over(palette.tint_of(name), colours["paper"], float(colours["tint"]))
+        assert contrast(colours["ink"], fill) >= 4.5
+
+
+# Size ----------------------------------------------------------------------------------------------------------------
+def test_the_page_of_a_24_layer_train_step_is_small_and_can_be_opened_into(tmp_path):
+    graph = train_step(24)
+    found = fl.find(graph)
+    found.structures  # noqa: B018  takes as long as the search; not the page's doing
+    started = time.process_time()
+    text = report_html(graph, found)
+    seconds = time.process_time() - started
+    data = json.loads(re.search(r'id="fl-data">(.*?)</script>', text, re.S).group(1))
+    size = len(text.encode())
+    print(f"{size:,} bytes, {len(data['scenes'])} groups can be opened, {seconds:.1f} s of processor time")
+    assert size < 1_500_000
+    assert len(data["scenes"]) >= 3
+    assert seconds < 15  # 3 on two idle cores
+
+
+def test_pictures_are_baked_until_the_budget_is_used_up(case):
+    graph = train_step(2)
+    found = fl.find(graph)
+    pictures = Pictures(graph, found)
+    view, tree = pictures.view(), scenes.folded_tree(graph, found, (), 60)
+
+    def bake(**budget):
+        return scenes.bake(
+            view,
+            tree,
+            lambda e, c: pictures.view(expanded=e, collapsed=c),
+            lambda v: {"svg": "x" * 999, "n": len(v["boxes"])},
+            **budget,
+        )
+
+    all_of_them = bake()
+    closed = {b["id"] for b in view["boxes"] if b["closed"]}
+    assert closed
+    assert closed <= all_of_them.packed.keys()
+    assert not all_of_them.left
+    some = bake(max_bytes=all_of_them.size // 2)
+    assert 0 < some.size <= all_of_them.size // 2
+    assert some.packed.keys() < all_of_them.packed.keys()
+    assert some.left
+    assert not bake(max_seconds=0).packed
+
+
+def test_a_node_is_found_in_the_group_that_holds_it_and_a_copy_in_its_twins(stack):
+    tree = scenes.folded_tree(stack.graph, stack.findings, (), 60)
+    data = scenes.index(stack.graph, tree, ())
+    assert len(data["nodes"]) == stack.graph.node_count
+    places = {row[0]: data["strings"][row[1]] for row in data["nodes"]}
+    first, second, *_ = linear_nodes(stack.graph)
+    for one, other in zip(first, second, strict=True):
+        assert places[one.id] == places[other.id] == f"n{one.id}"
+
+
+def test_a_slim_picture_looks_the_same(case):
+    svg = (
+        '<g id="e1" class="edge"><title>a&#45;&gt;b</title><path d="M12.3456,7.891C1,2 3.25,4"/></g>\n'
+        '<text x="1.2345">x=&quot;1.2345&quot; &gt;</text>'
+    )
+    assert scenes.slim(svg) == (
+        '<g id="e1" class="edge"><path d="M12.3,7.8C1,2 3.2,4"/></g><text x="1.2">x=&quot;1.2345&quot; &gt;</text>'
     )

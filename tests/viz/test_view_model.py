@@ -24,7 +24,7 @@ def groups(view, **wanted):
 
 def test_the_view_model_is_versioned_plain_json(case):
     view = view_model(case.graph, case.findings)
-    assert (view["format"], view["version"]) == ("fusionlab.view", 1)
+    assert (view["format"], view["version"]) == ("fusionlab.view", 2)
     assert json.loads(json.dumps(view)) == view
 
 

@@ -119,6 +119,7 @@ def test_an_error_behind_a_click_is_shown_and_the_widget_goes_on(lab, case):
     lab.observe(fails, "enabled")
     click(lab, "toggle", name=ids(case)[0], on=False)
     assert lab.problem == {"code": "BackendError", "sentence": "no such luck"}
+    assert checks(lab)[ids(case)[0]] is False  # what was clicked is done, and shown
     lab.unobserve(fails, "enabled")
     click(lab, "dismiss")
     assert lab.problem is None

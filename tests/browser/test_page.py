@@ -1,0 +1,253 @@
+"""The standalone page, opened from a file as a reader opens it: no server, no kernel, no network."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import pytest
+from playwright.sync_api import expect
+
+import fusionlab as fl
+from fusionlab.viz.html import report_html
+from tests.browser.explorer import Explorer
+
+LAYERS = 6
+
+
+def step(params, x):
+    """Layers that differ in width, so that none is folded away as a copy; the last one returns what fusing would drop."""
+    for i, (w, b) in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            y = x @ w + b
+            with jax.named_scope("tail"):
+                x = jnp.tanh(y) * 2 + jnp.cos(y) - jnp.sin(y)
+    with jax.named_scope("head"):
+        z = x @ params[0][0] + params[0][1]
+        return jnp.tanh(z), z
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A page about a program that does not fit: some groups are closed at first."""
+    widths = [8 + i for i in range(LAYERS)] + [8]
+    params = [(jnp.ones((n, m)), jnp.ones(m)) for n, m in itertools.pairwise(widths)]
+    found = fl.find(step, params, jnp.ones((4, 8)), passes="gemm_epilogue")
+    assert found.candidates
+    assert found.rejections
+    text = report_html(found.graph, found, enabled=None, after=found.apply(), max_nodes=24)
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path, found
+
+
+@pytest.fixture
+def shown(page, problems, report):
+    """The page's explorer; when the test is over nothing may have gone wrong, nor anything been asked of a network."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report[0].as_uri())
+    explorer = Explorer(page)
+    expect(explorer.picture).to_be_visible()
+    yield explorer
+    assert problems == []
+    assert all(url.startswith(("file:", "blob:", "data:")) for url in asked), asked
+
+
+def closed(shown):
+    return shown.picture.locator('[role=button][aria-expanded="false"]')
+
+
+def current(shown):
+    return shown.picture.locator("[aria-current=true]")
+
+
+def test_a_click_on_a_node_shows_the_inspector(shown):
+    box = shown.picture.locator("g.node[role=button]:not([aria-expanded])").first
+    box.click()
+    expect(shown.hook("inspector")).to_contain_text(box.get_attribute("aria-label").split(",")[0].split()[0])
+    expect(shown.hook("inspector")).to_contain_text("test_page.py")
+    expect(box).to_have_attribute("aria-current", "true")
+    name = box.get_attribute("id")
+    shown.hook("inspector").locator("button[data-fl-pick^=n]").first.click()
+    expect(current(shown)).not_to_have_attribute("id", name)
+    expect(current(shown)).to_be_in_viewport()
+
+
+def test_a_group_opens_where_it_is_and_closes_again(shown):
+    group = closed(shown).first
+    name, boxes = group.get_attribute("id"), shown.boxes.count()
+    group.click()
+    before = group.bounding_box()
+    group.dblclick()
+    frame = shown.picture.locator(f'[id="{name}"]')
+    expect(frame).to_have_attribute("aria-expanded", "true")
+    assert shown.boxes.count() > boxes
+    now = frame.bounding_box()
+    assert abs((now["x"] + now["width"] / 2) - (before["x"] + before["width"] / 2)) < 60
+    frame.focus()
+    shown.page.keyboard.press("Space")
+    expect(shown.picture.locator(f'[id="{name}"]')).to_have_attribute("aria-expanded", "false")
+    expect(shown.picture.locator(f'[id="{name}"]')).to_be_focused()
+    assert shown.boxes.count() == boxes
+
+
+def test_search_finds_what_is_folded_away_and_opens_the_way_to_it(shown):
+    last = f"layer_{LAYERS - 1}"
+    shown.hook("search").fill(f"cos {last}")
+    hits = shown.hook("hits").locator("button")
+    expect(hits).to_have_count(1)
+    hits.first.click()
+    expect(shown.hook("inspector")).to_contain_text("cos")
+    expect(current(shown)).to_contain_text("cos")
+    expect(current(shown)).to_be_in_viewport()
+    shown.hook("search").fill("no such thing")
+    expect(shown.hook("hits")).to_contain_text("0 hits")
+    expect(hits).to_have_count(0)
+
+
+def test_everything_is_reached_by_keyboard(shown):
+    keyboard = shown.page.keyboard
+    shown.hook("fit").focus()
+    keyboard.press("Tab")
+    focus = shown.picture.locator(":focus")
+    first = focus.get_attribute("id")
+    keyboard.press("ArrowDown")
+    expect(focus).not_to_have_attribute("id", first)
+    keyboard.press("Enter")
+    expect(shown.picture.locator("[aria-current=true]:focus")).to_have_count(1)
+    keyboard.press("/")
+    expect(shown.hook("search")).to_be_focused()
+    keyboard.type("tanh")
+    shown.hook("hits").locator("button").first.wait_for()
+    keyboard.press("ArrowDown")
+    expect(shown.hook("hits").locator("button").first).to_be_focused()
+    keyboard.press("ArrowUp")
+    keyboard.press("Enter")
+    expect(shown.hook("hits")).to_be_hidden()
+    expect(shown.picture.locator("[aria-current=true]:focus")).to_have_count(1)
+    keyboard.press("Home")
+    keyboard.press("Escape")
+    expect(shown.hook("inspector")).to_be_focused()
+    tab = shown.root.locator('[role=tab][aria-selected="true"]')
+    name = tab.get_attribute("data-fl-tab")
+    tab.focus()
+    keyboard.press("End")
+    expect(tab).to_be_focused()
+    expect(tab).not_to_have_attribute("data-fl-tab", name)
+    keyboard.press("Home")
+    expect(tab).to_have_attribute("data-fl-tab", name)
+
+
+def test_one_box_of_the_graph_is_a_tab_stop(shown):
+    assert shown.picture.locator('[role=button][tabindex="0"]').count() == 1
+    assert shown.boxes.count() > 10
+    assert not [b for b in shown.boxes.all() if not b.get_attribute("aria-label")]
+
+
+def test_tabs_show_the_recorded_sections(shown):
+    for name, text in (("Sites", "3 nodes → 1"), ("Declined", "escapes"), ("Timing", "Nothing was measured.")):
+        shown.root.locator(f'[role=tab][data-fl-tab="{name}"]').click()
+        expect(shown.root.locator("[role=tabpanel]:visible")).to_have_count(1)
+        expect(shown.root.locator("[role=tabpanel]:visible")).to_contain_text(text)
+
+
+def test_the_theme_is_switched(shown):
+    shown.page.emulate_media(color_scheme="light")
+    paper = "e => getComputedStyle(e).backgroundColor"
+    light = shown.root.evaluate(paper)
+    shown.page.emulate_media(color_scheme="dark")
+    dark = shown.root.evaluate(paper)
+    assert light != dark
+    for theme, colour in (("light", light), ("dark", dark)):
+        shown.hook("theme").click()
+        expect(shown.root).to_have_attribute("data-theme", theme)
+        assert shown.root.evaluate(paper) == colour
+        assert shown.page.locator("body").evaluate(paper) == colour
+    shown.hook("theme").click()
+    assert shown.root.get_attribute("data-theme") is None
+
+
+def test_toggles_say_that_they_need_a_kernel(shown):
+    boxes = shown.root.locator("input[type=checkbox]")
+    assert boxes.count() > 2
+    assert all(box.is_disabled() for box in boxes.all())
+    expect(shown.root.locator(".fl-passes")).to_contain_text("fusionlab.explore(fn, *args)")
+    assert shown.hook("reset").is_disabled()
+    expect(shown.hook("measure")).to_be_hidden()
+
+
+def test_a_site_is_selected_from_the_list_and_a_declined_one_says_why(shown, report):
+    site = report[1].candidates[-1].id
+    shown.root.locator(f'[data-fl-pick="{site}"]').first.evaluate("e => e.click()")
+    expect(shown.hook("inspector")).to_contain_text("computes")
+    declined = report[1].rejections[0]
+    shown.root.locator("summary", has_text="Declined").click()
+    shown.root.locator(f'.fl-passes [data-fl-pick="{declined.id}"]').click()
+    expect(shown.hook("inspector")).to_contain_text(declined.edit)
+    expect(current(shown)).to_have_count(1)
+
+
+def test_the_fused_program_is_the_other_picture(shown):
+    before = shown.drawn()
+    shown.hook("after").click()
+    expect(shown.picture).to_contain_text("gemm_epilogue")
+    expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")
+    shown.picture.locator("g.node.fused[role=button]").first.click()
+    expect(shown.hook("inspector")).to_contain_text("gemm_epilogue")
+    shown.hook("before").click()
+    expect(shown.hook("before")).to_have_attribute("aria-pressed", "true")
+    assert shown.drawn() == before
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_picture_is_saved(shown, suffix, tmp_path):
+    shown.hook("export").locator("summary").click()
+    with shown.page.expect_download() as download:
+        shown.root.locator(f'button[data-fl-export="{suffix}"]').click()
+    path = tmp_path / f"picture{suffix}"
+    download.value.save_as(path)
+    data = path.read_bytes()
+    if suffix == ".png":
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 5000
+    else:
+        assert ElementTree.fromstring(data).tag.endswith("svg")
+    assert shown.root.locator('button[data-fl-export=".pdf"]').is_disabled()
+
+
+def test_zooming_and_panning_move_the_picture(shown):
+    style = "svg => svg.style.transform"
+    svg = shown.picture
+    seen = [svg.evaluate(style)]
+    for hook in ("zoom-in", "fit", "zoom-out"):
+        shown.hook(hook).click()
+        seen.append(svg.evaluate(style))
+    shown.boxes.first.focus()
+    shown.page.keyboard.press("Shift+ArrowDown")
+    seen.append(svg.evaluate(style))
+    assert len(set(seen)) == len(seen), seen
+
+
+@pytest.mark.parametrize("width", [700, 1000, 1600])
+def test_nothing_is_wider_than_the_window(shown, width):
+    shown.page.set_viewport_size({"width": width, "height": 900})
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
+    for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", "[role=tablist]"):
+        box = shown.root.locator(part).bounding_box()
+        assert box["width"] > 180, part
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width, part
+
+
+def test_without_scripts_the_picture_and_the_tables_are_there(chromium, report):
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(report[0].as_uri())
+    expect(page.locator("#fl-before svg")).to_be_visible()
+    expect(page.locator("#fl-after svg")).to_be_visible()
+    expect(page.locator("body")).to_contain_text(re.compile("Declined.*escapes", re.S))
+    context.close()
