@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -33,7 +34,7 @@ def step(params, x):
 def report(tmp_path_factory):
     """A page about a program that does not fit: some groups are closed at first."""
     widths = [8 + i for i in range(LAYERS)] + [8]
-    params = [(jnp.ones((n, m)), jnp.ones(m)) for n, m in zip(widths, widths[1:], strict=False)]
+    params = [(jnp.ones((n, m)), jnp.ones(m)) for n, m in itertools.pairwise(widths)]
     found = fl.find(step, params, jnp.ones((4, 8)), passes="gemm_epilogue")
     assert found.candidates
     assert found.rejections
