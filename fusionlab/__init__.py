@@ -21,6 +21,7 @@ from .lab import compare as compare
 from .lab import explore as explore
 from .lab import find as find
 from .lab import fuse as fuse
+from .lab import load as load
 from .lab import passes as passes
 from .lab import register as register
 from .lab import trace as trace

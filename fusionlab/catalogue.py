@@ -49,7 +49,7 @@ class Catalogue:
 
 def _text(p: Pass) -> str:
     lines = [p.name, f"  fuses  {p.formula}", f"  needs  {p.needs}"]
-    lines += [f"  option {key}={default!r}: {meaning}" for key, (default, meaning) in p.options.items()]
+    lines += [f"  option {key}={default!r}: {meaning}" for key, (default, meaning, *_) in p.options.items()]
     return "\n".join(lines)
 
 

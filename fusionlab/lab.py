@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -410,8 +411,52 @@ def register(pass_: Pass) -> None:
     add_pass(pass_)
 
 
-def explore(fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The widget: tick passes and sites, see graph, time and error. Measures nothing until asked."""
+def explore(
+    fn: Callable,
+    *args: Any,
+    passes: Passes = None,
+    device: Device | str | None = None,
+    implementation: str | None = None,
+    measure: bool = False,
+    budget_s: float = 20.0,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Any:
+    """The widget: tick passes, options and sites, see graph, time and error. Measures nothing until asked.
+
+    Args:
+      fn: the function, as for `find`.
+      *args, **kwargs: its arguments; arrays where anything is to be measured.
+      passes, device, implementation: as for `find`.
+      measure: start measuring at once, in the background, as a press of Measure does.
+      budget_s: seconds of timing in one measurement; compiling, and errors against float64, come on top.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      A `fusionlab.viz.widget.Explorer`. Everything that can be clicked can be called: `lab.toggles["gemm_epilogue"] = False`,
+      `lab.select("%143")`, `lab.measure()`, `lab.undo()`, `lab.code()`, `lab.save("x.html")`.
+
+    Raises:
+      As `find`; ArgumentError also for a budget that is no number of seconds above 0.
+    """
     from .explorer import make_explorer
 
-    return make_explorer(fn, args, kwargs)
+    options = {"passes": passes, "device": device, "implementation": implementation}
+    _not_swallowed("explore", fn, options | {"measure": measure or None})
+    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    return make_explorer(fn, args, kwargs, measure=measure, budget_s=budget_s, **options)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Reads what `lab.save("x.json")` or `comparison.save("x.json")` wrote: plain data, of which nothing is run.
+
+    Returns:
+      A `fusionlab.saved.SavedLab` (`.explore(fn, *args)` opens it again, `.fuse(fn)` fuses as it was set), or a `Comparison`.
+
+    Raises:
+      ArgumentError: there is no such file, it is larger than 256 MB, or it is neither.
+    """
+    from .saved import read
+
+    return read(path)

@@ -35,7 +35,7 @@ class Pass(Protocol):
       op: the fused op it rewrites to.
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
-      options: option name -> (default, meaning).
+      options: option name -> (default, meaning), or (default, meaning, choices).
       sample(): a small function and arguments in which it finds a site (for the before/after picture).
     """
 
@@ -48,7 +48,7 @@ class Pass(Protocol):
     @property
     def needs(self) -> str: ...
     @property
-    def options(self) -> Mapping[str, tuple[Any, str]]: ...
+    def options(self) -> Mapping[str, tuple[Any, ...]]: ...
 
     def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A small function and arguments with one site."""
@@ -285,6 +285,14 @@ def escape_text(escape: Escape) -> str:
 def option(search: Search, pass_: Pass, key: str) -> Any:
     """An option's value: as given, or the default."""
     return search.options.get(key, pass_.options[key][0])
+
+
+def choices_of(pass_: Pass, name: str) -> list[Any] | None:
+    """The values an option of a pass can have; None where they are not told."""
+    default, _, *choices = pass_.options[name]
+    if choices:
+        return list(choices[0])
+    return [False, True] if isinstance(default, bool) else None
 
 
 def check_options(pass_: Pass, options: Mapping[str, Any]) -> None:

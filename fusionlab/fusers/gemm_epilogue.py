@@ -53,6 +53,7 @@ class GemmEpiloguePass:
             "per_layer",
             "of backward passes that are in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
             "layer behind, where that is the only one its result feeds",
+            GROUPINGS,
         )
         object.__setattr__(self, "options", {"strict_rank": strict, "grouping": grouping})
 

@@ -24,7 +24,7 @@ from ..kernels.matmul.axes import Product, canonical
 from ..kernels.matmul.op import MATMUL
 from ..kernels.matmul.routes import Answer
 from .base import Pass, Plan, Search, option, propose
-from .gated import TOLD, checked, gated_pairs
+from .gated import IMPLEMENTATIONS, TOLD, checked, gated_pairs
 from .outcomes import Candidate, Rejection
 from .products import Call, Reader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of
@@ -52,7 +52,8 @@ class MatmulSchedulePass:
 
     def __post_init__(self) -> None:
         told = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
-        object.__setattr__(self, "options", {"library": (None, told), "gated": (None, TOLD)})
+        library = (None, told, (None, True, False))
+        object.__setattr__(self, "options", {"library": library, "gated": (None, TOLD, (None, *IMPLEMENTATIONS))})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def product(a: Any, b: Any, bias: Any) -> Any:

@@ -37,11 +37,14 @@ def timing_text(timing: Timing) -> str:
     )
 
 
-def headline(measured: Mapping[str, Any] | None) -> str:
-    """Before → after with its interval, and the worst error with its reference; or that nothing was measured."""
+def headline(measured: Mapping[str, Any] | None, brief: bool = False) -> str:
+    """Before → after with its interval, and the worst error with its reference; or that nothing was measured.
+
+    `brief` leaves out how many samples there are, and the clock.
+    """
     if measured is None:
         return "not measured"
-    parts = [t["text"] for t in measured["timing"]] or [measured["verdict"]]
+    parts = [t["text"].partition(" (")[0] if brief else t["text"] for t in measured["timing"]] or [measured["verdict"]]
     if measured["worst"] is not None:
         parts.append(f"max error {measured['worst']['max_abs']:.2g} ({measured['worst']['name']}) against float64")
     if (n := measured["regressions"]) > 0:

@@ -59,6 +59,13 @@ def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, m
     return " · ".join(parts)
 
 
+def sentence(counts: Mapping[str, int], measured: Mapping[str, Any] | None) -> str:
+    """What stands on top of the explorer, beside the program's name and the device."""
+    found = counts["applied"] + counts["candidate"]
+    could = f"{counts['applied']} fused · {counts['candidate']} could be" if found else "nothing can be fused"
+    return f"{counts['nodes']:,} nodes · {could} · {counts['declined']} declined · {headline(measured, brief=True)}"
+
+
 def _counts(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> dict[str, int]:
     found = findings.candidates if findings else ()
     applied = sum(is_applied(c, enabled) for c in found)

@@ -16,13 +16,16 @@ class Toggles(MutableMapping[str, bool | None]):
     """
 
     def __init__(self, findings: Findings, enabled: frozenset[str], changed: Callable[[frozenset[str]], None]):
-        self._sites = {c.id: c.pass_name for c in findings.candidates}
-        self._passes = tuple(findings.passes)
         self._changed = changed
-        unknown = enabled - self._sites.keys()
+        self.adopt(findings, enabled)
+
+    def adopt(self, findings: Findings, enabled: frozenset[str]) -> None:
+        """Becomes the switches of these findings, with these sites on; `changed` is not called."""
+        sites = {c.id: c.pass_name for c in findings.candidates}
+        unknown = enabled - sites.keys()
         if unknown:
-            raise unknown_name("site", min(unknown), self._sites)
-        self._enabled = enabled
+            raise unknown_name("site", min(unknown), sites)
+        self._sites, self._passes, self._enabled = sites, tuple(findings.passes), enabled
 
     @property
     def enabled(self) -> frozenset[str]:
@@ -47,17 +50,22 @@ class Toggles(MutableMapping[str, bool | None]):
         sites = frozenset(self.sites(name))
         self.set(self._enabled | sites if on else self._enabled - sites)
 
-    def set(self, enabled: frozenset[str]) -> None:
-        """Switches on exactly these sites."""
+    def set(self, enabled: frozenset[str]) -> bool:
+        """Switches on exactly these sites; whether that changed anything."""
         unknown = enabled - self._sites.keys()
         if unknown:
             raise unknown_name("site", min(unknown), self._sites)
-        if enabled != self._enabled:
-            self._enabled = enabled
-            self._changed(enabled)
+        if enabled == self._enabled:
+            return False
+        self._enabled = enabled
+        self._changed(enabled)
+        return True
 
     def __delitem__(self, name: str) -> None:
         raise ArgumentError(f"toggles: {name!r} cannot be removed, only switched off")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._passes or name in self._sites
 
     def __iter__(self) -> Iterator[str]:
         yield from self._passes

@@ -1,125 +1,203 @@
 """`Explorer`: the widget behind `fusionlab.explore`. Tick passes and sites, look at the graph, measure when asked.
 
 Everything a mouse can do can be done from Python: `lab.toggles["gemm_epilogue"] = False`, `lab.select("%143")`,
-`lab.measure()`; and watched: `lab.observe(handler, "enabled")`.
+`lab.search("softmax")`, `lab.measure()`; and watched: `lab.observe(handler, "enabled")`. What is shown is computed by a `Session`, in
+plain data; this class hands it to the browser (`explorer.js` draws it) and the browser's clicks to the session.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from html import escape
+from pathlib import Path
 from typing import Any
 
-import ipywidgets as widgets
+import anywidget
 import traitlets
 
-from fusionlab.errors import ArgumentError, OutOfMemoryError
+from fusionlab.errors import ArgumentError, FusionLabError
+from fusionlab.fusers import Strategy
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
-from .dot import dom_id
-from .evidence_view import evidence_tables
-from .html import evidence_pictures, graph_html, picture, style
-from .inspector import find_node, node_dict
-from .palette import colour_of, tint_of
-from .pane import GraphPane
-from .sections import declined_html, legend, node_rows, site_rows, table
+from .background import Background, Cancel
+from .html import still_html
+from .saved import Saved, saved_text
+from .session import Session
+from .setting import Ledger, Setting
 from .toggles import Toggles
-from .view_model import summary, view_model
 
 Progress = Callable[[str, int, int], None]
+_HERE = Path(__file__).parent
+_MIME = {
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".pdf": "application/pdf",
+    ".dot": "text/vnd.graphviz",
+    ".json": "application/json",
+    ".html": "text/html",
+    ".txt": "text/plain",
+}
+_IDLE = {"running": False, "what": "", "done": 0, "total": 0}
 
 
-class Cancel(threading.Event):
-    """Set to ask a running measurement to stop; calling it asks whether it was set."""
-
-    def __call__(self) -> bool:
-        return self.is_set()
-
-
-class Explorer(widgets.VBox):
-    """The first explorer: passes and sites on the left, the graph, an inspector, measurements below.
+class Explorer(anywidget.AnyWidget):
+    """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
       graph: the original program.
       findings: what was found in it.
-      measure: `measure(enabled_ids, progress, cancel) -> Evidence`; called only when asked. It may call
+      measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It may call
         `progress(what, done, total)`, and should stop once `cancel()` is True.
-      after: `after(enabled_ids) -> Graph`, the program with those sites fused.
+      shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
+        can be told apart; called after `measure`.
+      after: `after(setting, findings) -> Graph`, the program with those sites fused.
+      find: `find(strategy) -> Findings` over the same graph, for when an option is changed.
+      script: `script(setting, findings) -> str`, a program that does the same.
       enabled: ids of the sites that are on at the start; None means all that are not idle.
+      strategy: the passes and options that `findings` come from; None for all by default.
       formulas: pass name -> what it computes.
       engine: layout engine, as for `to_svg`.
 
     Attributes (traits, `observe` them):
       enabled: frozenset of the site ids that are on.
-      selected: the node or site selected, as text ("%143", "gemm_epilogue@mlp#1"); "" for none.
+      selected: the node, site, kernel, line or group selected, as text ("%143", "gemm_epilogue@mlp#1"); "" for none.
       evidence: the measurement that belongs to `enabled`, or None.
       shown: "before" or "after".
       status: what the measurement is doing, in words.
+      measuring: whether every change is measured again; `start` sets it, `cancel` clears it.
+      hulls: whether the kernels that XLA makes are outlined (compiles the program, in the background).
+      theme: "auto", "light" or "dark".
     """
+
+    _esm = _HERE / "explorer.js"
+    _css = _HERE / "explorer.css"
 
     enabled = traitlets.Instance(frozenset, args=())
     selected = traitlets.Unicode("")
     evidence = traitlets.Any(None, allow_none=True)
     shown = traitlets.Enum(["before", "after"], "before")
     status = traitlets.Unicode("not measured")
+    measuring = traitlets.Bool(False)
+    hulls = traitlets.Bool(False)
+    theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
+
+    # What the browser draws.
+    head: Any = traitlets.Dict().tag(sync=True)
+    panel: Any = traitlets.Dict().tag(sync=True)
+    scene: Any = traitlets.Dict().tag(sync=True)
+    marks: Any = traitlets.Dict().tag(sync=True)
+    inspector: Any = traitlets.Dict().tag(sync=True)
+    tabs: Any = traitlets.List().tag(sync=True)
+    hits: Any = traitlets.Dict().tag(sync=True)
+    busy: Any = traitlets.Dict().tag(sync=True)
+    problem = traitlets.Any(None, allow_none=True).tag(sync=True)
 
     def __init__(
         self,
         graph: Graph,
         findings: Findings,
         *,
-        measure: Callable[[frozenset[str], Progress, Cancel], Any] | None = None,
-        after: Callable[[frozenset[str]], Graph] | None = None,
+        measure: Callable[[Setting, Progress, Cancel], Any] | None = None,
+        shares: Callable[[Setting, Findings, Progress, Cancel], Any] | None = None,
+        after: Callable[[Setting, Findings], Graph] | None = None,
+        find: Callable[[Strategy | None], Findings] | None = None,
+        script: Callable[[Setting, Findings], str] | None = None,
         enabled: frozenset[str] | None = None,
+        strategy: Strategy | None = None,
         formulas: Mapping[str, str] | None = None,
         engine: str | None = None,
     ):
-        start = frozenset(c.id for c in findings.select()) if enabled is None else frozenset(enabled)
-        self.graph, self.findings = graph, findings
-        self.toggles = Toggles(findings, start, self._toggled)
-        self._measure_with, self._after_with = measure, after
-        self._formulas, self._engine = dict(formulas or {}), engine
-        self._measured: dict[frozenset[str], Any] = {}
-        self._expanded: set[str] = set()
-        self._collapsed: set[str] = set()
-        self._reveal: tuple[int, ...] = ()
-        self._view: dict[str, Any] = {}
-        self._running: Cancel | None = None
-        self._lock = threading.Lock()
-        self._syncing = False
-        super().__init__(enabled=start)
-        self._build()
+        self._measure_with, self._shares_with, self._script_with = measure, shares, script
+        self._engine, self._formulas = engine, dict(formulas or {})
+        self._background = Background()
+        self._ready = False
+        self.session = Session(
+            graph,
+            findings,
+            enabled=enabled,
+            strategy=strategy,
+            find=find,
+            after=after,
+            formulas=formulas,
+            engine=engine,
+            changed=self._setting_changed,
+        )
+        super().__init__(enabled=self.session.enabled, busy=_IDLE | {"status": "not measured"})
+        self.on_msg(self._message)
+        self._ready = True
         self._refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
+    @property
+    def graph(self) -> Graph:
+        """The original program."""
+        return self.session.graph
+
+    @property
+    def findings(self) -> Findings:
+        """What was found in it, with the options as they are set."""
+        return self.session.findings
+
+    @property
+    def toggles(self) -> Toggles:
+        """Pass name or site id -> switched on?; assign to switch."""
+        return self.session.toggles
+
+    @property
+    def setting(self) -> Setting:
+        """What is on: sites and options."""
+        return self.session.setting
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every decision so far, with what was measured of it."""
+        return self.session.ledger
+
     def select(self, what: object) -> dict[str, Any]:
-        """Selects a node ("%143", "n12", a node id) or a site (its id), opens the groups around it, tells what it is.
+        """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, or a source line ("model.py:41"); tells what it is.
 
         Raises:
-          ArgumentError: there is no such node or site in the graph shown.
+          ArgumentError: nothing of that name is in the graph shown.
         """
-        graph = self._graph()
-        record = next((r for r in (*self.findings.candidates, *self.findings.rejections) if r.id == what), None)
-        if record is not None:
-            if self.shown == "after":
-                self.shown = "before"
-            self._reveal = tuple(sorted(getattr(record, "site_ids", None) or record.node_ids))[:1]
-            self.selected = record.id
-        else:
-            node = find_node(graph, what)
-            if node is None:
-                raise ArgumentError(
-                    f"select: got {what!r}, needed a value of the {self.shown} graph such as "
-                    f"{next(graph.nodes()).outputs[0].name!r}, a node id, or a site id"
-                )
-            self._reveal = (node.id,)
-            self.selected = node.outputs[0].name if node.outputs else f"n{node.id}"
+        info = self.session.select(what)
         self._refresh()
-        return self._selected_info()
+        return info
+
+    def search(self, text: str) -> list[dict[str, str]]:
+        """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
+        rows = self.session.search(text)["rows"]
+        self._refresh()
+        return rows
+
+    def option(self, name: str, option: str, value: Any) -> None:
+        """Sets an option of a pass, as `Strategy` takes it, and searches again.
+
+        Raises:
+          UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
+        """
+        self.session.option(name, option, value)
+
+    def undo(self) -> bool:
+        """Takes the last change of sites or options back; False where there is none."""
+        return self.session.undo()
+
+    def reset(self) -> bool:
+        """Goes back to what was on when it was opened."""
+        return self.session.reset()
+
+    def code(self) -> str:
+        """A Python program that reproduces what is on.
+
+        Raises:
+          ArgumentError: the explorer was made without a function.
+        """
+        if self._script_with is None:
+            raise ArgumentError("code: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
+        return self._script_with(self.setting, self.findings)
 
     def measure(self) -> Any:
         """Measures the enabled sites now, here, and returns the evidence (also kept in `evidence`).
@@ -127,278 +205,275 @@ class Explorer(widgets.VBox):
         Raises:
           ArgumentError: the explorer was made without something to measure with.
         """
-        return self._run(self.enabled, self._begin())
+        setting, token = self.setting, self._begin()
+        return self._background.run(functools.partial(self._run, setting), token)
 
     def start(self) -> threading.Thread:
-        """Measures in a thread of its own; `status` and `evidence` tell how it goes. A running one is cancelled."""
-        thread = threading.Thread(target=self._background, args=(self.enabled, self._begin()), daemon=True)
-        thread.start()
-        return thread
+        """Measures in a thread of its own, now and after every change; `status` and `evidence` tell how it goes.
+
+        A measurement that runs is cancelled.
+        """
+        self.measuring = self._measure_with is not None
+        setting, token = self.setting, self._begin()
+        return self._background.start(functools.partial(self._quietly, self._run, setting), token)
 
     def cancel(self) -> None:
-        """Asks the running measurement to stop; the evidence stays what it was."""
-        with self._lock:
-            self._stop()
+        """Asks the running measurement to stop, and measures no more; the evidence stays what it was."""
+        self.measuring = False
+        self._stop()
 
+    def save(self, path: Any) -> Path:
+        """Writes .json (all of the state: `fusionlab.load` reads it back), or a picture: .svg .png .pdf .dot .html .txt, by suffix.
+
+        Raises:
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without the extra.
+        """
+        from fusionlab.output import write_file
+
+        target = Path(path)
+        content = self._export(target.suffix.lower(), str(target))
+        return write_file(target, content)
+
+    def restore(self, saved: Saved) -> None:
+        """Takes over what an explorer was saved with (see `fusionlab.load`): sites, options, ledger and measurements.
+
+        Sites that are not in this program are left out, and `problem` says so.
+
+        Raises:
+          UnknownNameError: a pass or option that does not exist; nothing is changed.
+        """
+        lost = self.session.restore(saved)
+        if lost:
+            self.problem = {"code": "changed_program", "sentence": lost}
+        self._refresh()
+
+    # Measuring -----------------------------------------------------------------------------------------------------
     def _begin(self) -> Cancel:
         if self._measure_with is None:
             raise ArgumentError("measure: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
-        with self._lock:
-            self._stop()
-            self._running = Cancel()
-            return self._running
+        token = self._background.begin()
+        waiting = "waiting for what was abandoned to end" if self._background.abandoned else "measuring"
+        self._progress(token, waiting, 0, 0)
+        return token
 
-    def _stop(self) -> None:
-        if self._running is not None:
-            self._running.set()
-            self._running = None
-            self._idle("cancelled")
-
-    # Measuring -----------------------------------------------------------------------------------------------------
-    def _run(self, enabled: frozenset[str], running: Cancel) -> Any:
+    def _run(self, setting: Setting, token: Cancel) -> Any:
         assert self._measure_with is not None
-        self._progress(running, "measuring", 0, 0)
+        findings = self.session.findings_of(setting)
+        progress = functools.partial(self._progress, token)
+        progress("measuring", 0, 0)
         try:
-            evidence = self._measure_with(enabled, functools.partial(self._progress, running), running)
+            evidence = self._measure_with(setting, progress, token)
+            if not token.is_set():
+                self.session.measured[setting] = evidence
+                self._refresh()
+            if self._shares_with is not None and not token.is_set():
+                shares = self._shares_with(setting, findings, progress, token)
+                if shares is not None and not token.is_set():
+                    self.session.shares[setting] = shares
         except BaseException as error:
-            kind = f"[{error.code}]" if isinstance(error, OutOfMemoryError) else f"{type(error).__name__}:"
-            self._finish(running, f"measurement failed: {kind} {error}")
+            self._finish(token, f"measurement failed: {_named(error)}", error)
             raise
-        if not running.is_set():
-            self._measured[enabled] = evidence
-        self._finish(running, "measured")
+        self._finish(token, "measured")
         return evidence
 
-    def _background(self, enabled: frozenset[str], running: Cancel) -> None:
-        # The user's function runs here, so anything may come; the status line says what happened.
+    def _quietly(self, run: Callable[[Setting, Cancel], Any], setting: Setting, token: Cancel) -> None:
+        # The user's function runs here, so anything may come; the status line and the banner say what happened.
         with contextlib.suppress(Exception):
-            self._run(enabled, running)
+            run(setting, token)
 
-    def _progress(self, running: Cancel, what: str, done: int, total: int) -> None:
-        if running.is_set():
+    def _progress(self, token: Cancel, what: str, done: int, total: int) -> None:
+        if not token.is_set():
+            status = f"{what} {done}/{total}" if total else what
+            self._say(status, {"running": True, "what": what, "done": done, "total": total})
+
+    def _finish(self, token: Cancel, status: str, error: BaseException | None = None) -> None:
+        if not self._background.end(token):  # cancelled, and perhaps another one runs already
             return
-        self._bar.max = total or 1
-        self._bar.value = min(done, total or 1)
-        self._bar.layout.visibility = "visible"
-        self._pane.dimmed = True
-        self._cancel_button.disabled = False
-        self._say(f"{what} {done}/{total}" if total else what)
-
-    def _finish(self, running: Cancel, status: str) -> None:
-        with self._lock:
-            if self._running is not running:  # cancelled, and perhaps another one runs already
-                return
-            self._running = None
-        self._idle(status)
-        self._refresh_evidence()
-
-    def _idle(self, status: str) -> None:
-        self._bar.layout.visibility = "hidden"
-        self._cancel_button.disabled = True
-        self._pane.dimmed = False
         self._say(status)
+        if error is not None:
+            self._tell(error)
+        self._refresh()
 
-    def _say(self, status: str) -> None:
+    def _stop(self) -> None:
+        if self._background.cancel():
+            abandoned = ": what was running (a compilation cannot be interrupted) is abandoned, its result dropped"
+            self._say("cancelled" + (abandoned if self._background.abandoned else ""))
+
+    def _say(self, status: str, busy: Mapping[str, Any] = _IDLE) -> None:
         self.status = status
-        self._status.value = f'<span class="fl quiet" role="status">{escape(status)}</span>'
+        self.busy = {**busy, "status": status}
 
     # Reacting ------------------------------------------------------------------------------------------------------
-    def _toggled(self, enabled: frozenset[str]) -> None:
-        if enabled != self.enabled:
-            self.enabled = enabled
+    def _setting_changed(self) -> None:
+        """After every change of what is on, whoever made it."""
+        if not self._ready:
+            return
+        again = self.measuring and self._measure_with is not None
+        self._stop()
+        try:
+            if self.enabled != self.session.enabled:
+                self.enabled = self.session.enabled  # a user's observers run here
+        finally:
+            if again and self.session.evidence is None:
+                self.start()
+            self._refresh()
 
     @traitlets.observe("enabled")
-    def _enabled_changed(self, _: Any) -> None:
-        if not hasattr(self, "_pane"):
-            return
-        self.toggles.set(self.enabled)
-        self.cancel()
-        self._refresh()
+    def _enabled_changed(self, change: Any) -> None:
+        if self._ready and change["new"] != self.session.enabled:
+            try:
+                self.toggles.set(change["new"])
+            except FusionLabError:
+                self.enabled = self.session.enabled
+                raise
 
     @traitlets.observe("shown")
     def _shown_changed(self, change: Any) -> None:
-        if hasattr(self, "_pane"):
-            self._shown_buttons.value = change["new"]
-            self._reveal, self.selected = (), ""
+        if self._ready:
+            try:
+                self.session.show(change["new"])
+            except FusionLabError:
+                self.shown = change["old"]
+                raise
             self._refresh()
 
-    def _message(self, _: Any, content: Any, __: Any = None) -> None:
-        """A click in the pane: `{"type": "select" | "fold", "id": SVG id}`."""
-        by_dom = {"fl-" + dom_id(i["id"]): i for i in (*self._view["boxes"], *self._view["groups"])}
-        item = by_dom.get(str(content.get("id", "")))
-        if item is None or item["kind"] in ("input", "output"):
+    @traitlets.observe("hulls")
+    def _hulls_changed(self, change: Any) -> None:
+        if not self._ready:
             return
-        closed, is_group = item.get("closed"), item["kind"] != "node"
-        if content.get("type") == "fold" and is_group:
-            (self._expanded if closed else self._collapsed).add(item["id"])
-            (self._collapsed if closed else self._expanded).discard(item["id"])
-            self._reveal = ()
-            self._refresh()
-        elif item["site"] is not None and is_group:
-            self.select(item["site"])
-        elif item["node"] is not None:
-            self.select(item["node"])
+        self.session.stage.hulls = change["new"]
+        if change["new"] and self.session.compiled is None:
+            # A measurement that runs is not disturbed: the two would slow each other down.
+            token = Cancel() if self._background.running else self._background.begin()
+            self._background.start(functools.partial(self._quietly, self._compile, self.setting), token)
+        self._refresh()
 
-    def _graph(self) -> Graph:
-        if self.shown == "before" or self._after_with is None:
-            return self.graph
-        return self._after_with(self.enabled)
-
-    # Building ------------------------------------------------------------------------------------------------------
-    def _build(self) -> None:
-        self._style = widgets.HTML(style())
-        self._header, self._legend, self._status = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self._inspector = widgets.HTML(layout=widgets.Layout(width="300px", max_height="560px", overflow="auto"))
-        self._pane = GraphPane(layout=widgets.Layout(flex="1 1 auto", min_width="320px"))
-        self._pane.on_msg(self._message)
-        self._shown_buttons = widgets.ToggleButtons(
-            options=["before", "after"], tooltips=["as written", "with the sites fused"]
-        )
-        self._shown_buttons.disabled = self._after_with is None
-        self._shown_buttons.observe(lambda change: setattr(self, "shown", change["new"]), "value")
-        self._bar = widgets.FloatProgress(min=0, max=1, layout=widgets.Layout(width="180px", visibility="hidden"))
-        self._measure_button = widgets.Button(description="Measure", icon="play", disabled=self._measure_with is None)
-        self._measure_button.on_click(lambda _: self.start())
-        self._cancel_button = widgets.Button(description="Cancel", icon="stop", disabled=True)
-        self._cancel_button.on_click(lambda _: self.cancel())
-        self._search = widgets.Text(
-            placeholder="%12, n7 or a site", continuous_update=False, layout=widgets.Layout(width="190px")
-        )
-        self._search.observe(self._searched, "value")
-        self._timing, self._errors, self._ledger = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        tabs = widgets.Tab(children=[self._timing, self._errors, self._ledger], titles=("Timing", "Errors", "Ledger"))
-        bar = widgets.HBox(
-            [self._shown_buttons, self._measure_button, self._cancel_button, self._bar, self._status, self._search]
-        )
-        middle = widgets.HBox([self._switches(), self._pane, self._inspector])
-        self.children = (self._style, self._header, bar, self._legend, middle, tabs)
-
-    def _switches(self) -> widgets.VBox:
-        self._boxes: dict[str, widgets.Checkbox] = {}
-        rows: list[widgets.Widget] = []
-        for name in self.findings.passes:
-            sites = self.toggles.sites(name)
-            colours = f"background:{tint_of(name)};border-color:{colour_of(name)}"
-            swatch = widgets.HTML(f'<span class="fl"><span class="fl-swatch" style="{colours}"></span></span>')
-            rows.append(widgets.HBox([swatch, self._switch(name, f"{name} ({len(sites)})", not sites)]))
-            rows += [self._switch(site, site.partition("@")[2] or site, False, "0 0 0 34px") for site in sites]
-        on, off = widgets.Button(description="All on"), widgets.Button(description="All off")
-        on.on_click(lambda _: self.toggles.set(frozenset(c.id for c in self.findings.candidates)))
-        off.on_click(lambda _: self.toggles.set(frozenset()))
-        found = summary(self.graph, self.findings, self.enabled)
-        declined = widgets.Accordion(children=[widgets.HTML(f'<div class="fl">{declined_html(found)}</div>')])
-        declined.titles = (f"Declined ({len(self.findings.rejections)})",)
-        declined.selected_index = None
-        layout = widgets.Layout(width="300px", max_height="560px", overflow="auto", flex="0 0 auto")
-        return widgets.VBox([*rows, widgets.HBox([on, off]), declined], layout=layout)
-
-    def _switch(self, name: str, label: str, disabled: bool, margin: str = "0") -> widgets.Checkbox:
-        box = widgets.Checkbox(
-            value=self.toggles[name] is not False,
-            description=label,
-            tooltip=name,
-            disabled=disabled,
-            indent=False,
-            layout=widgets.Layout(margin=margin, width="auto"),
-        )
-        box.observe(lambda change, name=name: self._ticked(name, change["new"]), "value")
-        self._boxes[name] = box
-        return box
-
-    def _ticked(self, name: str, on: bool) -> None:
-        if not self._syncing:
-            self.toggles[name] = on
-
-    def _searched(self, change: Any) -> None:
-        if not change["new"]:
-            return
+    def _compile(self, _: Setting, token: Cancel) -> None:
+        self._progress(token, "compiling, to see what XLA makes of it", 0, 0)
         try:
-            self.select(change["new"].strip())
-        except ArgumentError as error:
-            self._inspector.value = f'<div class="fl"><p class="warn">{escape(str(error))}</p></div>'
+            self.session.kernels()
+        except BaseException as error:
+            self._finish(token, f"compiling failed: {_named(error)}", error)
+            raise
+        self._finish(token, "measured" if self.session.evidence is not None else "not measured")
+        self._refresh()
+
+    def _message(self, _: Any, content: Any, buffers: Any = None) -> None:
+        """A click in the browser. Whatever goes wrong is shown there; the widget lives on."""
+        try:
+            action = _ACTIONS[content["type"]]
+            action(self, content)
+        # A user's observers and functions run in here: an error that went into a log nobody reads would be worse than the breadth.
+        except Exception as error:
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        self.problem = {"code": _code(error), "sentence": str(error)}
 
     # Drawing -------------------------------------------------------------------------------------------------------
     def _refresh(self) -> None:
-        self._syncing = True
-        for name, box in self._boxes.items():
-            box.value = self.toggles[name] is not False and not box.disabled
-        self._syncing = False
-        graph, before = self._graph(), self.shown == "before"
-        self._view = view = view_model(
-            graph,
-            self.findings if before else None,
-            enabled=self.enabled,
-            expanded=tuple(self._expanded),
-            collapsed=tuple(self._collapsed),
-            reveal=self._reveal,
-        )
-        self._pane.labels = {
-            "fl-" + dom_id(i["id"]): " ".join(i["lines"]) if "lines" in i else i["label"]
-            for i in (*view["boxes"], *view["groups"])
-            if i["kind"] not in ("input", "output")
-        }
-        self._pane.svg = picture(view, engine=self._engine)
-        self._pane.selected_id = self._selected_dom()
-        self._inspector.value = self._inspector_html()
-        self._refresh_evidence()
+        """Hands to the browser what has changed; from whatever thread."""
+        with self.session.lock, self.hold_sync():
+            session = self.session
+            self.evidence = session.evidence
+            if not self._background.running and (self.evidence is not None or self.status == "measured"):
+                self._say("measured" if self.evidence is not None else "not measured")
+            if self.shown != session.stage.shown:
+                self.shown = session.stage.shown
+            self.selected = session.selected
+            head = session.head()
+            self.head = head | {"can": head["can"] | {"measure": self._measure_with is not None, "xla": True}}
+            self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
+            self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
-    def _refresh_evidence(self) -> None:
-        """Header and tables; the evidence shown is the one measured with just these sites, or none."""
-        self.evidence = self._measured.get(self.enabled)
-        if self._running is None and (self.evidence is not None or self.status == "measured"):
-            self._say("measured" if self.evidence is not None else "not measured")
-        whole = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas)
-        self._header.value = f'<div class="fl"><p class="fl-header">{escape(whole["header"])}</p></div>'
-        self._legend.value = f'<div class="fl">{legend(whole)}</div>'
-        tables = {
-            name: table(heads, rows, numeric) for name, heads, rows, numeric in evidence_tables(whole["evidence"])
-        }
-        pictures = evidence_pictures(self.evidence)
-        for name, pane in (("Timing", self._timing), ("Errors", self._errors)):
-            text = pictures.get(name, "") + tables.get(name, "")
-            verdict = f"Not measured: {self.evidence.verdict}." if self.evidence is not None else ""
-            missing = f'<p class="quiet">{verdict or "Nothing measured for these sites yet; press Measure."}</p>'
-            pane.value = f'<div class="fl">{text or missing}</div>'
-        rows = [[s["state"], s["id"], s["text"], (s["source"] or {}).get("where", "")] for s in whole["sites"]]
-        self._ledger.value = f'<div class="fl">{table(["state", "site", "what", "source"], rows)}</div>'
+    def _tabs(self) -> list[dict[str, str]]:
+        script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""
+        return self.session.tabs(script)
 
-    def _selected_dom(self) -> str:
-        record = next((s for s in self._view["sites"] if s["id"] == self.selected), None)
-        if record is not None:
-            return "fl-" + dom_id(record["id"])
-        place = self._view["revealed"].get(f"n{self._reveal[0]}") if self._reveal else None
-        return "fl-" + dom_id(place) if place else ""
+    def _export(self, suffix: str, name: str) -> str | bytes:
+        from .export import export  # draws with much that a first picture does not need
 
-    def _selected_info(self) -> dict[str, Any]:
-        record = next((s for s in self._view["sites"] if s["id"] == self.selected), None)
-        if record is not None:
-            return record
-        graph = self._graph()
-        node = find_node(graph, self.selected)
-        before = self.findings if self.shown == "before" else None
-        return node_dict(graph, node, before, self.enabled) if node is not None else {}
+        return export(self.session, suffix, name, self._formulas, self._engine, self._saved)
 
-    def _inspector_html(self) -> str:
-        info = self._selected_info() if self.selected else {}
-        if not info:
-            return (
-                '<div class="fl"><p class="quiet">Select a box: click it, or Tab to it and press Enter. '
-                "Double click or Space opens a group.</p></div>"
-            )
-        rows = node_rows(info) if "primitive" in info else site_rows(info)
-        title = f"{info['primitive']} {info['name']}" if "primitive" in info else info["pass"]
-        cells = [[name, (text, "mono" if mono else "")] for name, text, mono in rows]
-        return f'<div class="fl"><b>{escape(title)}</b>{table(["", ""], cells)}</div>'
+    def _saved(self) -> str:
+        return saved_text(self.session)
 
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The live widget, and a static picture for where there is no kernel (GitHub, nbviewer, exported notebooks)."""
         bundle: Any = super()._repr_mimebundle_(**kwargs)
         data, rest = (bundle[0], bundle[1:]) if isinstance(bundle, tuple) else (bundle, ())
-        still = graph_html(self.graph, self.findings, enabled=self.enabled, engine=self._engine)
+        session = self.session
+        svg = session.stage.scene(session.drawn())["svg"]
+        still = still_html(session.view(), svg, session.shown_findings)
         data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
         return (data, *rest) if rest else data
 
     def __repr__(self) -> str:
         on = len(self.enabled)
         return f"Explorer({self.graph.name!r}, {on} of {len(self.findings.candidates)} sites on, {self.status})"
+
+
+def _code(error: BaseException) -> str:
+    return str(getattr(error, "code", "")) or type(error).__name__
+
+
+def _named(error: BaseException) -> str:
+    return f"[{error.code}] {error}" if getattr(error, "code", "") else f"{type(error).__name__}: {error}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Clicks -------------------------------------------------------------------------------------------------------------
+def _select(lab: Explorer, message: Mapping[str, Any]) -> None:
+    session = lab.session
+    item = str(message["id"])
+    name = session.clicked(item)
+    if name is not None:
+        lab.select(name)
+
+
+def _fold(lab: Explorer, message: Mapping[str, Any]) -> None:
+    lab.session.fold(str(message["id"]))
+    lab._refresh()
+
+
+def _toggle(lab: Explorer, message: Mapping[str, Any]) -> None:
+    lab.toggles[str(message["name"])] = bool(message["on"])
+
+
+def _all(lab: Explorer, message: Mapping[str, Any]) -> None:
+    on = frozenset(c.id for c in lab.findings.candidates) if message["on"] else frozenset()
+    lab.toggles.set(on)
+
+
+def _download(lab: Explorer, message: Mapping[str, Any]) -> None:
+    suffix = str(message["suffix"])
+    content = lab._export(suffix, f"a file that ends in {suffix}")
+    encoded = {"text": content} if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lab.graph.name)[:60] or "graph"
+    lab.send(
+        {"type": "download", "name": name + suffix, "mime": _MIME.get(suffix, "application/octet-stream"), **encoded}
+    )
+
+
+def _dismiss(lab: Explorer, _: Mapping[str, Any]) -> None:
+    lab.problem = None
+
+
+_ACTIONS: dict[str, Callable[[Explorer, Mapping[str, Any]], Any]] = {
+    "select": _select,
+    "pick": lambda lab, m: lab.select(m["name"]),
+    "fold": _fold,
+    "toggle": _toggle,
+    "group": lambda lab, m: lab.session.group([str(i) for i in m["ids"]], bool(m["on"])),
+    "option": lambda lab, m: lab.option(str(m["pass"]), str(m["name"]), m["value"]),
+    "all": _all,
+    "reset": lambda lab, _: lab.reset(),
+    "undo": lambda lab, _: lab.undo(),
+    "search": lambda lab, m: lab.search(str(m["text"])),
+    "shown": lambda lab, m: setattr(lab, "shown", m["value"]),
+    "hulls": lambda lab, m: setattr(lab, "hulls", bool(m["on"])),
+    "measure": lambda lab, _: lab.start(),
+    "cancel": lambda lab, _: lab.cancel(),
+    "export": _download,
+    "dismiss": _dismiss,
+}

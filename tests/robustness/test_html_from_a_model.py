@@ -191,14 +191,13 @@ def widget(c):
         c.found.graph, c.found, measure=measure, formulas={"gemm_epilogue": EVIL if c.evil else "f"}, engine="builtin"
     )
     lab.start().join()
-    lab._measured[lab.enabled] = c.evidence
+    lab.session.measured[lab.setting] = c.evidence
     shown = []
     for what in [*(x.id for x in c.found.candidates), *(f"n{n.id}" for n in c.found.graph.nodes())]:
         lab.select(what)
-        shown.append(lab._inspector.value)
-    lab._search.value = EVIL if c.evil else "nothing of that name"
-    panes = (lab._inspector, lab._status, lab._header, lab._legend, lab._timing, lab._errors, lab._ledger)
-    return "".join([*shown, *(p.value for p in panes), lab._pane.svg])
+        shown.append(lab.inspector["html"])
+    lab._message(lab, {"type": "pick", "name": EVIL if c.evil else "nothing of that name"}, [])
+    return "".join([*shown, *(t["html"] for t in lab.tabs), lab.scene["svg"]])
 
 
 @pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)

@@ -157,7 +157,7 @@ def test_the_explorer_can_measure_again():
     found = fl.find(layer, X, W, B)
     failing = [True]
 
-    def measure(enabled, progress, cancel):
+    def measure(setting, progress, cancel):
         if failing:
             interrupt()
         return fl.compare(layer, same, X, W, B, **EFFORT)
@@ -166,7 +166,7 @@ def test_the_explorer_can_measure_again():
     with pytest.raises(KeyboardInterrupt):
         lab.measure()
     assert lab.status.startswith("measurement failed: KeyboardInterrupt")
-    assert not lab._pane.dimmed
+    assert not lab.busy["running"]
     failing.clear()
     assert lab.measure() is lab.evidence
 

@@ -204,7 +204,7 @@ def test_the_explorer_shows_it_with_its_code_and_measures_again():
     found = fl.find(layer, X, W, B)
     failing = [True]
 
-    def measure(enabled, progress, cancel):
+    def measure(setting, progress, cancel):
         if failing:
             with out_of_memory("after: a run of it"):
                 exhausted()
@@ -213,9 +213,9 @@ def test_the_explorer_shows_it_with_its_code_and_measures_again():
     lab = Explorer(found.graph, found, measure=measure, engine="builtin")
     lab.start().join()
     assert lab.status.startswith("measurement failed: [out_of_memory] after: a run of it ran out of memory")
-    assert "out_of_memory" in lab._status.value
+    assert lab.problem["code"] == "out_of_memory"
     assert lab.evidence is None
-    assert lab._cancel_button.disabled
+    assert not lab.busy["running"]
     failing.clear()
     lab.start().join()
     assert lab.status == "measured"

@@ -172,14 +172,16 @@ def test_the_commit_of_the_environment_says_whose_it_is(evidence):
 def test_the_explorer_shows_evidence_only_for_the_sites_it_was_measured_with(case, evidence):
     lab = Explorer(case.graph, case.findings, measure=lambda *a: evidence, engine="builtin")
     assert lab.measure() is evidence
-    assert "11.4 ms" in lab._header.value
-    assert "<svg" in lab._timing.value
-    assert "WORSE" in lab._errors.value
+    tabs = {t["name"]: t["html"] for t in lab.tabs}
+    assert "11.4 ms" in lab.head["sentence"]
+    assert "<svg" in tabs["Timing"]
+    assert "WORSE" in tabs["Errors"]
     assert lab.status == "measured"
     lab.toggles["gemm_epilogue"] = False
+    tabs = {t["name"]: t["html"] for t in lab.tabs}
     assert (lab.evidence, lab.status) == (None, "not measured")
-    assert "11.4 ms" not in lab._header.value
-    assert "<svg" not in lab._timing.value
+    assert "11.4 ms" not in lab.head["sentence"]
+    assert "<svg" not in tabs["Timing"]
     lab.toggles["gemm_epilogue"] = True
     assert (lab.evidence, lab.status) == (evidence, "measured")
 

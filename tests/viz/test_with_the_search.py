@@ -62,10 +62,10 @@ def test_the_explorer_is_made_measures_when_asked_and_draws_the_fused_graph():
     assert lab.evidence is None
     lab.toggles["gemm_epilogue@layer_1#1"] = False
     lab.shown = "after"
-    assert len([b for b in lab._view["boxes"] if b["fused"]]) == 2
+    assert len([b for b in lab.session.view()["boxes"] if b["fused"]]) == 2
     evidence = lab.measure()
     assert lab.evidence is evidence
-    assert "against float64" in lab._header.value
+    assert "against float64" in lab.head["sentence"]
     report = report_html(lab.graph, lab.findings, enabled=lab.enabled, evidence=evidence)
     assert "gradient params[0][0]" in report
 

@@ -1,0 +1,75 @@
+"""Work beside the notebook: one thing at a time, the latest wins, and whoever asked is told how it goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Cancel(threading.Event):
+    """Set to ask a running job to stop; calling it asks whether it was set."""
+
+    def __call__(self) -> bool:
+        return self.is_set()
+
+
+Job = Callable[[Cancel], Any]
+
+
+class Background:
+    """Runs jobs one at a time. A new job asks the one before to stop, and starts once that has.
+
+    What cannot be asked to stop (a compilation that is under way) is abandoned: it runs to its end, and nobody waits for its result but
+    the job that comes next, since two measurements side by side would measure each other.
+    """
+
+    def __init__(self) -> None:
+        self._state = threading.Lock()
+        self._turn = threading.Lock()
+        self._current: Cancel | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a job was begun and has neither ended nor been cancelled."""
+        return self._current is not None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether a cancelled job has not come to its end yet."""
+        return self._turn.locked() and self._current is None
+
+    def begin(self) -> Cancel:
+        """Cancels the current job and makes the next one current; hand what it gives to `run` or `start`."""
+        with self._state:
+            if self._current is not None:
+                self._current.set()
+            self._current = Cancel()
+            return self._current
+
+    def run(self, job: Job, token: Cancel) -> Any:
+        """Runs the job here, after the one before has come to its end; None without running it if it was cancelled meanwhile."""
+        with self._turn:
+            return None if token.is_set() else job(token)
+
+    def start(self, job: Job, token: Cancel) -> threading.Thread:
+        """Runs the job in a thread of its own; what it raises is the job's to tell."""
+        thread = threading.Thread(target=self.run, args=(job, token), name="fusionlab-explorer", daemon=True)
+        thread.start()
+        return thread
+
+    def cancel(self) -> bool:
+        """Asks the current job to stop; whether there was one."""
+        with self._state:
+            current, self._current = self._current, None
+        if current is not None:
+            current.set()
+        return current is not None
+
+    def end(self, token: Cancel) -> bool:
+        """To be called by a job that has ended: whether it was still the current one, so that its result counts."""
+        with self._state:
+            if self._current is not token or token.is_set():
+                return False
+            self._current = None
+            return True
