@@ -16,12 +16,20 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.models import transformer
+from fusionlab.viz.dot import dot_of_view
+from fusionlab.viz.pictures import Pictures
+from fusionlab.viz.render import to_svg
 
 # The bars are those of two idle cores. A shared CI machine is slower by more than a test can know, so the absolute tests
 # allow three times that; what must not change is the ratio.
 BAR_S = 1.5  # of canonicalising and matching 24 layers
 PAIRS_BAR_S = 3.0  # of the whole search, backward passes included
 SLACK = 3.0
+OPEN_BAR_S, FOLD_BAR_S, TOGGLE_BAR_S = (
+    3.0,
+    0.5,
+    1.5,
+)  # of the first picture of 96 layers, of the next fold, of a site switched
 SCAN_BAR_S = {False: 0.1, True: 0.4}  # of a scan over layers, and of its gradient, backward passes included
 
 
@@ -133,6 +141,44 @@ def test_what_the_search_holds_is_less_than_twice_what_the_trace_holds():
 def test_four_times_the_layers_take_less_than_four_and_a_half_times_as_long(measured):
     small, large = measured[24][1], measured[96][1]
     assert large < 4.5 * small, f"{large:.2f} s for 96 layers, {small:.2f} s for 24: {large / small:.1f} times"
+
+
+def test_the_picture_of_96_layers_opens_and_unfolds_at_once(measured):
+    """Processor seconds of this process; the layout, which `dot` does in its own, is that of a page whatever the program's size."""
+    found, *_ = measured[96]
+    pictures = Pictures(found.graph, found)
+    view, first = timed(lambda: pictures.view(enabled=None))
+    assert len(view["boxes"]) <= 300
+    asked: list[str] = []
+    slowest = 0.0
+    for _ in range(6):
+        asked.append(max((b for b in view["boxes"] if b["closed"]), key=lambda b: b["nodes"])["id"])
+        (view, svg), seconds = timed(lambda: drawn(pictures, asked))
+        slowest = max(slowest, seconds)
+        assert asked[-1] in {g["id"] for g in view["groups"]}
+        assert len(view["boxes"]) <= 400
+        assert svg.count("<g ") > len(view["boxes"])
+    ids = [c.id for c in found.candidates]
+    _, toggled = timed(lambda: pictures.view(enabled=ids[1:]))
+    print(f"96 layers: {first:.2f} s to open, {slowest:.2f} s at most to unfold, {toggled:.2f} s to switch a site")
+    assert first < SLACK * OPEN_BAR_S
+    assert slowest < SLACK * FOLD_BAR_S
+    assert toggled < SLACK * TOGGLE_BAR_S
+
+
+def drawn(pictures, expanded):
+    view = pictures.view(enabled=None, expanded=expanded)
+    return view, to_svg(dot_of_view(view))
+
+
+def test_unfolding_a_group_does_not_fold_the_program_again(measured):
+    found, *_ = measured[96]
+    pictures = Pictures(found.graph, found)
+    view, first = timed(lambda: pictures.view(enabled=None))
+    wanted = next(b["id"] for b in view["boxes"] if b["closed"])
+    again = min(timed(lambda: pictures.view(enabled=None, expanded=[wanted]))[1] for _ in range(5))
+    print(f"96 layers: {first:.3f} s to open, {again:.3f} s to unfold")
+    assert again < 0.25 * first
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradient"])

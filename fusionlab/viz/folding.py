@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from fusionlab.graph.ir import Block, Graph, Literal, Node, literal_text
+from fusionlab.graph.ir import Atom, Block, Graph, Literal, Node, literal_text
 
 from .sites import Site
 
@@ -25,7 +26,7 @@ LAYOUT_OPS = frozenset(
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Leaf:
     """One node, drawn as one box."""
 
@@ -33,7 +34,7 @@ class Leaf:
     site: Site | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """Things drawn as one box while closed, and as a frame around them while open.
 
@@ -112,27 +113,33 @@ def members(items: Iterable[Item]) -> Iterator[int]:
             yield from members(unit)
 
 
-def is_backward(node: Node) -> bool:
-    """True for what reverse-mode differentiation added: JAX wraps its scopes in `transpose(...)`."""
-    return any("transpose(" in str(eqn.source_info.name_stack) for eqn in (*node.calls, node.eqn))
-
-
 class Known:
     """What folding learns of a graph that no toggle changes: kept, so that folding it again asks JAX's records nothing twice."""
 
     def __init__(self) -> None:
         self.signatures: dict[object, int] = {}
         self.of_node: dict[int, int] = {}
-        self.backward: dict[int, bool] = {}
+        # By the identity of objects that the graph keeps alive: thousands of nodes share a few.
+        self.types: dict[int, int] = {}
+        self.stacks: dict[int, bool] = {}
         self.paths: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def signature(self, node: Node) -> int:
         """The same number for nodes of the same primitive, types and constants."""
         found = self.of_node.get(node.id)
         if found is None:
-            ins = tuple((literal_text(a.val) if isinstance(a, Literal) else "", a.shape, a.dtype) for a in node.inputs)
-            outs = tuple((v.shape, v.dtype) for v in node.outputs)
-            found = self.of_node[node.id] = self.number((node.primitive, ins, outs))
+            ins = tuple(
+                (literal_text(a.val), self.type(a)) if isinstance(a, Literal) else self.type(a) for a in node.inputs
+            )
+            key = (node.primitive, ins, tuple(map(self.type, node.outputs)))
+            found = self.of_node[node.id] = self.number(key)
+        return found
+
+    def type(self, atom: Atom) -> int:
+        """The same number for the same shape and dtype."""
+        found = self.types.get(id(atom.aval))
+        if found is None:
+            found = self.types[id(atom.aval)] = self.number(("type", atom.shape, atom.dtype))
         return found
 
     def number(self, key: object) -> int:
@@ -140,9 +147,13 @@ class Known:
         return self.signatures.setdefault(key, len(self.signatures))
 
     def is_backward(self, node: Node) -> bool:
-        found = self.backward.get(node.id)
+        """True for what reverse-mode differentiation added: JAX wraps its scopes in `transpose(...)`."""
+        return any(self._transposed(eqn.source_info.name_stack) for eqn in (*node.calls, node.eqn))
+
+    def _transposed(self, stack: Any) -> bool:
+        found = self.stacks.get(id(stack))
         if found is None:
-            found = self.backward[node.id] = is_backward(node)
+            found = self.stacks[id(stack)] = "transpose(" in str(stack)
         return found
 
     def below(self, scope: str, outer: str) -> tuple[str, ...]:

@@ -123,12 +123,18 @@ def graph_html(
     graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = (), engine: str | None = None
 ) -> str:
     """A static picture with header and legend, for `_repr_html_`: no script, nothing to install."""
-    view = view_model(graph, findings, enabled=enabled)
+    view = Pictures(graph, findings).view(enabled=enabled)
+    return still_html(view, picture(view, "fl-", engine), findings)
+
+
+def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
+    """`graph_html` of a view model whose picture is drawn already, with ids that start with "fl-"."""
     # Ids must not meet those of another picture in the same notebook; the content tells them apart.
-    prefix = dom_id(f"fl {view['header']} {len(view['boxes'])}") + "-"
+    prefix = dom_id(f"fl {view['header']} {len(view['boxes'])}")
+    own = svg.replace(' id="fl-', f' id="{prefix}-')
     return (
         f'<div class="fl">{style()}<p class="fl-header">{_e(view["header"])}</p>'
-        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{picture(view, prefix, engine)}</div>'
+        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{own}</div>'
         f"{_reasons(view, findings)}</div>"
     )
 

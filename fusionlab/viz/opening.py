@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from fusionlab.graph.ir import Value, type_text
@@ -47,7 +47,7 @@ class Tree:
       links: what flows between nodes, in program order.
     """
 
-    def __init__(self, root: Group, edges: Sequence[tuple[Key, Key, Value]]):
+    def __init__(self, root: Group, edges: Iterable[tuple[Key, Key, Value]]):
         self.root = root
         self._parent: dict[str, Group] = {}
         self._home: dict[int, Group] = {}
@@ -87,10 +87,11 @@ class Tree:
                     self._twin[nid] = self.twin(twin)
                 self._copies[nid] = made.setdefault((id(others), k) if others else (0, k), {**others, group.id: k})
 
-    def _linked(self, edges: Sequence[tuple[Key, Key, Value]]) -> Iterator[Link]:
+    def _linked(self, edges: Iterable[tuple[Key, Key, Value]]) -> Iterator[Link]:
         found: dict[tuple[Key, Key, frozenset[str]], Link] = {}
         nothing: frozenset[str] = frozenset()
         copies, twins = self._copies, self._twin
+        types: dict[int, str] = {}
         for producer, reader, value in edges:
             runs = nothing
             there = copies.get(reader) if isinstance(reader, int) else None
@@ -107,7 +108,10 @@ class Tree:
             if known is not None:
                 known.count += 1
             elif start != end:
-                found[start, end, runs] = Link(start, end, runs, type_text(value.aval))
+                told = types.get(id(value.aval))
+                if told is None:
+                    told = types[id(value.aval)] = type_text(value.aval)
+                found[start, end, runs] = Link(start, end, runs, told)
         return iter(found.values())
 
     # Opening -----------------------------------------------------------------------------------------------------------

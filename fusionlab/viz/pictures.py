@@ -9,7 +9,7 @@ from typing import Any
 from fusionlab.fusers.findings import Candidate, Findings, Rejection
 from fusionlab.graph.ir import Graph, Literal, Node, Value, literal_text, type_text
 
-from .flow import flow
+from .flow import Flow, flow
 from .folding import LAYOUT_OPS, Group, Known, Leaf, fold, size
 from .inspector import node_dict, short
 from .opening import Tree, sites_inside
@@ -33,7 +33,7 @@ class Pictures:
         self.graph, self.findings = graph, findings
         self._lock = threading.Lock()
         self._known = Known()
-        self._flow: Any = None
+        self._flow: Flow | None = None
         self._touching: dict[int, list[Candidate | Rejection]] | None = None
         self._folded: tuple[Any, Tree, list[Site]] | None = None
 

@@ -257,17 +257,17 @@ class Session:
         with self.lock:
             found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
             self._selection, self.selected = found, found.name
-            self.stage.reveal(self._drawn(), found.nodes)
+            self.stage.reveal(self.drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
 
     def fold(self, item: str) -> None:
         """Opens a closed group, closes an open one, by its id in the picture; anything else is no group and stays."""
         with self.lock:
-            self.stage.fold(self._drawn(), item)
+            self.stage.fold(self.drawn(), item)
 
     def clicked(self, item: str) -> str | None:
         """The name that a click on an id in the picture selects; None for what is not there."""
-        return self.stage.clicked(self._drawn(), item)
+        return self.stage.clicked(self.drawn(), item)
 
     def search(self, text: str) -> dict[str, Any]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; the hits are marked in the picture."""
@@ -290,7 +290,7 @@ class Session:
         """What XLA made of the graph that is drawn, if it was asked."""
         return self.compiled if self.stage.shown == "before" else None
 
-    def _drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
+    def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
         return self.shown_graph, self.shown_findings, self.enabled
 
     # As plain data -------------------------------------------------------------------------------------------------
@@ -316,21 +316,21 @@ class Session:
 
     def view(self) -> dict[str, Any]:
         """The view model of what is visible (see `view_model`)."""
-        return self.stage.view(self._drawn())
+        return self.stage.view(self.drawn())
 
     def scene(self) -> dict[str, Any]:
         """The picture and what can be clicked in it."""
-        return self.stage.scene(self._drawn(), self.compiled_shown)
+        return self.stage.scene(self.drawn(), self.compiled_shown)
 
     def marks(self) -> dict[str, list[str]]:
         """Ids in the picture of what is selected, of its nearest miss, of what shares its kernel or line, of the search's hits."""
         info = self._inspected()
         hits = self._hits().rows if self.query else ()
         return {
-            "selected": self.stage.ids(self._drawn(), self._selection),
-            "near": self.stage.places(self._drawn(), info.near),
-            "linked": self.stage.places(self._drawn(), info.linked),
-            "found": self.stage.places(self._drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
+            "selected": self.stage.ids(self.drawn(), self._selection),
+            "near": self.stage.places(self.drawn(), info.near),
+            "linked": self.stage.places(self.drawn(), info.linked),
+            "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }
 
     def inspector(self) -> dict[str, str]:

@@ -51,11 +51,14 @@ def drawn_sites(graph: Graph, findings: Findings | None, enabled: Collection[str
         return []
     owner = owners(graph)
     sites: list[Site] = []
-    for c in findings.candidates:
-        applied = is_applied(c, enabled)
-        sites.append(_place(graph, owner, c, "applied" if applied else "candidate", c.node_ids, sites))
-    for r in findings.rejections:
-        sites.append(_place(graph, owner, r, "declined", frozenset(r.site_ids or r.node_ids), sites))
+    drawn: dict[int, list[Site]] = {}  # node id -> the sites drawn around it
+    records = [(c, "applied" if is_applied(c, enabled) else "candidate", c.node_ids) for c in findings.candidates]
+    declined = [(r, "declined", frozenset(r.site_ids or r.node_ids)) for r in findings.rejections]
+    for record, state, node_ids in (*records, *declined):
+        site = _place(graph, owner, record, state, node_ids, drawn)
+        sites.append(site)
+        for nid in site.members if site.drawn else ():
+            drawn.setdefault(nid, []).append(site)
     return sites
 
 
@@ -65,7 +68,7 @@ def _place(
     record: Candidate | Rejection,
     state: str,
     node_ids: frozenset[int],
-    others: list[Site],
+    drawn: dict[int, list[Site]],
 ) -> Site:
     chains = [_chain(graph, owner, nid) for nid in sorted(node_ids) if nid in graph.node_by_id]
     if not chains:
@@ -75,9 +78,10 @@ def _place(
         depth += 1
     block = chains[0][depth][0]
     members = frozenset(c[depth][1].id for c in chains if _whole(c[depth][1], node_ids))
-    drawn = bool(members) and all(_compatible(state, members, o) for o in others if o.drawn and o.block == block.path)
+    others = {o.id: o for nid in members for o in drawn.get(nid, ())}
+    fits = bool(members) and all(_compatible(state, members, o) for o in others.values())
     loser = isinstance(record, Rejection) and record.winner is not None
-    return Site(record, state, block.path, members, drawn and not loser)
+    return Site(record, state, block.path, members, fits and not loser)
 
 
 def _chain(graph: Graph, owner: dict[str, Node], nid: int) -> list[tuple[Block, Node]]:

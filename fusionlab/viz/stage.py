@@ -86,7 +86,11 @@ class Stage:
         outlined = hulls(compiled, view) if self.hulls and compiled is not None else []
         self._hull_names = {PREFIX + h["id"]: h["kernel"] for h in outlined}
         svg = with_hulls(self._svg[1], outlined, PREFIX) if outlined else self._svg[1]
-        return {"svg": svg, "items": items(view, PREFIX), "hull_items": {PREFIX + h["id"]: h["label"] for h in outlined}}
+        return {
+            "svg": svg,
+            "items": items(view, PREFIX),
+            "hull_items": {PREFIX + h["id"]: h["label"] for h in outlined},
+        }
 
     def _of(self, graph: Graph, findings: Findings | None) -> Pictures:
         key = (id(graph), id(findings))

@@ -24,7 +24,7 @@ from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
 from .background import Background, Cancel
-from .html import graph_html
+from .html import still_html
 from .saved import Saved, saved_text
 from .session import Session
 from .setting import Ledger, Setting
@@ -403,7 +403,9 @@ class Explorer(anywidget.AnyWidget):
         """The live widget, and a static picture for where there is no kernel (GitHub, nbviewer, exported notebooks)."""
         bundle: Any = super()._repr_mimebundle_(**kwargs)
         data, rest = (bundle[0], bundle[1:]) if isinstance(bundle, tuple) else (bundle, ())
-        still = graph_html(self.graph, self.findings, enabled=self.enabled, engine=self._engine)
+        session = self.session
+        svg = session.stage.scene(session.drawn())["svg"]
+        still = still_html(session.view(), svg, session.shown_findings)
         data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
         return (data, *rest) if rest else data
 

@@ -64,7 +64,9 @@ class Server:
 
     def ask(self, path: str, method: str = "GET") -> bytes:
         """The answer of the server's own interface."""
-        request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {self.token}"})
+        request = urllib.request.Request(
+            self.url + path, method=method, headers={"Authorization": f"token {self.token}"}
+        )
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.read()
 
@@ -141,7 +143,14 @@ def serving(base: Path) -> Iterator[Server]:
     """A server over `base / "work"`, which is ended when the block is left, however it is left."""
     token = secrets.token_hex(16)
     _prepare(base)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port=0", f"--ServerApp.root_dir={base / 'work'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--ServerApp.port=0",
+        f"--ServerApp.root_dir={base / 'work'}",
+    ]
     with (base / "server.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(base, token), cwd=base / "work"

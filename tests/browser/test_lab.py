@@ -275,7 +275,9 @@ def test_measuring_shows_times_and_follows_the_ticks(lab, book, artifacts):
     lab.hook("measure").click()
     timing = lab.open_tab("Timing")
     expect(timing.locator("svg").first).to_be_visible(timeout=LONG)
-    expect(lab.hook("sentence")).to_contain_text(re.compile(r"\[[\d.]+, [\d.]+\]"), timeout=LONG)  # never without its interval
+    expect(lab.hook("sentence")).to_contain_text(
+        re.compile(r"\[[\d.]+, [\d.]+\]"), timeout=LONG
+    )  # never without its interval
     lab.idle()
     first = timing.inner_html()
     errors = lab.open_tab("Errors")
@@ -333,7 +335,9 @@ def test_the_exported_page_works_without_a_server(lab, tab, tmp_path, artifacts)
 
 def test_the_saved_notebook_shows_the_picture_without_a_kernel(lab, book, chromium, tmp_path, artifacts):
     saved = book.saved()
-    (still,) = [o["data"]["text/html"] for c in saved.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})]
+    (still,) = [
+        o["data"]["text/html"] for c in saved.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})
+    ]
     path = tmp_path / "still.html"
     path.write_text(f"<!doctype html><meta charset=utf-8><body>{still}", encoding="utf-8")
     context = chromium.new_context(java_script_enabled=False)  # as GitHub and nbviewer show it
