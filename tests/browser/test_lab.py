@@ -230,13 +230,13 @@ def test_a_declined_site_says_why_and_what_to_edit(lab):
 
 
 def test_before_and_after_are_two_pictures(lab):
-    before = lab.drawn()
-    lab.hook("after").click()
-    lab.redrawn(before)
-    expect(lab.hook("after")).to_have_attribute("aria-pressed", "true")
-    lab.hook("before").click()
-    expect(lab.hook("before")).to_have_attribute("aria-pressed", "true")
-    lab.draws(before)
+    for which, other in (("after", "before"), ("before", "after")):
+        drawn = lab.drawn()
+        lab.hook(which).click()
+        lab.redrawn(drawn)
+        expect(lab.hook(which)).to_have_attribute("aria-pressed", "true")
+        expect(lab.hook(other)).to_have_attribute("aria-pressed", "false")
+    assert lab.picture.locator(".applied").count() > 0  # the sites are marked on the program as written
 
 
 def test_an_option_is_set_and_searched_again(lab, book):
@@ -283,8 +283,8 @@ def test_measuring_shows_times_and_follows_the_ticks(lab, book, artifacts):
     errors = lab.open_tab("Errors")
     expect(errors.locator("svg").first).to_be_visible()
     expect(errors).to_contain_text("float64")
-    lab.page.screenshot(path=artifacts / "measured.png")
     lab.open_tab("Timing")
+    lab.root.screenshot(path=artifacts / "explorer.png")  # README's picture, docs/explorer.png
 
     book.ask("lab.measuring = False")
     lab.toggle("dot_product_attention").uncheck()
