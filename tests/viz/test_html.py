@@ -395,7 +395,7 @@ def test_the_page_of_a_24_layer_train_step_is_small_and_can_be_opened_into(tmp_p
     print(f"{size:,} bytes, {len(data['scenes'])} groups can be opened, {seconds:.1f} s of processor time")
     assert size < 1_500_000
     assert len(data["scenes"]) >= 3
-    assert seconds < 15  # 3 on two idle cores
+    assert seconds < 15  # of this process; the layout engine is another
 
 
 def test_pictures_are_baked_until_the_budget_is_used_up(case):
