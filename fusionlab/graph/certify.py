@@ -38,8 +38,8 @@ _TRUE = (
 )  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
 # Sizes of the inputs at which a function that somebody wrote is looked at as well, each input alone and all together: exp overflows at the
 # fourth, a square at the last, and its reciprocal at the second. Values are compared at those in between.
-_EXTREMES = (0.0, 1e-170, 30.0, 1e3, 1e170)
-_COMPARED, _NEAR = (30.0, 1e3), 1e-3
+_EXTREMES = (0.0, 1e-170, 30.0, 1e4, 1e170)
+_COMPARED, _NEAR = (30.0, 1e4), 1e-3
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 
 

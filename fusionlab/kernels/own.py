@@ -32,7 +32,7 @@ Array = Any
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _STORAGE = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#line 1\n"
+_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nusing T = {};\n#line 1\n"
 _BLOCKS = (1 << 31) - 1  # along x
 _TRIED = 1 << 20  # elements that a kernel is tried on, at most
 
@@ -223,7 +223,7 @@ class _Kernel:
         entry = kernel.entry or op.name
         blocks = (self.blocks(sizes), 1, 1)
         one = Launch(entry, blocks, (kernel.threads, 1, 1), kernel.shared, tuple(params))
-        return KernelPlan(f"{op.name}.cu", (f"-DT={_STORAGE[dtype]}",), (one,), _HEADERS + kernel.source)
+        return KernelPlan(f"{op.name}.cu", (), (one,), _HEADERS.format(_STORAGE[dtype]) + kernel.source)
 
     def blocks(self, sizes: Mapping[str, int]) -> int:
         if self.kernel.blocks is not None:
