@@ -93,7 +93,8 @@ def pattern_pass(
       implementations: name -> what runs: functions like `pattern`, and `CudaKernel`s. "xla" is the op's meaning, by default the
         (first) pattern; the others are taken before it, the first that can run. Every function is certified against the pattern here,
         values and gradients in float64, on ordinary and on extreme numbers; a kernel where it is about to run.
-      backward: `fn(ct, *operands, *scalars) -> gradient of each operand`, certified as well; None takes JAX's own of "xla".
+      backward: `fn(ct, *operands, *scalars) -> gradient of each operand`, certified as well; None takes JAX's own of "xla". Either is
+        given the operands again: nothing else is kept for it.
       formula: what it computes, for readers; by default "name(operands)".
 
     Returns:

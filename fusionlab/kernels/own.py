@@ -1,7 +1,7 @@
 """Ops of users' own: a plain JAX function that is the meaning, and other ways to compute the same, among them one CUDA kernel.
 
-The op takes one axis per letter, as the example of its pattern has them. Its derivative is JAX's own of the meaning, unless a backward
-is given.
+The op takes one axis per letter, as the example of its pattern has them. Differentiated, it keeps its operands and nothing else; its
+derivative is JAX's own of the meaning, computed from them, unless a backward is given.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PatternOp(Op):
       scalars: names of the numbers that follow the operands.
       reference: the meaning, `(*operands, *scalars) -> array`, in plain JAX.
       others: the other implementations by name, in the order of preference: functions like `reference`, and kernels.
-      backward: `(ct, *operands, *scalars) -> gradients of the operands`; None for JAX's own.
+      backward: `(ct, *operands, *scalars) -> gradients of the operands`; None for JAX's own of the reference.
       formula: what it computes.
       same_code: the reference is what programs have.
     """
@@ -160,8 +160,6 @@ class PatternOp(Op):
             if not isinstance(full[scalar], int | float) or isinstance(full[scalar], bool):
                 raise ArgumentError(f"{self.name}: {scalar}={full[scalar]!r}, needed a number")
             full[scalar] = float(full[scalar])
-        if self._backward is None:
-            full["gradient"] = "reference"
         return {slot: given[slot] for slot in self.slots}, full
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
