@@ -13,6 +13,8 @@ from .doctor import doctor as doctor
 from .fusers import Candidate as Candidate
 from .fusers import Rejection as Rejection
 from .fusers import Strategy as Strategy
+from .fusers import pattern_pass as pattern_pass
+from .kernels.own import CudaKernel as CudaKernel
 from .lab import Comparison as Comparison
 from .lab import Findings as Findings
 from .lab import Fused as Fused
@@ -25,6 +27,7 @@ from .lab import load as load
 from .lab import passes as passes
 from .lab import register as register
 from .lab import trace as trace
+from .lab import unregister as unregister
 from .tuning import share_plan as share_plan
 from .tuning import tune as tune
 

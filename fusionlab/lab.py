@@ -17,13 +17,12 @@ from jax.extend import core as jex_core
 from .device import Device
 from .errors import ArgumentError, unknown_name
 from .evidence.comparison import Evidence, measure
-from .fusers import Candidate, Pass, Strategy, find_in, select, site_names
+from .fusers import Candidate, Pass, Strategy, find_in, implementations, op_of, select, site_names
 from .fusers import Findings as PlainFindings
 from .fusers import registry as _registry
 from .graph import ir
 from .graph.trace import bind_static, trace_raw
 from .graph.trace import trace as _trace
-from .kernels import OPS
 
 Passes = Strategy | Iterable[str] | str | None
 
@@ -95,7 +94,7 @@ def _search(
     found = find_in(graph, passes, device, implementation)
     notes: list[str] = []
     if implementation is not None:
-        lack = [p.name for p, _ in passes if implementation not in OPS[p.op].implementations]
+        lack = [p.name for p, _ in passes if implementation not in op_of(p).implementations]
         if lack:
             notes.append(f"implementation={implementation!r}: nothing fused for {', '.join(lack)}, which lacks it")
         if not found.candidates:
@@ -321,7 +320,7 @@ def fuse(
 
 def check_implementation(name: str | None) -> None:
     """Raises UnknownNameError for a name that no fused op has."""
-    valid = {i for op in OPS.values() for i in op.implementations}
+    valid = {i for names in implementations().values() for i in names}
     if name is not None and name not in valid:
         raise unknown_name("implementation", name, valid)
 
@@ -401,7 +400,7 @@ def passes() -> Any:
 
 
 def register(pass_: Pass) -> None:
-    """Adds a pass of your own to those `passes=None` asks.
+    """Adds a pass of your own (as `pattern_pass` makes one) to those `passes=None` asks.
 
     Raises:
       ArgumentError: a pass of that name exists, or it lacks what a pass needs.
@@ -409,6 +408,17 @@ def register(pass_: Pass) -> None:
     from .fusers import add_pass
 
     add_pass(pass_)
+
+
+def unregister(pass_: Pass | str) -> None:
+    """Takes a pass of your own away again, by itself or by its name. Functions that were fused with it stay as they are.
+
+    Raises:
+      ArgumentError: it is built in. UnknownNameError: no pass has that name.
+    """
+    from .fusers import remove_pass
+
+    remove_pass(pass_ if isinstance(pass_, str) else pass_.name)
 
 
 def explore(

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-NAMES = ("00_tour", "02_attention", "04_lerp", "05_matmul_routes")
+NAMES = ("00_tour", "01_gemm_epilogues", "02_attention", "04_lerp", "05_matmul_routes", "06_own_pass")
 
 
 def test_the_notebooks_are_those_that_are_run_here():
@@ -30,6 +30,16 @@ def executed(name):
 @pytest.fixture(scope="module")
 def tour():
     return executed("00_tour")
+
+
+@pytest.fixture(scope="module")
+def gemm_epilogues():
+    return executed("01_gemm_epilogues")
+
+
+@pytest.fixture(scope="module")
+def own_pass():
+    return executed("06_own_pass")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +78,69 @@ def test_the_tour_runs_and_shows_its_story(tour):
     assert len(pictures) >= 3
     widgets = [o for o in cells[-1].outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
     assert len(widgets) == 1
+
+
+def test_gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
+    cells = code_cells(gemm_epilogues)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "gemm_epilogue: 3 subgraphs fused, 1 declined (escapes)",
+        "gelu_tanh is not fused: %13:f32[512,1024] = add (In[1]:9) is also returned",
+        "edit: let the activation be the only reader",
+        "gemm_epilogue: 3 subgraphs fused, 0 declined",
+        "mask bool[512, 1024], 0.50 MiB for dx, dw, dbias",
+        "preactivation f32[512, 1024], 2.00 MiB for dx, dw, dbias",
+        "{'gemm_epilogue': 3, 'gemm_epilogue_grad': 3}",
+        "edited_model: forward",
+        "error against float64, worst gradient",
+        "gelu_tanh(x @ w + b): cublaslt, measured",
+        "NVIDIA H200",
+        "logged_model: gelu_tanh: 1 not fused, expected 0",
+    ):
+        assert said in everything, said
+    pictures = [o for c in cells for o in c.outputs if {"text/html", "image/svg+xml"} & set(o.get("data", {}))]
+    assert len(pictures) == 3  # the graph, errors, what it was worth
+
+
+def test_the_table_of_gemm_epilogues_is_that_of_its_record(gemm_epilogues):
+    path = max((NOTEBOOKS.parent / "benchmarks/results/h200").glob("gemm_epilogue_*.json"))
+    record = json.loads(path.read_text(encoding="utf-8"))
+    (table,) = [text_of(c) for c in code_cells(gemm_epilogues) if "plot_record(record)" in c.source]
+    rows = re.findall(r"^(\w+ \d+x\d+x\d+) +(\d+) us +(\d+) us +([\d.]+)x", table, re.M)
+    assert [name for name, *_ in rows] == list(record["mlp"])
+    for name, before, after, ratio in rows:
+        medians = [record["mlp"][name][key]["median_s"] for key in ("jax.jit", "fusionlab")]
+        assert [f"{m * 1e6:.0f}" for m in medians] == [before, after]
+        assert ratio == f"{medians[0] / medians[1]:.2f}"
+
+
+def test_own_pass_runs_and_shows_its_story(own_pass):
+    cells = code_cells(own_pass)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "mish: 1 subgraphs fused, 0 declined",
+        "mish@#1: x * tanh(softplus(x)) (In[2]:3)",
+        "[escapes] mish@#1",
+        "edit: compute the outside use from x again",
+        "a factor 2 where the pattern has 1",
+        "cuda: unavailable, it needs a CUDA device, this is a CPU (simulated)",
+        "cuda: chosen, of the pass's own",
+        "gated_model: forward",
+        "error against float64, worst gradient",
+        "its value is nan for inputs as large as 10000",
+        "its gradient of x is nan for inputs as large as 10000",
+        "unit_rows(x, epsilon), epsilon = 1e-06",
+    ):
+        assert said in everything, said
+    assert text_of(cells[-3]) == "{'mish': 1, 'mish_grad': 1}"
+    pictures = [o for c in cells for o in c.outputs if {"text/html", "image/svg+xml"} & set(o.get("data", {}))]
+    assert len(pictures) == 3  # the graph, times, errors
+
+
+def test_a_pass_of_one_s_own_is_at_most_forty_lines(own_pass):
+    (whole,) = [c.source for c in code_cells(own_pass) if "fl.register(own)" in c.source]
+    assert sum(bool(line.strip()) for line in whole.splitlines()) == 20  # as its text says
+    assert len(whole.splitlines()) <= 40
 
 
 def test_attention_runs_and_shows_its_story(attention):
@@ -156,7 +229,9 @@ def test_matmul_routes_runs_and_shows_its_story(matmul_routes):
 def test_no_cell_defines_a_helper_or_reaches_outside():
     for path in NOTEBOOKS.glob("*.ipynb"):
         for cell in code_cells(nbformat.read(path, as_version=4)):
-            assert not re.search(r"^\s*(def|class) (?!(\w+_)?model\b)", cell.source, re.M), path.name
+            # The last one's subject are functions of the user's own.
+            helper = re.search(r"^\s*(def|class) (?!(\w+_)?model\b)", cell.source, re.M)
+            assert not helper or path.stem == "06_own_pass", path.name
             assert "http" not in cell.source
 
 

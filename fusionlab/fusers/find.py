@@ -21,6 +21,7 @@ from .linear_groups import grouped
 from .matmul_schedule import routes_of
 from .overlaps import settle
 from .pairing import is_differentiated, with_backward
+from .registry import op_of
 
 
 def find_in(
@@ -68,7 +69,7 @@ def _find_in(
     found: list[Candidate | Rejection] = []
     differentiated = is_differentiated(graph)
     for pass_, options in passes:
-        if implementation is not None and implementation not in _implementations(pass_):
+        if implementation is not None and implementation not in op_of(pass_).implementations:
             continue
         started = time.perf_counter()
         for view, owner in found_views:
@@ -99,12 +100,6 @@ def _find_in(
         differentiated=differentiated,
         router=functools.partial(routes_of, searched, library),
     )
-
-
-def _implementations(pass_: Pass) -> Mapping[str, Any]:
-    from ..kernels import OPS
-
-    return OPS[pass_.op].implementations
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ..errors import ArgumentError
+from collections.abc import Mapping
+
+from ..errors import ArgumentError, unknown_name
+from ..kernels import OPS
+from ..kernels.op import Op
 from .base import Pass
 from .dot_product_attention import DotProductAttentionPass
 from .gemm_epilogue import GemmEpiloguePass
@@ -41,3 +45,28 @@ def add_pass(pass_: Pass) -> None:
     if pass_.name in registry():
         raise ArgumentError(f"register: a pass named {pass_.name!r} exists already; choose another name")
     _ADDED[pass_.name] = pass_
+
+
+def remove_pass(name: str) -> None:
+    """Takes away a pass that `add_pass` added; what was fused with it stays as it is.
+
+    Raises:
+      ArgumentError: it is built in. UnknownNameError: there is none of that name.
+    """
+    if name in _ADDED:
+        del _ADDED[name]
+    elif name in registry():
+        raise ArgumentError(f"unregister: {name!r} is built in; leave it out with passes=[...] or skip={name!r}")
+    else:
+        raise unknown_name("pass", name, registry())
+
+
+def op_of(pass_: Pass) -> Op:
+    """The op that a pass rewrites to: one of this package's, by name, or the pass's own."""
+    return getattr(pass_, "fused_op", None) or OPS[pass_.op]
+
+
+def implementations() -> Mapping[str, tuple[str, ...]]:
+    """Op -> the names of its implementations: every op there is."""
+    ops = {**OPS, **{p.op: op_of(p) for p in registry().values()}}
+    return {name: tuple(op.implementations) for name, op in ops.items()}

@@ -36,6 +36,10 @@ _TRUE = (
     0.3,
     0.15,
 )  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
+# Sizes of the inputs at which a function that somebody wrote is looked at as well, each input alone and all together: exp overflows at the
+# fourth, a square at the last, and its reciprocal at the second. Values are compared at those in between.
+_EXTREMES = (0.0, 1e-170, 30.0, 1e4, 1e170)
+_COMPARED, _NEAR = (30.0, 1e4), 1e-3
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 
 
@@ -70,6 +74,84 @@ class Certifier(Memo):
         """
         key = ("region", region_signature(region), what)
         return self.once(key, lambda: _prove(region, replacement, self.inline))
+
+    def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
+        """Whether `replacement(*region.inputs)` holds where the region does, of very large and very small inputs; else as `region`.
+
+        For a replacement that is not this package's own: on ordinary numbers exp(x) / (1 + exp(x)) is a sigmoid, on large ones NaN.
+        """
+
+        def prove() -> Verdict:
+            avals, out = [v.aval for v in region.inputs], region.root.aval
+            old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
+            old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
+            names = [f"gradient of {n}" for n in _float_names(region)]
+            inline = traced_once(_on_one_device(self.inline))
+            return _at_extremes(old, with_vjp(replacement, avals, out), avals, out, inline, ["value", *names], {})
+
+        return self.once(("extremes", region_signature(region), what), prove)
+
+
+def prove_function(
+    old: Callable[..., Any], new: Callable[..., Any], names: Sequence[str], avals: Sequence[Any], inline: Inline
+) -> Verdict:
+    """Whether two functions of float arrays with one result are the same, values and gradients, on ordinary and on extreme numbers.
+
+    Args:
+      old, new: what is to be replaced, and what would be.
+      names: of the arguments.
+      avals: their types (`jax.ShapeDtypeStruct`), of small sizes.
+      inline: the plain meaning of primitives that JAX does not know.
+    """
+    outs = [jax.eval_shape(fn, *avals) for fn in (old, new)]
+    if any(not hasattr(o, "shape") for o in outs):
+        return Verdict("structure", "it does not give one array")
+    if (outs[0].shape, outs[0].dtype) != (outs[1].shape, outs[1].dtype):
+        return Verdict(
+            "structure", f"it gives {outs[1].dtype}{list(outs[1].shape)}, needed {outs[0].dtype}{list(outs[0].shape)}"
+        )
+    given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
+    told = ["value", *(f"gradient of {n}" for n in names)]
+    tolerance = max(TOLERANCE.get(np.dtype(a.dtype).name, 1e-9) for a in (*avals, outs[0]))
+
+    inline = traced_once(inline)
+    try:
+        pairs = [_evaluated(given, new_ones, avals, outs[0], inline, seed, None) for seed in range(_DRAWS)]
+    except CannotEvaluate as error:
+        return Verdict("uncertified", f"it cannot be told: {error}")
+    wrong = (v for want, got in pairs if not (v := _within(tolerance, told, want, got)).ok)
+    return next(wrong, None) or _at_extremes(given, new_ones, avals, outs[0], inline, told, None)
+
+
+def _at_extremes(
+    old: Any,
+    new: Any,
+    avals: Sequence[Any],
+    out: Any,
+    inline: Inline,
+    names: Sequence[str],
+    products: dict[int, int] | None,
+) -> Verdict:
+    """The new program makes no NaN or infinity where the old one makes none, and what it makes instead is no other number."""
+    sizes, drawn = _inputs(avals, out, products)
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
+    for size, where in itertools.product(_EXTREMES, dict.fromkeys([*((i,) for i in floats), tuple(floats)])):
+        args = [a * size if i in where else a for i, a in enumerate(drawn)]
+        try:
+            want, got = (evaluate(program, args, Sizes(sizes), inline) for program in (old, new))
+        except CannotEvaluate:  # at reduced sizes: the proof at ordinary numbers took others
+            return Verdict(None)
+        for name, a, b in zip(names, want, got, strict=True):
+            held = np.isfinite(a)
+            if not np.isfinite(b[held]).all():
+                other = b[held & ~np.isfinite(b)][0]
+                return Verdict(
+                    "value", f"its {name} is {other} for inputs as large as {size:g}, where it has to be a number"
+                )
+            allowed = _NEAR * np.max(np.abs(a[held]), initial=0.0) + 1e-9 * size
+            if size in _COMPARED and np.any(np.abs(a[held] - b[held]) > allowed):
+                return Verdict("value", f"its {name} is another one for inputs as large as {size:g}")
+    return Verdict(None)
 
 
 def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> Verdict:
@@ -166,6 +248,10 @@ def _close(region: Region, names: Sequence[str], want: Sequence[Any], got: Seque
     tolerance = max(
         TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in (*region.inputs, region.root) if is_float(v.dtype)
     )
+    return _within(tolerance, names, want, got)
+
+
+def _within(tolerance: float, names: Sequence[str], want: Sequence[Any], got: Sequence[np.ndarray]) -> Verdict:
     for name, a, b in zip(names, want, got, strict=True):
         error = relative_error(a, b)
         if not error <= tolerance:

@@ -78,6 +78,7 @@ class Pattern:
       letters: axis letter -> where this axis is: the nodes that have it, and what fused ops call it.
       parts: an axis that a reshape merges or splits, by its part in it -> its letter.
       may_lack: axis letter -> nodes that need not have it: leaves, and what is made of such leaves alone.
+      factor: what the root is multiplied by to give the result; the matcher does not look at it.
       size: number of nodes that are neither leaves nor the constant one.
     """
 
@@ -90,6 +91,7 @@ class Pattern:
     letters: Mapping[str, frozenset[Place]]
     parts: Mapping[Part, str]
     may_lack: Mapping[str, frozenset[int]]
+    factor: Coef | ScalarEdge
     size: int
 
 
@@ -101,7 +103,8 @@ def compile_example(example_key: _ById) -> Pattern:
     if len(first.nodes) != len(second.nodes):
         raise ValueError(f"example {example.name}: its structure depends on sizes or scalar values")
     leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=True)}
-    root = first.read(first.block.outputs[0]).nid
+    (root, scale), (_, other) = ((ref.nid, ref.coef) for ref in (v.read(v.block.outputs[0]) for v in (first, second)))
+    factor = scale if scale == other else _solve(example, scale, other)
     edges = {}
     for a, b in zip(first.nodes, second.nodes, strict=True):
         for i, (x, y) in enumerate(zip(a.operands, b.operands, strict=True)):
@@ -112,7 +115,7 @@ def compile_example(example_key: _ById) -> Pattern:
     letters, parts = _letters(first, example, leaf_of, needed)
     may_lack = {x: _may_lack(first, leaf_of, names) for x, names in example.optional.items()}
     size = sum(n not in leaf_of and n != ONE for n in needed)
-    return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, size)
+    return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)
 
 
 class _ById:

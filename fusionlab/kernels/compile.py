@@ -34,22 +34,28 @@ _LOCAL_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILIN
 
 @dataclass(frozen=True)
 class Source:
-    """A CUDA source of this package.
+    """A CUDA source: of this package, or a text of somebody else's.
 
     Attributes:
-      path: the .cu file, relative to `fusionlab/kernels`.
+      path: the .cu file, relative to `fusionlab/kernels`; of a text, what to call it.
       entries: the `extern "C"` kernels it defines.
       archs: the architectures it is written for, out of `ARCHS`.
+      text: the source itself, where it is no file of this package; it includes CUDA's headers and nothing else.
     """
 
     path: str
     entries: tuple[str, ...]
     archs: tuple[str, ...] = ARCHS
+    text: str = ""
 
     @property
     def file(self) -> Path:
         """Where the file is."""
         return KERNELS / self.path
+
+    def read(self) -> str:
+        """What is compiled."""
+        return self.text or self.file.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compi
         "--ptxas-options=-v",
         *options,
     )
-    program = nvrtc.createProgram(source.file.read_text(encoding="utf-8"), source.path, (), ())
+    program = nvrtc.createProgram(source.read(), source.path, (), ())
     try:
         nvrtc.compileProgram(program, given)
         return Compiled(_whole(nvrtc.getCUBIN(program)), _log(nvrtc, program))
@@ -328,7 +334,10 @@ def _check_arch(source: Source, arch: str) -> None:
 
 
 def _key(source: Source, options: tuple[str, ...], arch: str, version: tuple[int, int]) -> str:
-    texts = {str(path.relative_to(source.file.parent)): text for path, text in source_texts(source.file).items()}
+    if source.text:
+        texts = {source.path: source.text}
+    else:
+        texts = {str(path.relative_to(source.file.parent)): text for path, text in source_texts(source.file).items()}
     whole = json.dumps([source.path, texts, list(options), arch, list(version)], sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()
 

@@ -44,24 +44,28 @@ class KernelPlan:
     """Launches of kernels of one source.
 
     Attributes:
-      source: path of the .cu file, relative to the folder of this module.
+      source: path of the .cu file, relative to the folder of this module; of a `text`, what to call it.
       options: for NVRTC ("-DFL_VEC=8").
       launches: in order; each sees what those before it wrote. Empty where there is nothing to compute.
+      text: the source itself, where it is none of this package: it is part of the name, so that any process can compile it.
     """
 
     kind: ClassVar[str] = "kernels"
     source: str
     options: tuple[str, ...]
     launches: tuple[Launch, ...]
+    text: str = ""
 
     def spec(self) -> dict[str, Any]:
+        if self.text:
+            return asdict(self)
         # The source's digest is part of the name: an executable that was compiled for another version of it is told so.
-        return {**asdict(self), "digest": digest(self.source)}
+        return {k: v for k, v in asdict(self).items() if k != "text"} | {"digest": digest(self.source)}
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> KernelPlan:
-        source = content["source"]
-        if content["digest"] != digest(source):
+        source, text = content["source"], content.get("text", "")
+        if not text and content["digest"] != digest(source):
             raise LookupError(f"{source} is another version here")
         launches = tuple(
             Launch(
@@ -74,7 +78,7 @@ class KernelPlan:
             )
             for one in content["launches"]
         )
-        return cls(source, tuple(content["options"]), launches)
+        return cls(source, tuple(content["options"]), launches, text)
 
     def prepare(self, device: int) -> Prepared:
         cuda: Any = importlib.import_module("cupy.cuda")
@@ -82,7 +86,8 @@ class KernelPlan:
         if not self.launches:
             return Prepared(lambda stream, operands, results: None, ())
         arch = f"sm_{cuda.Device(device).compute_capability}"
-        image = cubin(Source(self.source, tuple(one.entry for one in self.launches)), self.options, arch)
+        source = Source(self.source, tuple(one.entry for one in self.launches), text=self.text)
+        image = cubin(source, self.options, arch)
         module = cuda.function.Module()
         module.load(image)
         steps = []

@@ -193,7 +193,7 @@ function passes(ui) {
   const site = (s) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
     box({ "data-fl-toggle": s.id }, s.on, `apply ${s.label}`),
     h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label),
-    (s.note || s.idle) && h("span", { class: s.losing ? "fl-warn" : "fl-quiet" }, s.note || "idle"));
+    (s.note || s.idle) && h("span", { class: `fl-said ${s.losing ? "fl-warn" : "fl-quiet"}${/\d/.test(s.note) ? " fl-measured" : ""}`, title: s.note }, s.note || "idle"));
   const group = (g, few) => {
     if (g.sites.length === 1) return site(g.sites[0]);
     const open = opened.get(g.key) ?? few;

@@ -67,7 +67,7 @@ def report_html(
       **view_options: further options of `view_model`.
     """
     pictures = Pictures(graph, findings)
-    told = {"evidence": evidence, "formulas": formulas, "structures": True}
+    told: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
     view = pictures.view(enabled=enabled, **told, **view_options)
     title = title or f"FusionLab: {view['title']}"
     later = (after, view_model(after, None, **view_options)) if after is not None else None

@@ -10,23 +10,21 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fusionlab.errors import REJECTIONS
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.cost import cost_of
 from fusionlab.graph.ir import Graph
 
 from .dot import dom_id
 from .inspecting import inspect
+from .panel import panel
 from .pictures import Pictures
 from .scenes import MAX_BYTES, Tree, bake, folded_tree, index, pack, slim
-from .sections import alike
 
 PREFIX = "fl-"
 AFTER = "fl-after-"
 MAX_PAGE = 1_350_000  # bytes that a page is filled up to with pictures; measurements and tables come first
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
 _MOST_NAMES = 400  # sites, and source lines, that are told of without being drawn
-_SAME = ("pass", "text", "attrs", "nodes_before", "nodes_after", "backends", "residuals", "notes")
 Draw = Callable[[Mapping[str, Any], str], str]
 
 
@@ -52,7 +50,8 @@ def page_data(
     graph, findings = pictures.graph, pictures.findings
 
     def view_of(expanded: Collection[str], collapsed: Collection[str]) -> dict[str, Any]:
-        return pictures.view(enabled=enabled, **view_options | {"expanded": expanded, "collapsed": collapsed})
+        options: dict[str, Any] = {**view_options, "expanded": expanded, "collapsed": collapsed}
+        return pictures.view(enabled=enabled, **options)
 
     def scene_of(shown: Mapping[str, Any]) -> dict[str, Any]:
         return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": teller.view(shown)}
@@ -64,7 +63,7 @@ def page_data(
         told |= Teller(after[0], None, None, AFTER, None).view(after[1])
     data = {
         "head": head(view, after is not None),
-        "panel": panel(view),
+        "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
         "items": items(view, PREFIX),
         "after": items(after[1], AFTER) if after else None,
         "inspector": pack(told),
@@ -109,53 +108,6 @@ def items(view: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
             "group": "lines" not in item or bool(item["closed"]),
         }
     return told
-
-
-# Passes -------------------------------------------------------------------------------------------------------------
-def panel(view: Mapping[str, Any]) -> dict[str, Any]:
-    """The passes with their sites, identical ones together, and what was declined by code."""
-    rows = []
-    for p in view["passes"]:
-        mine = [s for s in view["sites"] if s["pass"] == p["name"] and s["state"] != "declined"]
-        keys = ("name", "colour", "tint", "formula", "state", "applied", "sites", "declined")
-        rows.append({k: p[k] for k in keys} | {"options": [], "groups": [_group(g) for g in alike(mine, _SAME)]})
-    declined = [s for s in view["sites"] if s["state"] == "declined"]
-    return {"passes": rows, "declined": [_declined(group) for group in alike(declined, ("code",))]}
-
-
-def _group(sites: list[Mapping[str, Any]]) -> dict[str, Any]:
-    on = sum(s["state"] == "applied" for s in sites)
-    first = sites[0]
-    return {
-        "key": first["id"],
-        "label": _label(first),
-        "where": first["source"]["where"] if first["source"] else "",
-        "count": len(sites),
-        "ids": [s["id"] for s in sites],
-        "state": "on" if on == len(sites) else "partial" if on else "off",
-        "sites": [
-            {
-                "id": s["id"],
-                "label": _label(s),
-                "on": s["state"] == "applied",
-                "idle": False,
-                "note": "",
-                "losing": False,
-            }
-            for s in sites
-        ],
-    }
-
-
-def _label(site: Mapping[str, Any]) -> str:
-    return site["id"].partition("@")[2] or site["id"]
-
-
-def _declined(sites: list[Mapping[str, Any]]) -> dict[str, Any]:
-    code = sites[0]["code"]
-    keys = ("id", "pass", "text", "edit", "matched", "total")
-    rows = [{k: s[k] for k in keys} | {"where": s["scope"] or _label(s)} for s in sites]
-    return {"code": code, "doc": REJECTIONS.get(code, ""), "rows": rows}
 
 
 # Inspector ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fusionlab.errors import REJECTIONS
@@ -44,7 +44,7 @@ def _pass(
     }
 
 
-def _group(name: str, number: int, sites: list[dict[str, Any]], shares: Mapping[str, Any]) -> dict[str, Any]:
+def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: Mapping[str, Any]) -> dict[str, Any]:
     on = sum(s["state"] == "applied" for s in sites)
     source = sites[0]["source"]
     return {

@@ -165,8 +165,8 @@ def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: 
     ax.set_xticks(places, ["exact", *(f"≤ {edge:g}" for edge in ULP_EDGES[1:]), f"> {ULP_EDGES[-1]:g}"])
     ax.set_xlabel("units in the last place from the float64 reference")
     ax.set_ylabel("elements")
-    dtypes = ", ".join(dict.fromkeys(leaf.dtype for leaf in leaves))
-    ax.set_title(f"{len(leaves)} {kind}{'s' if len(leaves) > 1 else ''}, {dtypes}", fontsize=9, loc="left")
+    dtypes = short(_printable(", ".join(dict.fromkeys(leaf.dtype for leaf in leaves))), 60)
+    ax.set_title(f"{len(leaves)} {kind}{'s' if len(leaves) > 1 else ''}, {dtypes}", fontsize=9, loc="left", **AS_IT_IS)
     ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
     ax.grid(axis="y", color="#e4e9ee")
     ax.set_axisbelow(True)
@@ -183,8 +183,12 @@ def _on_log(value: float) -> float:
     return max(value, _SMALLEST) if math.isfinite(value) else math.nan
 
 
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in name)
+
+
 def _leaf_name(leaf: LeafNumerics) -> str:
-    name = "".join(c if c.isprintable() else " " for c in leaf.name)
+    name = _printable(leaf.name)
     exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
     return short(f"{'∂ ' if leaf.kind == 'gradient' else ''}{name}", 40) + exact
 

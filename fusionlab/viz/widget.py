@@ -7,7 +7,6 @@ plain data; this class hands it to the browser (`explorer.js` draws it) and the 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import threading
@@ -24,6 +23,7 @@ from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
 from .background import Background, Cancel
+from .clicks import act
 from .html import still_html
 from .saved import Saved, saved_text
 from .session import Session
@@ -32,15 +32,6 @@ from .toggles import Toggles
 
 Progress = Callable[[str, int, int], None]
 _HERE = Path(__file__).parent
-_MIME = {
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".pdf": "application/pdf",
-    ".dot": "text/vnd.graphviz",
-    ".json": "application/json",
-    ".html": "text/html",
-    ".txt": "text/plain",
-}
 _IDLE = {"running": False, "what": "", "done": 0, "total": 0}
 
 
@@ -129,7 +120,7 @@ class Explorer(anywidget.AnyWidget):
         super().__init__(enabled=self.session.enabled, busy=_IDLE | {"status": "not measured"})
         self.on_msg(self._message)
         self._ready = True
-        self._refresh()
+        self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
     @property
@@ -164,13 +155,13 @@ class Explorer(anywidget.AnyWidget):
           ArgumentError: nothing of that name is in the graph shown.
         """
         info = self.session.select(what)
-        self._refresh()
+        self.refresh()
         return info
 
     def search(self, text: str) -> list[dict[str, str]]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
         rows = self.session.search(text)["rows"]
-        self._refresh()
+        self.refresh()
         return rows
 
     def option(self, name: str, option: str, value: Any) -> None:
@@ -231,7 +222,7 @@ class Explorer(anywidget.AnyWidget):
         from fusionlab.output import write_file
 
         target = Path(path)
-        content = self._export(target.suffix.lower(), str(target))
+        content = self.export(target.suffix.lower(), str(target))
         return write_file(target, content)
 
     def restore(self, saved: Saved) -> None:
@@ -245,7 +236,7 @@ class Explorer(anywidget.AnyWidget):
         lost = self.session.restore(saved)
         if lost:
             self.problem = {"code": "changed_program", "sentence": lost}
-        self._refresh()
+        self.refresh()
 
     # Measuring -----------------------------------------------------------------------------------------------------
     def _begin(self) -> Cancel:
@@ -265,7 +256,7 @@ class Explorer(anywidget.AnyWidget):
             evidence = self._measure_with(setting, progress, token)
             if not token.is_set():
                 self.session.measured[setting] = evidence
-                self._refresh()
+                self.refresh()
             if self._shares_with is not None and not token.is_set():
                 shares = self._shares_with(setting, findings, progress, token)
                 if shares is not None and not token.is_set():
@@ -292,7 +283,7 @@ class Explorer(anywidget.AnyWidget):
         self._say(status)
         if error is not None:
             self._tell(error)
-        self._refresh()
+        self.refresh()
 
     def _stop(self) -> None:
         if self._background.cancel():
@@ -316,7 +307,7 @@ class Explorer(anywidget.AnyWidget):
         finally:
             if again and self.session.evidence is None:
                 self.start()
-            self._refresh()
+            self.refresh()
 
     @traitlets.observe("enabled")
     def _enabled_changed(self, change: Any) -> None:
@@ -335,7 +326,7 @@ class Explorer(anywidget.AnyWidget):
             except FusionLabError:
                 self.shown = change["old"]
                 raise
-            self._refresh()
+            self.refresh()
 
     @traitlets.observe("hulls")
     def _hulls_changed(self, change: Any) -> None:
@@ -346,7 +337,7 @@ class Explorer(anywidget.AnyWidget):
             # A measurement that runs is not disturbed: the two would slow each other down.
             token = Cancel() if self._background.running else self._background.begin()
             self._background.start(functools.partial(self._quietly, self._compile, self.setting), token)
-        self._refresh()
+        self.refresh()
 
     def _compile(self, _: Setting, token: Cancel) -> None:
         self._progress(token, "compiling, to see what XLA makes of it", 0, 0)
@@ -356,13 +347,12 @@ class Explorer(anywidget.AnyWidget):
             self._finish(token, f"compiling failed: {_named(error)}", error)
             raise
         self._finish(token, "measured" if self.session.evidence is not None else "not measured")
-        self._refresh()
+        self.refresh()
 
     def _message(self, _: Any, content: Any, buffers: Any = None) -> None:
         """A click in the browser. Whatever goes wrong is shown there; the widget lives on."""
         try:
-            action = _ACTIONS[content["type"]]
-            action(self, content)
+            act(self, content)
         # A user's observers and functions run in here: an error that went into a log nobody reads would be worse than the breadth.
         except Exception as error:
             self._tell(error)
@@ -371,7 +361,7 @@ class Explorer(anywidget.AnyWidget):
         self.problem = {"code": _code(error), "sentence": str(error)}
 
     # Drawing -------------------------------------------------------------------------------------------------------
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Hands to the browser what has changed; from whatever thread."""
         with self.session.lock, self.hold_sync():
             session = self.session
@@ -390,7 +380,8 @@ class Explorer(anywidget.AnyWidget):
         script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""
         return self.session.tabs(script)
 
-    def _export(self, suffix: str, name: str) -> str | bytes:
+    def export(self, suffix: str, name: str) -> str | bytes:
+        """The content of a file of this kind (see `save`); `name` is the file's, for the error."""
         from .export import export  # draws with much that a first picture does not need
 
         return export(self.session, suffix, name, self._formulas, self._engine, self._saved)
@@ -420,60 +411,3 @@ def _code(error: BaseException) -> str:
 
 def _named(error: BaseException) -> str:
     return f"[{error.code}] {error}" if getattr(error, "code", "") else f"{type(error).__name__}: {error}"  # pyright: ignore[reportAttributeAccessIssue]
-
-
-# Clicks -------------------------------------------------------------------------------------------------------------
-def _select(lab: Explorer, message: Mapping[str, Any]) -> None:
-    session = lab.session
-    item = str(message["id"])
-    name = session.clicked(item)
-    if name is not None:
-        lab.select(name)
-
-
-def _fold(lab: Explorer, message: Mapping[str, Any]) -> None:
-    lab.session.fold(str(message["id"]))
-    lab._refresh()
-
-
-def _toggle(lab: Explorer, message: Mapping[str, Any]) -> None:
-    lab.toggles[str(message["name"])] = bool(message["on"])
-
-
-def _all(lab: Explorer, message: Mapping[str, Any]) -> None:
-    on = frozenset(c.id for c in lab.findings.candidates) if message["on"] else frozenset()
-    lab.toggles.set(on)
-
-
-def _download(lab: Explorer, message: Mapping[str, Any]) -> None:
-    suffix = str(message["suffix"])
-    content = lab._export(suffix, f"a file that ends in {suffix}")
-    encoded = {"text": content} if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
-    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lab.graph.name)[:60] or "graph"
-    lab.send(
-        {"type": "download", "name": name + suffix, "mime": _MIME.get(suffix, "application/octet-stream"), **encoded}
-    )
-
-
-def _dismiss(lab: Explorer, _: Mapping[str, Any]) -> None:
-    lab.problem = None
-
-
-_ACTIONS: dict[str, Callable[[Explorer, Mapping[str, Any]], Any]] = {
-    "select": _select,
-    "pick": lambda lab, m: lab.select(m["name"]),
-    "fold": _fold,
-    "toggle": _toggle,
-    "group": lambda lab, m: lab.session.group([str(i) for i in m["ids"]], bool(m["on"])),
-    "option": lambda lab, m: lab.option(str(m["pass"]), str(m["name"]), m["value"]),
-    "all": _all,
-    "reset": lambda lab, _: lab.reset(),
-    "undo": lambda lab, _: lab.undo(),
-    "search": lambda lab, m: lab.search(str(m["text"])),
-    "shown": lambda lab, m: setattr(lab, "shown", m["value"]),
-    "hulls": lambda lab, m: setattr(lab, "hulls", bool(m["on"])),
-    "measure": lambda lab, _: lab.start(),
-    "cancel": lambda lab, _: lab.cancel(),
-    "export": _download,
-    "dismiss": _dismiss,
-}

@@ -34,9 +34,13 @@ class Emulator:
         self._libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
 
     def _library(self, spec: KernelPlan) -> ctypes.CDLL:
-        key = (spec.source, *spec.options)
+        key = (spec.source, spec.text, *spec.options)
         if key not in self._libraries:
-            source = (KERNELS / spec.source).parent
+            source, unit = (KERNELS / spec.source).parent, SHIM / f"{Path(spec.source).stem}.cpp"
+            if spec.text:  # a user's own, with its entries as the launches name them
+                entries = "".join(f"FL_RUN({name})\n" for name in {one.entry for one in spec.launches})
+                unit = self._folder / f"unit{len(self._libraries)}.cpp"
+                unit.write_text(f'{spec.text}\n#include "runner.h"\n{entries}', encoding="utf-8")
             built = self._folder / f"variant{len(self._libraries)}.so"
             command = [
                 self._compiler,
@@ -51,7 +55,7 @@ class Emulator:
                 f"-I{SHIM}",
                 f"-I{source}",
                 *spec.options,
-                str(SHIM / f"{Path(spec.source).stem}.cpp"),
+                str(unit),
                 "-o",
                 str(built),
             ]

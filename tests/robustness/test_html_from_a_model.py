@@ -14,11 +14,13 @@ import pytest
 from jax import numpy as jnp
 
 import fusionlab as fl
+from fusionlab.device import Device
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.viz.dot import to_dot
 from fusionlab.viz.html import evidence_html, evidence_summary_html, graph_html, report_html
 from fusionlab.viz.inspecting import inspect
 from fusionlab.viz.render import save, to_svg
+from fusionlab.viz.tabs import evidence_tabs
 from fusionlab.viz.widget import Explorer
 
 EVIL = (
@@ -29,6 +31,7 @@ EVIL = (
 )
 SHORT = '"><script>a</script>\u2028$_{<b>'  # what survives where labels are cut
 ENGINES = ["builtin", "wasi", "dot"]
+KNOWN_RATES = dataclasses.replace(Device.of("sm_90"), copy_bytes_per_s=4e12, gemm_flop_per_s=8e14)
 
 MODEL = """
 import jax
@@ -160,6 +163,11 @@ PAGES = {
     "findings": lambda c: c.found._repr_html_(),
     "inspector": lambda c: inspected(c, c.found),
     "inspector of declined": lambda c: inspected(c, declined(c)),
+    "tabs": lambda c: "".join(
+        tab["html"]
+        for tab in evidence_tabs(c.evidence, c.found, enabled=None, after=c.found.apply(), device=KNOWN_RATES)
+    ),
+    "tabs of a program alone": lambda c: "".join(tab["html"] for tab in evidence_tabs(None, declined(c))),
 }
 
 

@@ -1,0 +1,295 @@
+"""One place where a pattern of a user's own may stand: what its operands may be, and what is made of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..graph.canonical import View
+from ..graph.certify import Verdict
+from ..graph.evaluate import is_float, narrows
+from ..graph.ir import Node, Value
+from ..graph.match import Match, Miss, close, match
+from ..graph.pattern import ScalarEdge, pattern_of
+from ..graph.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
+from ..graph.scopes import is_backward
+from ..kernels.own import DTYPES
+from .base import Plan, Search, anchor_text
+from .findings import Candidate, Rejection
+from .layout import arrange, axes_of, in_order, restore
+from .site import Site, with_concepts
+
+if TYPE_CHECKING:
+    from .own_pass import PatternPass
+
+_NEAREST = 24  # values that a site may be read from, nearest first
+_CONE = 64  # nodes that a site may have
+_CHAINS = 16
+
+
+def makers_of(view: View, nid: int) -> list[Node]:
+    """The nodes that make a canonical node's value or a multiple of it, the last first; no views or casts, and none of a backward pass."""
+    found = (view.block.producer.get(v.id) for v in reversed(view.values_of.get(nid, ())))
+    return [n for n in found if n is not None and n.primitive not in VIEWS | CASTS and not is_backward(n.eqn)]
+
+
+class OwnSite(Site):
+    """One value that may be the pattern's result."""
+
+    def __init__(self, pass_: PatternPass, search: Search, nid: int, makers: list[Node]) -> None:
+        super().__init__(pass_, search, makers[0])
+        self.pattern_pass, self.root_nid, self.makers = pass_, nid, makers
+
+    def examine(self) -> Candidate | Rejection | None:
+        """The first that is no rejection, else the first rejection; None where it is not even nearly the pattern."""
+        declined: Rejection | None = None
+        miss: Miss | None = None
+        for maker in self.makers:
+            self.anchor = maker
+            for leaves in self.proposals(maker):
+                if isinstance(leaves, Miss):
+                    miss = leaves if miss is None or leaves.matched > miss.matched else miss
+                    continue
+                outcome = self.at(maker, leaves)
+                if isinstance(outcome, Candidate):
+                    return with_concepts(outcome, (self.pattern_pass.name,))
+                if isinstance(outcome, Miss):
+                    miss = outcome if miss is None or outcome.matched > miss.matched else miss
+                else:
+                    declined = declined or outcome
+        if declined is not None:
+            return declined
+        if miss is None or miss.matched < min(2, miss.total):
+            return None
+        self.anchor = self.makers[0]
+        near = self.near_miss(miss)
+        # Two operations of twelve are no near miss, unless what stands there is made to stand in the way.
+        if near.code == "structure" and 3 * miss.matched < miss.total:
+            return None
+        return replace(near, edit=near.edit or f"write {self.pattern_pass.formula} as the pattern has it")
+
+    # -- what may be the operands ---------------------------------------------------------------------------------
+
+    def proposals(self, maker: Node) -> Iterator[dict[str, Value] | Miss]:
+        """The raw values that may be the leaves, by name; or why there are none.
+
+        In the block's view a product is one node with all its factors. Where the pattern is not found in it, it is looked for in views that
+        begin at one of the values that the result is made of.
+        """
+        cone = self.cone(maker)
+        read = [v.id for n in cone for v in {a.id: a for a in n.inputs if isinstance(a, Value)}.values()]
+        inner = {v.id: v for n in cone for v in n.inputs if isinstance(v, Value) and read.count(v.id) > 1}
+        nearest = sorted((v for v in inner.values() if v.id in self.search.block.producer), key=lambda v: -v.id)
+        found = False
+        for view in (self.search.view, *(self.beginning_at(v, maker) for v in nearest[:_NEAREST])):
+            for item in self.found_in(view, maker):
+                found |= not isinstance(item, Miss)
+                yield item
+            if found:
+                return
+
+    def cone(self, maker: Node) -> list[Node]:
+        """The nodes that a value is made by, nearest first."""
+        producer, seen, order = self.search.block.producer, {maker.id}, [maker]
+        for node in order:
+            if len(order) > _CONE:
+                break
+            for a in node.inputs:
+                below = producer.get(a.id) if isinstance(a, Value) else None
+                if below is not None and below.id not in seen:
+                    seen.add(below.id)
+                    order.append(below)
+        return order
+
+    def between(self, leaves: Sequence[Value], maker: Node) -> list[Node]:
+        """The nodes from some values to a node, in program order."""
+        given, producer = {v.id for v in leaves}, self.search.block.producer
+        nodes, stack = {maker.id: maker}, [maker]
+        while stack and len(nodes) <= 4 * _CONE:
+            for a in stack.pop().inputs:
+                below = producer.get(a.id) if isinstance(a, Value) and a.id not in given else None
+                if below is not None and below.id not in nodes:
+                    nodes[below.id] = below
+                    stack.append(below)
+        return [nodes[i] for i in sorted(nodes)]
+
+    def beginning_at(self, value: Value, maker: Node) -> View:
+        """The view of what a value is made into, on the way to `maker`; what else is read there is a leaf, under its views."""
+        made, nodes = {value.id}, []
+        for node in self.between([value], maker):
+            if node.primitive in VIEWS or any(isinstance(a, Value) and a.id in made for a in node.inputs):
+                nodes.append(node)
+                made.update(
+                    v.id for v in node.outputs if any(isinstance(a, Value) and a.id in made for a in node.inputs)
+                )
+        return self.search.view.over([value], nodes)
+
+    def found_in(self, view: View, maker: Node) -> Iterator[dict[str, Value] | Miss]:
+        root = maker.outputs[0]
+        ref = view.ref.get(root.id)
+        if ref is None:
+            return
+        for example in self.pattern_pass.gauged:
+            pattern = pattern_of(example)
+            if view.nodes[ref.nid].op != pattern.nodes[pattern.root].op:
+                continue
+            found = match(pattern, view, ref.nid)
+            if isinstance(found, Miss):
+                if view is self.search.view:  # what a miss names is of the view that is told of
+                    yield found
+                continue
+            try:
+                region = cut(view, root, found.leaves)
+            except NotARegion as reason:
+                size = pattern.size
+                yield Miss(pattern, size, size, self.root_nid, str(reason), "structure", {pattern.root: self.root_nid})
+                continue
+            chains = [self.chain(view, region.leaves[name]) for name in self.pattern_pass.fused_op.slots]
+            for values in itertools.islice(itertools.product(*chains), _CHAINS):
+                yield dict(zip(self.pattern_pass.fused_op.slots, values, strict=True))
+
+    def chain(self, view: View, value: Value) -> list[Value]:
+        """What a value is a multiple of by literal factors, furthest first, and the value."""
+        chain = [value]
+        while (node := view.block.producer.get(chain[-1].id)) is not None and node.primitive in VIEWS | SCALINGS:
+            sources = [
+                a
+                for a in node.inputs
+                if isinstance(a, Value) and a.id in view.ref and view.ref[a.id].nid == view.ref[value.id].nid
+            ]
+            if len(sources) != 1:
+                break
+            chain.append(sources[0])
+        return chain[::-1]
+
+    # -- the site -------------------------------------------------------------------------------------------------
+
+    def at(self, maker: Node, leaves: Mapping[str, Value]) -> Candidate | Rejection | Miss:
+        """What is made of it with these operands: now a leaf carries no factor, so every number has to be the pattern's."""
+        root = maker.outputs[0]
+        unique = list({v.id: v for v in leaves.values()}.values())
+        view = self.search.view.over(unique, self.between(unique, maker))
+        ref = view.ref[root.id]
+        given = {name: view.ref[v.id].nid for name, v in leaves.items()}
+        missed: Miss | None = None
+        for example in self.pattern_pass.bare:
+            found = match(pattern_of(example), view, ref.nid, given)
+            if isinstance(found, Miss):
+                missed = missed or found
+                continue
+            numbers = _numbers(found, float(ref.coef))
+            if not isinstance(numbers, dict):
+                reason = f"the result is multiplied by {float(ref.coef):g} where the pattern has {numbers:g}"
+                missed = missed or self.of_whole(found, reason)
+            elif numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
+                missed = missed or Miss(
+                    found.pattern, 0, found.pattern.size, ref.nid, "its numbers are all 1", "scalar", {}
+                )
+            else:
+                return self.candidate(view, replace(found, scalars=numbers), root, leaves)
+        assert missed is not None
+        return replace(missed, target=self.root_nid, bound={missed.pattern.root: self.root_nid})
+
+    def of_whole(self, found: Match, reason: str) -> Miss:
+        size = found.pattern.size
+        return Miss(found.pattern, size, size, self.root_nid, reason, "scalar", {})
+
+    def candidate(self, view: View, found: Match, root: Value, leaves: Mapping[str, Value]) -> Candidate | Rejection:
+        try:
+            region = cut(view, root, found.leaves, through_scale=frozenset(leaves))
+            if any(region.leaves[n].id != v.id for n, v in leaves.items()):
+                raise NotARegion("its operands are read in different forms")
+            problem = self.dtypes(region)
+            if problem is not None:
+                return problem
+            plan = self.plan(view, found, region)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        verdict = self.verdict(region, plan)
+        if not verdict.ok:
+            sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
+            return self.rejection(verdict.code or "value", sentence, site=region.nodes)
+        names = ", ".join(leaves)
+        return self.offered(region, plan, f"compute the outside use from {names} again")
+
+    def verdict(self, region: Region, plan: Plan) -> Verdict:
+        """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
+        op, what = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
+        certifier, numbers = self.search.certifier, op.numbers(plan.attrs)
+        verdict = certifier.extremes(region, plan.call, what)
+        for key, fn in op.functions.items():
+
+            def call(*inputs: Any, fn: Callable[..., Any] = fn) -> Any:
+                return plan.finish(fn(*plan.operands(*inputs), *numbers))
+
+            for prove in (certifier.region, certifier.extremes):
+                verdict = prove(region, call, (*what, key)) if verdict.ok else verdict
+        return verdict
+
+    def dtypes(self, region: Region) -> Rejection | None:
+        given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
+        inner = next((n for n in casts if narrows(n.outputs[0].dtype, region.root.dtype)), None)
+        if len(given) == 1 and given <= set(DTYPES) and inner is None:
+            return None
+        where = anchor_text(self.anchor)
+        if inner is not None:
+            what = f"reads what {anchor_text(inner)} rounds to {inner.outputs[0].dtype}; the op would not round there"
+        elif len(given) > 1:
+            what = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
+        else:
+            what = f"computes in {', '.join(given)}; the op takes {', '.join(DTYPES)}"
+        return self.rejection(
+            "dtype", f"{where} {what}", edit="cast the operands to one dtype first", site=region.nodes
+        )
+
+    def plan(self, view: View, found: Match, region: Region) -> Plan:
+        """Operands with one axis per letter; the result back."""
+        op, sizes = self.pattern_pass.fused_op, found.sizes
+        axes = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in region.leaves.items()}
+        groups: dict[str, tuple[int, ...]] = {}
+        for slot, letters in op.letters.items():
+            for x in letters:
+                groups.setdefault(x, in_order(axes[slot], found.letters.get(x, ())))
+        root_axes = axes_of(found, view, found.pattern.root, region.root)
+        position = {v.id: i for i, v in enumerate(region.inputs)}
+        where = {n: position[v.id] for n, v in region.leaves.items()}
+
+        def operands(*inputs: Any) -> tuple[Any, ...]:
+            return tuple(
+                arrange(inputs[where[n]], axes[n], [groups[x] for x in op.letters[n]], sizes) for n in op.slots
+            )
+
+        def finish(out: Any) -> Any:
+            return restore(out, [groups[x] for x in op.result], root_axes, region.root.shape, sizes)
+
+        numbers = {s: _number(found.scalars[s], region.root.dtype) for s in op.scalars}
+        attrs = {**numbers, "implementation": self.search.implementation}
+        return Plan(op, attrs, operands, finish, op.formula(**numbers))
+
+
+def _number(value: float, dtype: Any) -> float:
+    """As the user wrote it: without the noise of its inverse, and, of a float32, the shortest number that is the same."""
+    short = float(f"{value:.10g}")
+    if abs(short - value) <= 1e-11 * abs(value):
+        value = short
+    single = float(str(np.float32(value)))
+    return single if str(dtype) != "float64" and abs(float(np.float32(value)) - value) <= 1e-11 * abs(value) else value
+
+
+def _numbers(found: Match, factor: float) -> dict[str, float] | float:
+    """The scalars that a match captured, with the one that only `factor`, the multiple that the result is, tells.
+
+    Where that is another than the pattern's, the pattern's.
+    """
+    wanted, known = found.pattern.factor, dict(found.scalars)
+    if not isinstance(wanted, ScalarEdge):
+        return known if close(float(wanted), factor) else float(wanted)
+    value = known.setdefault(wanted.scalar, (factor / wanted.const) ** (1 / wanted.power) if factor > 0 else math.nan)
+    needed = wanted.const * value**wanted.power
+    return known if close(needed, factor) else needed

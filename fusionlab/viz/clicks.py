@@ -1,0 +1,91 @@
+"""What the browser's messages do to an explorer: each is the call that a script would make."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fusionlab.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from .widget import Explorer
+
+Message = Mapping[str, Any]
+_MIME = {
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".pdf": "application/pdf",
+    ".dot": "text/vnd.graphviz",
+    ".json": "application/json",
+    ".html": "text/html",
+    ".txt": "text/plain",
+}
+
+
+def act(lab: Explorer, message: Message) -> None:
+    """Does what a message asks for.
+
+    Raises:
+      ArgumentError: it is no message of the explorer's. Else what the call behind it raises.
+    """
+    kind = message.get("type")
+    if kind not in _ACTIONS:
+        raise ArgumentError(f"message: got the type {kind!r:.80}, needed one of {', '.join(_ACTIONS)}")
+    _ACTIONS[kind](lab, message)
+
+
+def _select(lab: Explorer, message: Message) -> None:
+    session = lab.session
+    item = str(message["id"])
+    name = session.clicked(item)
+    if name is not None:
+        lab.select(name)
+
+
+def _fold(lab: Explorer, message: Message) -> None:
+    lab.session.fold(str(message["id"]))
+    lab.refresh()
+
+
+def _toggle(lab: Explorer, message: Message) -> None:
+    lab.toggles[str(message["name"])] = bool(message["on"])
+
+
+def _all(lab: Explorer, message: Message) -> None:
+    on = frozenset(c.id for c in lab.findings.candidates) if message["on"] else frozenset()
+    lab.toggles.set(on)
+
+
+def _download(lab: Explorer, message: Message) -> None:
+    suffix = str(message["suffix"])
+    content = lab.export(suffix, f"a file that ends in {suffix}")
+    encoded = {"text": content} if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in lab.graph.name)[:60] or "graph"
+    lab.send(
+        {"type": "download", "name": name + suffix, "mime": _MIME.get(suffix, "application/octet-stream"), **encoded}
+    )
+
+
+def _dismiss(lab: Explorer, _: Message) -> None:
+    lab.problem = None
+
+
+_ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
+    "select": _select,
+    "pick": lambda lab, m: lab.select(m["name"]),
+    "fold": _fold,
+    "toggle": _toggle,
+    "group": lambda lab, m: lab.session.group([str(i) for i in m["ids"]], bool(m["on"])),
+    "option": lambda lab, m: lab.option(str(m["pass"]), str(m["name"]), m["value"]),
+    "all": _all,
+    "reset": lambda lab, _: lab.reset(),
+    "undo": lambda lab, _: lab.undo(),
+    "search": lambda lab, m: lab.search(str(m["text"])),
+    "shown": lambda lab, m: setattr(lab, "shown", m["value"]),
+    "hulls": lambda lab, m: setattr(lab, "hulls", bool(m["on"])),
+    "measure": lambda lab, _: lab.start(),
+    "cancel": lambda lab, _: lab.cancel(),
+    "export": _download,
+    "dismiss": _dismiss,
+}
