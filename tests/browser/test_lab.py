@@ -24,7 +24,7 @@ CELLS = [
     "import ipywidgets\nseen = ipywidgets.Output()\nseen",
 ]
 MLP = "gemm_epilogue@layer_0/mlp#1"
-LONG = 240_000  # milliseconds that compiling and timing may take beside other tests
+LONG = 120_000  # milliseconds that compiling and timing may take beside other tests
 
 
 @pytest.fixture(scope="module")
