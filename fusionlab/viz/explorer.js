@@ -303,7 +303,8 @@ function graph(ui) {
     if (!svg() || !pane.clientWidth) return;
     const [across, down] = [(pane.clientWidth - 16) / size.width, (pane.clientHeight - 16) / size.height];
     place.scale = Math.min(1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
-    const first = [...boxes.values()].reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
+    const solid = [...boxes].filter(([id]) => !items()[id]?.group || items()[id].closed).map(([, b]) => b); // frames are wide and mostly empty
+    const first = solid.reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
     place.x = (pane.clientWidth - size.width * place.scale) / 2;
     if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
     place.y = Math.max(8, (pane.clientHeight - size.height * place.scale) / 2);
