@@ -228,7 +228,6 @@ class Session:
         if which != self.stage.shown:
             with self.lock:
                 self.stage.shown = which
-                self.stage.unfold()
                 self._selection, self.selected = Selection(), ""
 
     @property
