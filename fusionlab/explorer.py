@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ArgumentError
 from .evidence.attribution import SiteShares, sites_of
+from .evidence.peaks import measure_peaks
 from .evidence.program import bind_call
 from .evidence.timing import check_effort
 from .fusers import Findings as PlainFindings
@@ -98,6 +99,7 @@ def make_explorer(
         found,
         measure=live.measure,
         shares=live.shares,
+        rates=measure_peaks,
         after=live.after,
         find=live.find,
         script=live.script,

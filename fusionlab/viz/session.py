@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any
 
+from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, unknown_name
+from fusionlab.evidence.roofline import Roofline, roofline
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
 from .inspecting import Inspected, inspect
-from .markup import quiet
+from .markup import code, quiet
 from .panel import options_of, panel, with_option
 from .saved import Saved, digest
 from .search import search
 from .selection import Selection, selection
 from .setting import Decision, Ledger, Setting
+from .share_plots import shares_html
 from .stage import Stage
 from .summaries import sentence, summary
 from .tabs import evidence_tabs
@@ -29,6 +31,7 @@ from .toggles import Toggles
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
+_DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
 
 
@@ -75,6 +78,8 @@ class Session:
         self._decisions = [Decision("opened", self.setting)]
         self._past: list[Setting] = []
         self._fused: dict[Setting, Graph] = {}
+        self.rates: Device | None = None  # this process's device with measured rates, for the roofline
+        self._roofs: dict[Strategy | None, Roofline] = {}
         self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
@@ -223,7 +228,6 @@ class Session:
         if which != self.stage.shown:
             with self.lock:
                 self.stage.shown = which
-                self.stage.unfold()
                 self._selection, self.selected = Selection(), ""
 
     @property
@@ -346,12 +350,22 @@ class Session:
 
     def tabs(self, script: str = "") -> list[dict[str, str]]:
         """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`."""
-        shares, after = self.shares.get(self.setting), self._fused.get(self.setting)
-        shown = evidence_tabs(
-            self.evidence, self.findings, enabled=self.enabled, shares=shares, after=after, compiled=self.compiled
-        )
-        shown += [{"name": "Ledger", "html": self.ledger.html()}]
-        return shown + ([{"name": "Code", "html": f"<pre>{escape(script)}</pre>"}] if script else [])
+        after = self._fused.get(self.setting)
+        if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
+            after = self.fused_graph()
+        shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=self._under())
+        shown.insert(2, {"name": "Sites", "html": shares_html(self.shares.get(self.setting))})
+        shown.append({"name": "Ledger", "html": self.ledger.html()})
+        return shown + ([{"name": "Code", "html": code(script)}] if script else [])
+
+    def _under(self) -> Roofline | None:
+        """The findings under the roof of the device, once its rates were measured."""
+        if self.rates is None:
+            return None
+        key = self.setting.strategy
+        if key not in self._roofs:
+            self._roofs[key] = roofline(self.findings, self.rates)
+        return self._roofs[key]
 
     def _summary(self) -> dict[str, Any]:
         key = self.setting, id(self.evidence)
@@ -378,6 +392,7 @@ class Session:
             enabled=self.enabled,
             compiled=self.compiled_shown,
             shares=shares,
+            roofline=self._under() if self.stage.shown == "before" else None,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusionlab.fusers.findings import Findings
@@ -24,6 +25,15 @@ _MOST_REVEALED = 12  # nodes of one selection that are opened to
 Drawn = tuple[Graph, Findings | None, frozenset[str]]
 
 
+@dataclass
+class _Folds:
+    """What was opened and closed by hand, and the nodes of the last selections, which have to be visible."""
+
+    expanded: set[str] = field(default_factory=set)
+    collapsed: set[str] = field(default_factory=set)
+    reveal: tuple[tuple[int, ...], ...] = ()
+
+
 class Stage:
     """What is drawn. `shown` is "before" or "after"; `hulls` asks for the kernels that XLA made to be outlined."""
 
@@ -37,13 +47,7 @@ class Stage:
         self._view: tuple[Any, dict[str, Any]] = (None, {})
         self._svg: tuple[Any, str] = (None, "")
         self._placed: tuple[Any, dict[int, str]] = (None, {})
-        self.unfold()
-
-    def unfold(self) -> None:
-        """Forgets what was opened and closed by hand."""
-        self.expanded: set[str] = set()
-        self.collapsed: set[str] = set()
-        self._reveal: tuple[tuple[int, ...], ...] = ()
+        self._folds = {"before": _Folds(), "after": _Folds()}
 
     # What is open --------------------------------------------------------------------------------------------------
     def fold(self, drawn: Drawn, item: str) -> None:
@@ -51,11 +55,11 @@ class Stage:
         found = self._item(drawn, item)
         if found is None or found["kind"] in ("node", "input", "output"):
             return
-        closed, group = bool(found.get("closed")), found["id"]
-        (self.expanded if closed else self.collapsed).add(group)
-        (self.collapsed if closed else self.expanded).discard(group)
+        closed, group, folds = bool(found.get("closed")), found["id"], self._folds[self.shown]
+        (folds.expanded if closed else folds.collapsed).add(group)
+        (folds.collapsed if closed else folds.expanded).discard(group)
         if not closed:
-            self._reveal = ()
+            folds.reveal = ()
 
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
         """Opens what lies around these nodes, unless they are all to be seen."""
@@ -63,17 +67,19 @@ class Stage:
         place = self._place(drawn)
         closed = {b["id"] for b in self.view(drawn)["boxes"] if b["closed"] and b["node"] not in wanted}
         if any(place.get(n) in closed for n in wanted):
-            self._reveal = (*self._reveal, wanted)[-_REVEALED:]
+            folds = self._folds[self.shown]
+            folds.reveal = (*folds.reveal, wanted)[-_REVEALED:]
 
     # The drawing ---------------------------------------------------------------------------------------------------
     def view(self, drawn: Drawn) -> dict[str, Any]:
         """The view model of what is visible; the same object until something changes."""
         graph, findings, enabled = drawn
-        folds = (frozenset(self.expanded), frozenset(self.collapsed), self._reveal)
+        now = self._folds[self.shown]
+        folds = (frozenset(now.expanded), frozenset(now.collapsed), now.reveal)
         key = (id(graph), id(findings), enabled, folds)
         if self._view[0] != key:
             pictures = self._of(graph, findings)
-            reveal = tuple(n for nodes in self._reveal for n in nodes if n in graph.node_by_id)
+            reveal = tuple(n for nodes in now.reveal for n in nodes if n in graph.node_by_id)
             view = pictures.view(enabled=enabled, expanded=folds[0], collapsed=folds[1], reveal=reveal)
             self._view = key, view
         return self._view[1]
@@ -127,8 +133,9 @@ class Stage:
 
     def places(self, drawn: Drawn, nodes: Iterable[int]) -> list[str]:
         """Ids in the picture of the boxes that hold these nodes, each once."""
-        place = self._place(drawn)
-        return list(dict.fromkeys(self.id_of(place[n]) for n in nodes if n in place))
+        place, shown = self._place(drawn), self._of(drawn[0], drawn[1]).shown
+        found = (place.get(n) or place.get(shown(n)) for n in nodes)
+        return list(dict.fromkeys(self.id_of(box) for box in found if box is not None))
 
     def _place(self, drawn: Drawn) -> dict[int, str]:
         """Node id -> the box it is seen in; the frame of an open region for the region's own node."""

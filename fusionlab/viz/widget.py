@@ -17,6 +17,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, FusionLabError
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.findings import Findings
@@ -45,6 +46,8 @@ class Explorer(anywidget.AnyWidget):
         `progress(what, done, total)`, and should stop once `cancel()` is True.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
+      rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline; called after the first
+        measurement.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
       find: `find(strategy) -> Findings` over the same graph, for when an option is changed.
       script: `script(setting, findings) -> str`, a program that does the same.
@@ -94,6 +97,7 @@ class Explorer(anywidget.AnyWidget):
         *,
         measure: Callable[[Setting, Progress, Cancel], Any] | None = None,
         shares: Callable[[Setting, Findings, Progress, Cancel], Any] | None = None,
+        rates: Callable[[], Device] | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
         find: Callable[[Strategy | None], Findings] | None = None,
         script: Callable[[Setting, Findings], str] | None = None,
@@ -102,7 +106,10 @@ class Explorer(anywidget.AnyWidget):
         formulas: Mapping[str, str] | None = None,
         engine: str | None = None,
     ):
-        self._measure_with, self._shares_with, self._script_with = measure, shares, script
+        self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
+        self._script_with = script
+        # On a CPU it takes as long as all the rest, which few ask for there.
+        self._rates_at_once = rates is not None and not str(getattr(findings, "device", "")).count("CPU")
         self._engine, self._formulas = engine, dict(formulas or {})
         self._background = Background()
         self._ready = False
@@ -208,6 +215,17 @@ class Explorer(anywidget.AnyWidget):
         setting, token = self.setting, self._begin()
         return self._background.start(functools.partial(self._quietly, self._run, setting), token)
 
+    def measure_rates(self) -> None:
+        """Measures how fast this device copies and multiplies, for the roofline: seconds, at its first measurement where it is no CPU.
+
+        Raises:
+          ArgumentError: the explorer was made without something to measure with.
+        """
+        if self._rates_with is None:
+            raise ArgumentError("measure_rates: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
+        self.session.rates = self._rates_with()
+        self.refresh()
+
     def cancel(self) -> None:
         """Asks the running measurement to stop, and measures no more; the evidence stays what it was."""
         self.measuring = False
@@ -261,6 +279,9 @@ class Explorer(anywidget.AnyWidget):
                 shares = self._shares_with(setting, findings, progress, token)
                 if shares is not None and not token.is_set():
                     self.session.shares[setting] = shares
+            if self._rates_at_once and self.session.rates is None and not token.is_set():
+                progress("rates of this device", 0, 0)
+                self.measure_rates()
         except BaseException as error:
             self._finish(token, f"measurement failed: {_named(error)}", error)
             raise

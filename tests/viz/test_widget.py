@@ -317,6 +317,14 @@ def test_selecting_a_folded_node_unfolds_what_is_around_it(lab, case):
     assert f'id="fl-n{node.id}"' in lab.scene["svg"]
 
 
+def test_a_site_in_a_copy_that_is_not_drawn_is_marked_where_its_block_is(stack):
+    lab = Explorer(stack.graph, stack.findings, engine="builtin")
+    last = [c.id for c in stack.findings.candidates][-1]
+    lab.select(last)
+    assert lab.marks["selected"]
+    assert set(lab.marks["selected"]) <= set(lab.scene["items"])
+
+
 def test_selecting_a_group_tells_what_it_holds(lab):
     frame = "fl-" + dom_id("layer_0")
     click(lab, "fold", id=frame)
@@ -336,8 +344,13 @@ def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
     lab.shown = "after"
     assert set(asked) == {lab.enabled}
     assert "dashed" not in lab.scene["svg"]
+    frame = "fl-" + dom_id("layer_0")
+    click(lab, "fold", id=frame)
     click(lab, "shown", value="before")
     assert lab.shown == "before"
+    assert not lab.scene["items"][frame]["closed"]  # each side keeps its own folding
+    click(lab, "shown", value="after")
+    assert lab.scene["items"][frame]["closed"]
 
 
 # Showing and saving -----------------------------------------------------------------------------------------------------------
