@@ -11,7 +11,7 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, unknown_name
-from fusionlab.evidence.roofline import Roofline, roofline
+from fusionlab.evidence.roofline import Roofline
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
@@ -26,7 +26,7 @@ from .setting import Decision, Ledger, Setting
 from .share_plots import shares_html
 from .stage import Stage
 from .summaries import sentence, summary
-from .tabs import evidence_tabs
+from .tabs import counted, evidence_tabs
 from .toggles import Toggles
 
 Changed = Callable[[], None]
@@ -364,7 +364,7 @@ class Session:
             return None
         key = self.setting.strategy
         if key not in self._roofs:
-            self._roofs[key] = roofline(self.findings, self.rates)
+            self._roofs[key] = counted(self.findings, self.rates)
         return self._roofs[key]
 
     def _summary(self) -> dict[str, Any]:
