@@ -107,9 +107,10 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
             + costs
         )
     try:
-        known = under if under is not None or device is None else counted(findings, device)
+        known = counted(findings, device) if under is None and device is not None else under
     except ArgumentError as error:  # a device whose rates are not known
         return quiet(f"No roof: {error}") + costs
+    assert known is not None
     return _pictures(known) + _predictions(known, len(findings.candidates)) + costs
 
 
