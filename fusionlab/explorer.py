@@ -69,7 +69,7 @@ class _Live:
         if not 0 < len(toggled) <= MOST_SHARES or (cancel is not None and cancel()):
             return None
         call = bind_call(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
-        effort = {"progress": progress, "budget_s": self.budget_s / 2}
+        effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 2}
         return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
 
     def script(self, setting: Setting, found: PlainFindings) -> str:

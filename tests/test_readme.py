@@ -39,7 +39,7 @@ def snippet_output():
     """What the first Python block prints, run as it stands."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(blocks("python")[0], "README.md", "exec"), {})
+        exec(compile(blocks("python")[0], "model.py", "exec"), {})
     return out.getvalue()
 
 
@@ -112,9 +112,23 @@ def test_every_number_of_a_table_stands_in_its_record():
         assert set(cells) <= written, record
 
 
-def test_the_reason_shown_is_what_a_search_prints():
-    names: dict = {}
-    model = "import jax\n\n\ndef f(w, b, x):\n    h = x @ w + b\n    return jax.nn.relu(h), h\n"
-    exec(compile(model, "model.py", "exec"), names)
-    found = fl.find(names["f"], *(jax.ShapeDtypeStruct(s, "float32") for s in ((64, 32), (32,), (8, 64))))
-    assert blocks("text")[1].strip() in str(found)
+def test_the_snippet_fuses_a_flax_model_and_prints_a_rejection_with_its_edit(snippet_output):
+    assert "from flax import" in blocks("python")[0]
+    assert "fl.fuse(" in blocks("python")[0]
+    assert re.search(r"^gemm_epilogue: [1-9]\d* subgraphs fused", snippet_output, re.M)
+    declined = snippet_output.partition("declined:\n")[2].splitlines()
+    assert re.match(r"  \[\w+\] gemm_epilogue@#2 at model\.py:9: ", declined[0])
+    assert declined[1].startswith("    edit: ")
+    assert "compiled peak memory" in snippet_output
+
+
+def test_the_pass_of_one_s_own_is_one():
+    (body,) = [b for b in blocks("python") if "pattern_pass" in b]
+    source = 'extern "C" __global__ void softcap(const T* x, T* out, long long m, float cap) {}'
+    names = {"fl": fl, "jnp": jax.numpy, "SOURCE": source}
+    exec(compile(body, "README.md", "exec"), names)
+    try:
+        found = fl.find(lambda x: 30 * jax.numpy.tanh(x / 30), jax.ShapeDtypeStruct((8, 8), "float32"))
+        assert found.counts()["softcap"] == 1
+    finally:
+        fl.unregister("softcap")

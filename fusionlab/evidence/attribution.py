@@ -232,6 +232,7 @@ def sites_of(
     samples: int = SAMPLES,
     budget_s: float = 60.0,
     progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
     **kwargs: Any,
 ) -> SiteShares:
     """Times a program with every site fused, with none, and with each one left out in turn.
@@ -240,7 +241,7 @@ def sites_of(
       found: what was found in it.
       chosen: the sites, None for those that are fused by default; of them those are toggled that do not run what XLA runs anyway.
       *args, **kwargs: arrays, as it was traced with.
-      samples, budget_s, progress: as in `time_pair`.
+      samples, budget_s, progress, cancel: as in `time_pair`; what is told after a cancel rests on the samples that were taken till then.
 
     Raises:
       ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it prints or calls back into Python.
@@ -257,7 +258,7 @@ def sites_of(
     made |= {"(all)": found.rewritten(names), "(none)": found.rewritten([])}
     programs = [_program(name, closed, leaves) for name, closed in made.items()]
     with Reporter(progress, "timing sites", samples) as reporter:
-        runs, _ = runs_of(programs, samples, budget_s, reporter.step)
+        runs, _ = runs_of(programs, samples, budget_s, reporter.step, cancel)
     *without, fused, unfused = runs
     shares = (
         SiteShare(r.name, r, r.median_s - fused.median_s, ratio_interval(r.samples_s, fused.samples_s)) for r in without

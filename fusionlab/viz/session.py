@@ -11,7 +11,7 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, unknown_name
-from fusionlab.evidence.roofline import Roofline, roofline
+from fusionlab.evidence.roofline import Roofline
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
@@ -26,11 +26,12 @@ from .setting import Decision, Ledger, Setting
 from .share_plots import shares_html
 from .stage import Stage
 from .summaries import sentence, summary
-from .tabs import evidence_tabs
+from .tabs import counted, evidence_tabs
 from .toggles import Toggles
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
+_TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
 
@@ -80,6 +81,7 @@ class Session:
         self._fused: dict[Setting, Graph] = {}
         self.rates: Device | None = None  # this process's device with measured rates, for the roofline
         self._roofs: dict[Strategy | None, Roofline] = {}
+        self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
         self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
@@ -353,10 +355,14 @@ class Session:
         after = self._fused.get(self.setting)
         if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
             after = self.fused_graph()
-        shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=self._under())
-        shown.insert(2, {"name": "Sites", "html": shares_html(self.shares.get(self.setting))})
-        shown.append({"name": "Ledger", "html": self.ledger.html()})
-        return shown + ([{"name": "Code", "html": code(script)}] if script else [])
+        shares, under = self.shares.get(self.setting), self._under()
+        key = self.setting, id(self.evidence), id(shares), id(under), id(after)
+        if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
+            shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
+            shown.insert(2, {"name": "Sites", "html": shares_html(shares)})
+            self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
+        told = [{"name": "Ledger", "html": self.ledger.html()}]
+        return self._drawn_tabs[key] + told + ([{"name": "Code", "html": code(script)}] if script else [])
 
     def _under(self) -> Roofline | None:
         """The findings under the roof of the device, once its rates were measured."""
@@ -364,7 +370,7 @@ class Session:
             return None
         key = self.setting.strategy
         if key not in self._roofs:
-            self._roofs[key] = roofline(self.findings, self.rates)
+            self._roofs[key] = counted(self.findings, self.rates)
         return self._roofs[key]
 
     def _summary(self) -> dict[str, Any]:

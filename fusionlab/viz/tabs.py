@@ -102,20 +102,20 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
     if under is None and device is None:
         return (
             quiet(
-                "No roof: the rates of this device were not measured. fusionlab.evidence.peaks.measure_peaks() takes some "
-                "seconds and gives a device with them."
+                "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
             )
             + costs
         )
     try:
-        known = under if under is not None else _counted(findings, device)
+        known = counted(findings, device) if under is None and device is not None else under
     except ArgumentError as error:  # a device whose rates are not known
         return quiet(f"No roof: {error}") + costs
+    assert known is not None
     return _pictures(known) + _predictions(known, len(findings.candidates)) + costs
 
 
-def _counted(findings: Findings, device: Device | None) -> Roofline:
-    assert device is not None
+def counted(findings: Findings, device: Device) -> Roofline:
+    """The findings under the roof of a device; with predicted gains where that takes no longer than anybody waits."""
     few = findings.graph.node_count * len(findings.candidates) <= _PREDICTED_NODES
     return roofline(findings if few else findings.graph, device)
 

@@ -222,7 +222,9 @@ class Explorer(anywidget.AnyWidget):
           ArgumentError: the explorer was made without something to measure with.
         """
         if self._rates_with is None:
-            raise ArgumentError("measure_rates: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
+            raise ArgumentError(
+                "measure_rates: this explorer has only a graph; make it with fusionlab.explore(fn, *args)"
+            )
         self.session.rates = self._rates_with()
         self.refresh()
 

@@ -257,8 +257,19 @@ def test_a_number_that_does_not_fit_the_other(registered):
 
 def test_rounding_inside_and_mixed_dtypes_are_declined(registered):
     registered(softcap_pass())
-    inside = lambda x: 30 * jnp.tanh((x / 30).astype(jnp.bfloat16)).astype(jnp.float32)  # noqa: E731
-    assert not fl.find(inside, X, passes="softcap").candidates
+    before = lambda x: 30 * jnp.tanh((x / 30).astype(jnp.bfloat16)).astype(jnp.float32)  # noqa: E731
+    assert declined(before, X, passes="softcap").code == "scalar"  # what it reads is the rounded quotient
+    registered(mish_pass())
+    inside = lambda x: x * jnp.tanh(jax.nn.softplus(x).astype(jnp.bfloat16)).astype(jnp.float32)  # noqa: E731
+    reason = declined(inside, X, passes="mish")
+    assert reason.code == "dtype"
+    assert "rounds to bfloat16; the op would not round there" in reason.sentence
+    registered(fl.pattern_pass("tanh_product", lambda x, w: jnp.tanh(x @ w), axes={"x": "mk", "w": "kn"}))
+    wide = lambda x, w: jnp.tanh(jnp.matmul(x, w, preferred_element_type=jnp.float32))  # noqa: E731
+    reason = declined(wide, X.astype(jnp.bfloat16), array(6, 6).astype(jnp.bfloat16), passes="tanh_product")
+    assert reason.code == "dtype"
+    assert "mixes bfloat16, float32; the op computes in one dtype" in reason.sentence
+    assert fl.find(wide, X, array(6, 6), passes="tanh_product").counts()["tanh_product"] == 1
     registered(fl.pattern_pass("gate", lambda x, b: jnp.sin(x + b) * x, axes={"x": "mn", "b": "n"}))
     mixed = lambda x, b: jnp.sin(x + b.astype(jnp.float32)) * x  # noqa: E731
     (site,) = fl.find(mixed, X, array(6).astype(jnp.bfloat16), passes="gate").candidates

@@ -146,3 +146,19 @@ def test_the_setting_and_the_ledger_are_plain_data():
     for bad in (None, [], {"enabled": "a", "strategy": None}, {"enabled": [1], "strategy": None}, {"enabled": []}):
         with pytest.raises(ArgumentError):
             Setting.from_dict(bad)
+
+
+def test_plots_are_drawn_again_only_when_something_was_measured(session, case, monkeypatch):
+    from fusionlab.viz import session as module
+
+    drawn = []
+    real = module.evidence_tabs
+    monkeypatch.setattr(module, "evidence_tabs", lambda *a, **k: drawn.append(1) or real(*a, **k))
+    names = [t["name"] for t in session.tabs("print()")]
+    assert names == ["Timing", "Errors", "Sites", "Memory", "Roofline", "Kernels", "Graph diff", "Ledger", "Code"]
+    session.select("n1")
+    session.tabs()
+    assert len(drawn) == 1
+    session.toggles["gemm_epilogue"] = False
+    assert "gemm_epilogue off" in next(t["html"] for t in session.tabs() if t["name"] == "Ledger")
+    assert len(drawn) == 2

@@ -46,7 +46,7 @@ def test_without_a_measurement_every_tab_says_what_it_would_need(case):
     tabs = by_name(None, case.findings)
     for name in ("Timing", "Errors", "Memory"):
         assert "press Measure" in tabs[name]
-    assert "measure_peaks()" in tabs["Roofline"]
+    assert "lab.measure_rates()" in tabs["Roofline"]
     assert "were not counted" in tabs["Kernels"]
     assert "was not made" in tabs["Graph diff"]
     assert "only a measurement" in by_name(None, None)["Roofline"]
