@@ -9,7 +9,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Locator, Page, TimeoutError, expect
+from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import TimeoutError as TookTooLong
 
 from tests.browser.server import KERNEL, Server
 
@@ -64,7 +65,7 @@ class OpenNotebook:
         """Until the kernel has nothing left to do; a cell that failed fails the test."""
         try:
             failed = self.page.wait_for_function(SETTLED, timeout=SLOW).evaluate("settled => settled.failed")
-        except TimeoutError:
+        except TookTooLong:
             shown = [self.cells.nth(i).inner_text() for i in range(self.cells.count())]
             pytest.fail(f"cells still run after {SLOW / 1000:.0f} s:\n" + "\n".join(shown), pytrace=False)
         if failed:

@@ -160,16 +160,18 @@ def test_an_exception_in_a_handler_is_told_and_the_explorer_goes_on(lab, book):
     expect(problem).to_be_hidden()
 
 
-def test_a_group_opens_and_closes(lab):
-    group = lab.picture.locator('[role=button][aria-expanded="false"]').first
-    name, drawn = group.get_attribute("id"), lab.drawn()
+def test_a_click_selects_a_group_and_a_double_click_opens_it(lab):
+    name, drawn = lab.picture.locator('[aria-expanded="false"]').first.get_attribute("id"), lab.drawn()
+    group = lab.picture.locator(f'[id="{name}"]')
+    group.click()
+    expect(group).to_have_attribute("aria-current", "true")
+    expect(group).to_have_attribute("aria-expanded", "false")
     group.dblclick()
+    expect(group).to_have_attribute("aria-expanded", "true")
     lab.redrawn(drawn)
-    opened = lab.picture.locator(f'[id="{name}"]')
-    expect(opened).to_have_attribute("aria-expanded", "true")
-    opened.focus()
+    group.focus()
     lab.page.keyboard.press("Space")
-    expect(lab.picture.locator(f'[id="{name}"]')).to_have_attribute("aria-expanded", "false")
+    expect(group).to_have_attribute("aria-expanded", "false")
     lab.draws(drawn)
 
 
@@ -284,7 +286,7 @@ def test_measuring_shows_times_and_follows_the_ticks(lab, book, artifacts):
     expect(errors.locator("svg").first).to_be_visible()
     expect(errors).to_contain_text("float64")
     lab.open_tab("Timing")
-    lab.root.screenshot(path=artifacts / "explorer.png")  # README's picture, docs/explorer.png
+    lab.page.screenshot(path=artifacts / "measured.png")
 
     book.ask("lab.measuring = False")
     lab.toggle("dot_product_attention").uncheck()
