@@ -33,6 +33,7 @@ def test_the_picture_in_readme(page, jupyter, artifacts):
     lab.hook("search").fill("")
     page.set_viewport_size({"width": 1500, "height": 2000})  # all of it at once
     lab.root.scroll_into_view_if_needed()
+    expect(lab.picture.locator(".fl-found")).to_have_count(0)
     lab.hook("search").blur()
     page.mouse.move(0, 0)
     lab.root.screenshot(path=artifacts / "explorer.png")
