@@ -6,7 +6,9 @@ from pathlib import Path
 
 from playwright.sync_api import Download, Locator, Page, expect
 
-SELECTED = "[aria-current=true]"
+# What is drawn, apart from the marks on it that say where the reader is.
+DRAWN = """() => [...document.querySelectorAll('.fl-explorer [data-fl=graph] svg :is(path, polygon, polyline, ellipse, text)')]
+    .map(e => e.getAttribute('d') ?? e.getAttribute('points') ?? e.textContent).join('\\n')"""
 
 
 class Explorer:
@@ -50,18 +52,17 @@ class Explorer:
         return self.picture.locator("[role=button]")
 
     def drawn(self) -> str:
-        """The drawing itself, without what tells the reader where they are in it."""
-        return self.picture.evaluate(
-            "svg => [...svg.querySelectorAll('[id]')].map(e => e.id + ' ' + e.innerHTML.length).join('\\n')"
-        )
+        """The drawing as plain text, to compare with another."""
+        return self.page.evaluate(DRAWN)
 
-    def redrawn(self, before: str) -> None:
-        """Waits until the drawing is another than `before`."""
-        self.page.wait_for_function(
-            "before => [...document.querySelectorAll('.fl-explorer [data-fl=graph] svg [id]')]"
-            ".map(e => e.id + ' ' + e.innerHTML.length).join('\\n') !== before",
-            arg=before,
-        )
+    def redrawn(self, before: str) -> str:
+        """Waits until the drawing is another than `before`, and gives it."""
+        self.page.wait_for_function(f"before => ({DRAWN})() !== before", arg=before)
+        return self.drawn()
+
+    def draws(self, expected: str) -> None:
+        """Waits until the drawing is this one."""
+        self.page.wait_for_function(f"expected => ({DRAWN})() === expected", arg=expected)
 
     def box(self, label: str) -> Locator:
         """The first box whose spoken label has this text."""

@@ -9,7 +9,7 @@ def model_step(params, x):
     blocks, head = params
     x = transformer.encoder(blocks, x, heads=2)
     with jax.named_scope("head"):
-        h = layers.dense(head, x)
+        h = x @ head["w"] + head["b"]
         return jax.nn.relu(h), h
 
 

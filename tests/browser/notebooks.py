@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import pytest
 from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import TimeoutError as TookTooLong
 
 from tests.browser.server import KERNEL, Server
 
@@ -17,13 +20,16 @@ CONNECTED = """() => {
     const session = window.jupyterapp?.shell?.currentWidget?.context?.sessionContext?.session;
     return session?.kernel?.connectionStatus === 'connected' && session.kernel.status === 'idle';
 }"""
-# Once the kernel is idle and every cell has run, or one has failed: then those below it never run.
+# Once the kernel is idle and every cell has run, or one has failed: then those below it never run. Gives what failed.
 SETTLED = """() => {
+    const book = window.jupyterapp.shell.currentWidget;
     const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent.trim());
-    const failed = document.querySelector('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]');
-    const idle = window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.status === 'idle';
-    return idle && !prompts.includes('[*]:') && (failed || prompts.every(p => /^\\[\\d+\\]:$/.test(p)));
+    if (book.context.sessionContext.session.kernel.status !== 'idle' || prompts.includes('[*]:')) return null;
+    const outputs = book.content.model.toJSON().cells.flatMap(c => c.outputs ?? []);
+    const failed = outputs.filter(o => o.output_type === 'error').map(o => o.traceback.join('\\n'));
+    return failed.length || prompts.every(p => /^\\[\\d+\\]:$/.test(p)) ? {failed} : null;
 }"""
+COLOURS = re.compile("\x1b\\[[0-9;]*m")  # of a traceback
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
@@ -56,10 +62,14 @@ class OpenNotebook:
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Until the kernel has nothing left to do."""
-        self.page.wait_for_function(SETTLED, timeout=SLOW)
-        failed = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]')
-        assert failed.count() == 0, failed.all_inner_texts()
+        """Until the kernel has nothing left to do; a cell that failed fails the test."""
+        try:
+            failed = self.page.wait_for_function(SETTLED, timeout=SLOW).evaluate("settled => settled.failed")
+        except TookTooLong:
+            shown = [self.cells.nth(i).inner_text() for i in range(self.cells.count())]
+            pytest.fail(f"cells still run after {SLOW / 1000:.0f} s:\n" + "\n".join(shown), pytrace=False)
+        if failed:
+            pytest.fail("a cell failed:\n" + COLOURS.sub("", "\n".join(failed)), pytrace=False)
 
     def ask(self, source: str) -> str:
         """Runs a line in a cell of its own below the last one, as a reader would, takes the cell away, and gives what it printed."""
