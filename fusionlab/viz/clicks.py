@@ -40,7 +40,8 @@ def _select(lab: Explorer, message: Message) -> None:
     item = str(message["id"])
     name = session.clicked(item)
     if name is not None:
-        lab.select(name)
+        session.select(name, reveal=False)
+        lab.refresh()
 
 
 def _fold(lab: Explorer, message: Message) -> None:

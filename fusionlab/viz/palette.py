@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import zlib
 
+from fusionlab.fusers import registry
+
 INK = "#1f2933"
 QUIET = "#7b8794"
 LINE = "#9aa5b1"
@@ -52,7 +54,8 @@ def pass_of_op(primitive: str) -> str | None:
 
     A fused op's backward (`gemm_epilogue_cotangent`) wears the colour of the `_grad` pass.
     """
-    for op in _FUSED_OPS:
+    own = (p.op for p in registry().values() if p.op not in _FUSED_OPS)  # of users' own passes
+    for op in (*_FUSED_OPS, *own):
         if primitive in (op, f"{op}_tangent"):
             return op
         if primitive == f"{op}_cotangent":

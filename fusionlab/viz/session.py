@@ -249,10 +249,11 @@ class Session:
             self._fused[self.setting] = self._after(self.setting, self.findings)
         return self._fused[self.setting]
 
-    def select(self, what: object) -> dict[str, Any]:
+    def select(self, what: object, reveal: bool = True) -> dict[str, Any]:
         """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, or a source line ("model.py:41").
 
-        Opens the groups around it, and returns what is known of it as plain data (`Selection.info`).
+        Opens the groups around it, unless `reveal` is False (what was clicked is to be seen already), and returns what is known of it as
+        plain data (`Selection.info`).
 
         Raises:
           ArgumentError: nothing of that name is in the graph shown.
@@ -263,7 +264,8 @@ class Session:
         with self.lock:
             found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
             self._selection, self.selected = found, found.name
-            self.stage.reveal(self.drawn(), found.nodes)
+            if reveal:
+                self.stage.reveal(self.drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
 
     def fold(self, item: str) -> None:

@@ -325,6 +325,18 @@ def test_a_site_in_a_copy_that_is_not_drawn_is_marked_where_its_block_is(stack):
     assert set(lab.marks["selected"]) <= set(lab.scene["items"])
 
 
+def test_a_click_on_a_closed_site_selects_it_and_leaves_it_closed(lab, case):
+    site = ids(case)[0]
+    frame = "fl-" + dom_id(site)
+    click(lab, "fold", id=frame)
+    assert lab.scene["items"][frame]["closed"]
+    click(lab, "select", id=frame)
+    assert (lab.selected, lab.marks["selected"]) == (site, [frame])
+    assert lab.scene["items"][frame]["closed"]
+    lab.select(f"n{min(case.findings.candidates[0].node_ids)}")  # a script's selection is shown
+    assert frame not in lab.scene["items"] or not lab.scene["items"][frame]["closed"]
+
+
 def test_selecting_a_group_tells_what_it_holds(lab):
     frame = "fl-" + dom_id("layer_0")
     click(lab, "fold", id=frame)

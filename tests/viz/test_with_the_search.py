@@ -10,6 +10,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.viz.dot import to_dot
 from fusionlab.viz.html import report_html
+from fusionlab.viz.palette import colour_of, pass_of_op
 from fusionlab.viz.render import to_svg
 from fusionlab.viz.view_model import view_model
 
@@ -43,6 +44,18 @@ def test_after_fusing_each_op_is_one_bold_node_of_its_passes_colour():
     assert re.search(
         r'label="gemm_epilogue\\n.*color="#e69f00", penwidth=2.5, fontname="Helvetica-Bold"', to_dot(graph)
     )
+
+
+def test_the_op_of_a_pass_of_ones_own_wears_its_colour():
+    cap = fl.pattern_pass("softcap", lambda x, cap: cap * jnp.tanh(x / cap), axes={"x": "m"}, scalars=["cap"])
+    fl.register(cap)
+    try:
+        graph = fl.trace(fl.fuse(lambda x: 30.0 * jnp.tanh(x / 30.0), passes="softcap"), jnp.ones(8))
+        (box,) = (b for b in view_model(graph)["boxes"] if b["fused"])
+        assert (box["pass"], box["colour"]) == ("softcap", colour_of("softcap"))
+    finally:
+        fl.unregister(cap)
+    assert pass_of_op("softcap") is None
 
 
 def test_a_graph_and_findings_show_themselves(found):
