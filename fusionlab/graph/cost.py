@@ -80,7 +80,7 @@ class Cost:
     def __str__(self) -> str:
         some = "" if self.known else "at least "
         text = f"{some}{quantity(self.flops or 0)}flop"
-        text += f", {quantity(self.transcendentals)}transcendentals" if self.transcendentals else ""
+        text += f", {quantity(self.transcendentals).strip()} transcendentals" if self.transcendentals else ""
         text += f", reads {_bytes(self.bytes_read)}, writes {_bytes(self.bytes_written)}"
         text += f", {self.intensity:.3g} flop/byte" if self.bytes_moved else ""
         return text if self.trips == 1 else f"{text}, {trips_text(self.trips)}"
