@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from ..graph.canonical import View
-from ..graph.certify import Verdict
+from ..graph.certify import Verdict, prove_function
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 _NEAREST = 24  # values that a site may be read from, nearest first
 _CONE = 64  # nodes that a site may have
 _CHAINS = 16
+_REFUSED = (
+    TypeError,
+    ValueError,
+    IndexError,
+    AssertionError,
+    NotImplementedError,
+)  # of lengths that a function does not take
+_WHOLE = 1 << 14  # elements that functions are compared at with all their positions, at most
 
 
 def makers_of(view: View, nid: int) -> list[Node]:
@@ -184,7 +193,8 @@ class OwnSite(Site):
                 continue
             numbers = _numbers(found, float(ref.coef))
             if not isinstance(numbers, dict):
-                reason = f"the result is multiplied by {float(ref.coef):g} where the pattern has {numbers:g}"
+                wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
+                reason = f"the result is multiplied by {float(ref.coef):g} where the pattern has {wanted}"
                 missed = missed or self.of_whole(found, reason)
             elif numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
                 missed = missed or Miss(
@@ -229,7 +239,42 @@ class OwnSite(Site):
 
             for prove in (certifier.region, certifier.extremes):
                 verdict = prove(region, call, (*what, key)) if verdict.ok else verdict
-        return verdict
+        return self.of_positions(region, plan) if verdict.ok else verdict
+
+    def of_positions(self, region: Region, plan: Plan) -> Verdict:
+        """Whether what may run is the pattern at the lengths of this site: at the few entries of a proof, arange(n) < 20 is a mask of True.
+
+        At shorter ones, if these are long; there a function that asks for certain lengths is not asked.
+        """
+        op, certifier, numbers = (
+            self.pattern_pass.fused_op,
+            self.search.certifier,
+            self.pattern_pass.fused_op.numbers(plan.attrs),
+        )
+        given = jax.eval_shape(plan.operands, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs))
+        shapes = op.shortened({n: s.shape for n, s in zip(op.slots, given, strict=True)}, _WHOLE)
+        avals = [jax.ShapeDtypeStruct(shapes[n], region.root.dtype) for n in op.slots]
+        pattern = self.pattern_pass.gauged[0].fn
+
+        def prove(fn: Callable[..., Any]) -> Verdict:
+            try:
+                return prove_function(
+                    lambda *leaves: pattern(*leaves, *numbers),
+                    lambda *leaves: fn(*leaves, *numbers),
+                    op.slots,
+                    avals,
+                    certifier.inline,
+                    ordinary=True,
+                )
+            except _REFUSED:
+                return Verdict(None)
+
+        for key, fn in {"xla": op.meaning_fn, **op.functions}.items():
+            known = op.name, key, tuple(a.shape for a in avals), str(region.root.dtype), tuple(numbers)
+            verdict = certifier.once(("positions", known), lambda fn=fn: prove(fn))
+            if verdict.code not in (None, "uncertified"):
+                return verdict
+        return Verdict(None)
 
     def dtypes(self, region: Region) -> Rejection | None:
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
@@ -285,11 +330,14 @@ def _number(value: float, dtype: Any) -> float:
 def _numbers(found: Match, factor: float) -> dict[str, float] | float:
     """The scalars that a match captured, with the one that only `factor`, the multiple that the result is, tells.
 
-    Where that is another than the pattern's, the pattern's.
+    Where that is another than the pattern's, the pattern's; NaN where no scalar gives it.
     """
     wanted, known = found.pattern.factor, dict(found.scalars)
     if not isinstance(wanted, ScalarEdge):
         return known if close(float(wanted), factor) else float(wanted)
-    value = known.setdefault(wanted.scalar, (factor / wanted.const) ** (1 / wanted.power) if factor > 0 else math.nan)
+    try:
+        value = known.setdefault(wanted.scalar, float((factor / wanted.const) ** (1 / wanted.power)))
+    except (TypeError, ZeroDivisionError):  # a root of a negative number, or no result at all
+        return math.nan
     needed = wanted.const * value**wanted.power
     return known if close(needed, factor) else needed
