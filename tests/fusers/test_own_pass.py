@@ -315,6 +315,111 @@ def test_a_replacement_that_is_wrong_at_a_site_alone_is_declined(registered):
     assert reason.code == "value"
 
 
+def clipped(at):
+    def fn(x):
+        t = jnp.exp(jnp.minimum(x, at))
+        n = t * (t + 2)
+        return x * n / (n + 2)
+
+    return fn
+
+
+@jax.custom_jvp
+def once_right(x):
+    return mish(x)
+
+
+once_right.defjvp(lambda p, t: (mish(*p), t[0] * jax.lax.stop_gradient(jax.grad(lambda x: mish(x).sum())(*p))))
+
+
+@jax.custom_vjp
+def backward_alone(x):
+    return mish(x)
+
+
+backward_alone.defvjp(lambda x: (mish(x), x), lambda x, ct: jax.vjp(mish, x)[1](ct))
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (clipped(80), "in float32"),  # it holds in float64
+        (lambda x: mish(x.astype(jnp.bfloat16)).astype(x.dtype), "computed in float32"),
+        (lambda x: jnp.where((x > 4) & (x < 8), 0.0, mish(x)), "another one for inputs as large as"),
+        (lambda x: jnp.where(x == 0, 1.0, mish(x)), "its value is another one for inputs of 0"),
+        (lambda x: jnp.where(x == 1, 1.0, mish(x)), "its value is another one for inputs of whole numbers"),
+        (once_right, "its second derivatives are not the pattern's"),
+        (backward_alone, "has no forward derivative"),
+    ],
+)
+def test_a_replacement_that_is_wrong_on_few_numbers_or_in_few_derivatives_is_refused(fn, said):
+    with pytest.raises(ArgumentError, match=said):
+        mish_pass(implementations={"xla": fn})
+
+
+def test_a_backward_whose_own_gradient_is_another_is_refused():
+    backward = lambda ct, x: ct * jax.lax.stop_gradient(jax.vjp(mish, x)[1](jnp.ones_like(x))[0])  # noqa: E731
+    with pytest.raises(ArgumentError, match="its second derivatives are not the pattern's"):
+        mish_pass(backward=backward)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fn"),
+    [
+        (lambda x, y: jnp.maximum(x, y) * jnp.sin(x), lambda x, y: jnp.where(x >= y, x, y) * jnp.sin(x)),
+        (lambda x, y: jnp.maximum(x, 0) * jnp.sin(y), lambda x, y: jax.nn.relu(x) * jnp.sin(y)),
+    ],
+)
+def test_a_gradient_that_is_another_on_ties_is_refused(pattern, fn):
+    with pytest.raises(ArgumentError, match="its gradient of x is another one for inputs of"):
+        fl.pattern_pass("mine", pattern, axes={"x": "m", "y": "m"}, implementations={"xla": fn})
+
+
+def test_a_site_of_a_dtype_in_which_a_replacement_does_not_hold_is_declined(registered):
+    registered(mish_pass(implementations={"xla": one_exp}))  # exp(20) is no float16
+    (reason,) = fl.find(mish, X.astype(jnp.float16), passes="mish").rejections
+    assert reason.code == "value"
+    assert "in float16" in reason.sentence
+    assert fl.find(mish, X, passes="mish").counts()["mish"] == 1
+
+
+def test_a_site_that_computes_in_a_wider_dtype_is_not_narrowed(registered):
+    registered(fl.pattern_pass("mine", lambda x: jnp.sin(jnp.exp(jnp.tanh(x)) - 1), axes={"x": "m"}))
+    wide = lambda x: jnp.sin((jnp.exp(jnp.tanh(x).astype(jnp.float32)) - 1).astype(x.dtype))  # noqa: E731
+    (reason,) = fl.find(wide, X.astype(jnp.bfloat16), passes="mine").rejections
+    assert reason.code == "value"
+    assert "computed in bfloat16" in reason.sentence
+
+
+@pytest.mark.parametrize("length", [100, 40_000])
+@pytest.mark.parametrize("key", ["xla", "other"])
+def test_a_replacement_that_is_wrong_at_some_positions_is_declined(registered, key, length):
+    at_first = lambda x: jnp.where(jnp.arange(x.shape[0]) < 20, mish(x), 0)  # noqa: E731
+    registered(mish_pass(implementations={key: at_first}))
+    assert fl.find(mish, array(20), passes="mish").counts()["mish"] == 1
+    (reason,) = fl.find(mish, array(length), passes="mish").rejections
+    assert reason.code == "value"
+
+
+def test_a_replacement_that_does_not_take_every_length(registered):
+    def tiled(x):
+        assert x.shape[0] in (5, 40_000)
+        return mish(x)
+
+    registered(mish_pass(implementations={"other": tiled}))
+    assert fl.find(mish, array(40_000), passes="mish").counts()["mish"] == 1
+
+
+def test_a_negative_number_that_only_multiplies_the_result(registered):
+    registered(fl.pattern_pass("scaled_tanh", lambda x, s: s * jnp.tanh(x), axes={"x": "m"}, scalars=["s"]))
+    (site,) = fl.find(lambda x: jnp.tanh(x) * -2.5, X, passes="scaled_tanh").candidates
+    assert site.attrs["s"] == -2.5
+    fl.unregister("scaled_tanh")
+    registered(fl.pattern_pass("scaled_tanh", lambda x, s: s * s * jnp.tanh(x), axes={"x": "m"}, scalars=["s"]))
+    reason = declined(lambda x: jnp.tanh(x) * -2.5, X, passes="scaled_tanh")
+    assert "multiplied by -2.5 where the pattern has what no number of its gives" in reason.sentence
+
+
 @pytest.mark.parametrize(
     ("pattern", "more", "said"),
     [
@@ -505,6 +610,26 @@ def test_a_number_of_a_float64_kernel(emulator):
         op, x = unit_pass(implementations={"cuda": kernel}), jnp.asarray(np.random.default_rng(0).normal(size=(4, 40)))
         assert launches(lambda x: op(x, epsilon=0.3), x) == 1
         np.testing.assert_allclose(op(x, epsilon=0.3), unit(x, 0.3), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("fminf(v, 20.0f)", "v"), "it gives nan of numbers as large as 1e+04"),
+        (("(T)(v *", "(T)(v == 0.0f ? 1.0f : v *"), "of numbers as large as 0"),
+        (("out[i] =", "((T*)x)[i] = out[i] ="), "it writes to its operands"),
+    ],
+)
+def test_a_kernel_that_is_wrong_on_large_numbers_or_zeros_or_writes_elsewhere_does_not_run(
+    registered, emulator, wrong, said
+):
+    assert wrong[0] in MISH
+    registered(mish_pass(implementations={"cuda": fl.CudaKernel(MISH.replace(*wrong))}))
+    with kernels_on_the_cpu(emulator, own):
+        fused = fl.fuse(mish, passes="mish")
+        (site,) = fused.findings(X).candidates
+        assert said in {b.name: b.reason for b in site.backends}["cuda"]
+        assert launches(fused, X) == 0
 
 
 @pytest.mark.parametrize("wrong", [("2.0f)", "2.1f)"), ("i >= m", "i >= m - 1")])
