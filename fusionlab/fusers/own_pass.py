@@ -232,7 +232,8 @@ def _certify_derivatives(
     """Raises ArgumentError where the op's derivatives cannot be had as JAX has the pattern's, forwards, and from a gradient again."""
     shapes, numbers, new = _shapes(axes), _NUMBERS[0][: len(scalars)], _call_of(op)
     try:
-        jax.eval_shape(lambda *leaves: jax.jvp(lambda *xs: op.meaning_fn(*xs, *numbers), leaves, leaves), *shapes)
+        forwards = jax.jit(lambda *leaves: jax.jvp(lambda *xs: op.meaning_fn(*xs, *numbers), leaves, leaves)[1])
+        forwards.lower(*shapes)  # where it is only traced, jax.custom_vjp does not complain
     except TypeError as error:
         raise ArgumentError(
             f'pattern_pass {name}: "xla" has no forward derivative: {error}; write it without jax.custom_vjp, and give its rule as '

@@ -20,7 +20,7 @@ from .evaluate import Inline, Sizes, evaluate, is_float
 _HOLD = (1e-170, 1e170)
 # Where they are compared, each input alone and all together, and where all together: zero is what padding is made of, and a bound, a
 # window or a branch lies between any two of them.
-_APART, _TOGETHER = (0.0, 30.0, 1e4), (1 / 32, 1 / 4, 2.0, 4.0, 7.0, 12.0) * 2
+_APART, _TOGETHER = (0.0, 30.0, 1e4), (1 / 512, 1 / 32, 1 / 4, 2.0, 4.0, 7.0, 12.0) * 2
 _WHOLE = 4  # draws of whole numbers: ties, signs, zeros among others
 _OFFSET = 30.0
 _NEAR = 1e-3  # relative, of inputs as large as 30 and more: sin(x) moves by that where a literal is rounded
@@ -51,7 +51,9 @@ def _draws(floats: Sequence[int], tolerance: float) -> Iterator[_Draw]:
         return _Draw(next(seed), where, told, lambda a, dtype: _fitting(a, size, dtype), compared, near)
 
     apart = dict.fromkeys([*((i,) for i in floats), every])
-    yield from (sized(size, where, size in _APART) for size in (*_APART, *_HOLD) for where in apart)
+    yield from (sized(size, where, True) for size in _APART for where in apart)
+    # A square may overflow, and the product of two operands not.
+    yield from (sized(size ** (1 / max(len(where), 1)), where, False) for size in _HOLD for where in apart)
     yield from (sized(size, every, True) for size in _TOGETHER)
     for _ in range(_WHOLE):
         yield _Draw(next(seed), every, "inputs of whole numbers", lambda a, dtype: np.rint(2 * a), True, 4 * tolerance)
@@ -143,7 +145,8 @@ def _rounded(
     args.append(drawn[-1])
     true = evaluate(old, args, Sizes(sizes), inline)
     given, made = (evaluate(program, args, Sizes(sizes), inline, rounded=True) for program in (old, new))
-    dtype = max((np.dtype(v.dtype) for v in avals if is_float(v.dtype)), key=lambda d: float(jnp.finfo(d).eps))
+    floats = [i for i, v in enumerate(avals) if is_float(v.dtype)]
+    dtype = max((np.dtype(avals[i].dtype) for i in floats), key=lambda d: float(jnp.finfo(d).eps))
     for name, t, a, b in zip(names, true, given, made, strict=True):
         held = np.isfinite(a) & np.isfinite(t)
         if (bad := held & ~np.isfinite(b)).any():
@@ -152,7 +155,10 @@ def _rounded(
             continue
         size = float(np.max(np.abs(t[held])))
         was, now = (float(np.max(np.abs(x[held] - t[held]))) for x in (a, b))
-        added = max(_ADDED[dtype.name], draw.near) * size + float(jnp.finfo(dtype).tiny)
+        # What cancels is as large as the terms were: at most as the inputs or 1, of a gradient as the cotangent.
+        terms = args[-1:] if name != "value" else [np.clip(args[i], -1, 1) for i in floats]
+        noise = 8 * float(jnp.finfo(dtype).eps) * max(float(np.max(np.abs(a), initial=0.0)) for a in terms)
+        added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
         if now > added + _WORSE * was:
             told = f"its {name}, computed in {dtype}, is {now / (size or 1):.1g} off for {draw.told}"
             return f"{told}, where it was {was / (size or 1):.1g} off"
