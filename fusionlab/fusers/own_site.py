@@ -19,7 +19,7 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import ScalarEdge, pattern_of
 from ..graph.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
 from ..graph.scopes import is_backward
-from ..kernels.own import DTYPES
+from ..kernels.own import DTYPES, REFUSALS
 from .base import Plan, Search, anchor_text
 from .findings import Candidate, Rejection
 from .layout import arrange, axes_of, in_order, restore
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 _NEAREST = 24  # values that a site may be read from, nearest first
 _CONE = 64  # nodes that a site may have
 _CHAINS = 16
-_REFUSED = (
-    TypeError,
-    ValueError,
-    IndexError,
-    AssertionError,
-    NotImplementedError,
-)  # of lengths that a function does not take
 _WHOLE = 1 << 14  # elements that functions are compared at with all their positions, at most
 
 
@@ -220,58 +213,61 @@ class OwnSite(Site):
             plan = self.plan(view, found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
-        verdict = self.verdict(region, plan)
+        given, op = self.given(region, plan), self.pattern_pass.fused_op
+        if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
+            sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
+            return self.rejection(
+                "structure", sentence, edit=f"make {op.name} compute with these operands", site=region.nodes
+            )
+        verdict = self.verdict(region, plan, given)
         if not verdict.ok:
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
             return self.rejection(verdict.code or "value", sentence, site=region.nodes)
         names = ", ".join(leaves)
         return self.offered(region, plan, f"compute the outside use from {names} again")
 
-    def verdict(self, region: Region, plan: Plan) -> Verdict:
+    def given(self, region: Region, plan: Plan) -> dict[str, Any]:
+        """The types of the op's operands here."""
+        types = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs)
+        return dict(zip(self.pattern_pass.fused_op.slots, jax.eval_shape(plan.operands, *types), strict=True))
+
+    def verdict(self, region: Region, plan: Plan, given: Mapping[str, Any]) -> Verdict:
         """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
         op, what = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
         certifier, numbers = self.search.certifier, op.numbers(plan.attrs)
         verdict = certifier.extremes(region, plan.call, what)
-        for key, fn in op.functions.items():
+        able = {key: fn for key, fn in op.functions.items() if op.unfit(fn, given, plan.attrs) is None}
+        for key, fn in able.items():
 
             def call(*inputs: Any, fn: Callable[..., Any] = fn) -> Any:
                 return plan.finish(fn(*plan.operands(*inputs), *numbers))
 
             for prove in (certifier.region, certifier.extremes):
                 verdict = prove(region, call, (*what, key)) if verdict.ok else verdict
-        return self.of_positions(region, plan) if verdict.ok else verdict
+        return self.of_positions(given, plan.attrs, {"xla": op.meaning_fn, **able}) if verdict.ok else verdict
 
-    def of_positions(self, region: Region, plan: Plan) -> Verdict:
+    def of_positions(
+        self, given: Mapping[str, Any], attrs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
+    ) -> Verdict:
         """Whether what may run is the pattern at the lengths of this site: at the few entries of a proof, arange(n) < 20 is a mask of True.
 
-        At shorter ones, if these are long; there a function that asks for certain lengths is not asked.
+        At shorter ones, if these are long; there a function that does not take them is not asked.
         """
-        op, certifier, numbers = (
-            self.pattern_pass.fused_op,
-            self.search.certifier,
-            self.pattern_pass.fused_op.numbers(plan.attrs),
-        )
-        given = jax.eval_shape(plan.operands, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs))
-        shapes = op.shortened({n: s.shape for n, s in zip(op.slots, given, strict=True)}, _WHOLE)
-        avals = [jax.ShapeDtypeStruct(shapes[n], region.root.dtype) for n in op.slots]
+        op, certifier = self.pattern_pass.fused_op, self.search.certifier
+        shapes, numbers = op.shortened({n: a.shape for n, a in given.items()}, _WHOLE), op.numbers(attrs)
+        avals = [jax.ShapeDtypeStruct(shapes[n], given[n].dtype) for n in op.slots]
         pattern = self.pattern_pass.gauged[0].fn
 
         def prove(fn: Callable[..., Any]) -> Verdict:
+            old, new = (lambda *leaves, f=f: f(*leaves, *numbers) for f in (pattern, fn))
             try:
-                return prove_function(
-                    lambda *leaves: pattern(*leaves, *numbers),
-                    lambda *leaves: fn(*leaves, *numbers),
-                    op.slots,
-                    avals,
-                    certifier.inline,
-                    ordinary=True,
-                )
-            except _REFUSED:
+                return prove_function(old, new, op.slots, avals, certifier.inline, ordinary=True)
+            except REFUSALS:
                 return Verdict(None)
 
-        for key, fn in {"xla": op.meaning_fn, **op.functions}.items():
-            known = op.name, key, tuple(a.shape for a in avals), str(region.root.dtype), tuple(numbers)
-            verdict = certifier.once(("positions", known), lambda fn=fn: prove(fn))
+        for key, fn in functions.items():
+            what = op.name, key, tuple(shapes.values()), str(avals[0].dtype), tuple(numbers)
+            verdict = certifier.once(("positions", what), lambda fn=fn: prove(fn))
             if verdict.code not in (None, "uncertified"):
                 return verdict
         return Verdict(None)
@@ -320,11 +316,12 @@ class OwnSite(Site):
 
 def _number(value: float, dtype: Any) -> float:
     """As the user wrote it: without the noise of its inverse, and, of a float32, the shortest number that is the same."""
-    short = float(f"{value:.10g}")
-    if abs(short - value) <= 1e-11 * abs(value):
+    double = str(dtype) == "float64"
+    short = float(f"{value:{'.13g' if double else '.10g'}}")
+    if abs(short - value) <= (1e-15 if double else 1e-11) * abs(value):
         value = short
     single = float(str(np.float32(value)))
-    return single if str(dtype) != "float64" and abs(float(np.float32(value)) - value) <= 1e-11 * abs(value) else value
+    return single if not double and abs(float(np.float32(value)) - value) <= 1e-11 * abs(value) else value
 
 
 def _numbers(found: Match, factor: float) -> dict[str, float] | float:

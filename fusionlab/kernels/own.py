@@ -30,6 +30,15 @@ from .op import Op
 Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+REFUSALS = (
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+)  # of a user's function
 _STORAGE = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 _HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nusing T = {};\n#line 1\n"
@@ -107,7 +116,24 @@ class PatternOp(Op):
 
     def _function(self, name: str, fn: Callable[..., Any]) -> Implementation:
         summary = "plain JAX code of the user's own"
-        return Implementation(name, summary, self._forward(fn), self._tangent, self._cotangent)
+
+        def refuses(shapes: Mapping[str, Any], device: Device, role: str = "call", **attrs: Any) -> str | None:
+            return self.unfit(fn, shapes, attrs) if role == "call" else None  # the gradient is the meaning's
+
+        return Implementation(name, summary, self._forward(fn), self._tangent, self._cotangent, refuses)
+
+    def unfit(self, fn: Callable[..., Any], shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+        """Why a function of the user's cannot run with these operands; None where it can."""
+        given = [jax.ShapeDtypeStruct(shapes[slot].shape, shapes[slot].dtype) for slot in self.slots]
+        sizes = self.sizes({slot: a.shape for slot, a in zip(self.slots, given, strict=True)})
+        shape, dtype = tuple(sizes[x] for x in self.result), given[0].dtype
+        try:
+            out = jax.eval_shape(lambda *leaves: fn(*leaves, *self.numbers(attrs)), *given)
+        except REFUSALS as error:
+            return f"it does not take these operands: {type(error).__name__} {error}".rstrip()
+        if getattr(out, "shape", None) != shape or out.dtype != dtype:
+            return f"it gives {out}, needed {jnp.dtype(dtype).name}{list(shape)}, the operands' dtype"
+        return None
 
     def _kernel(self, name: str, kernel: CudaKernel) -> Implementation:
         one = _Kernel(self, kernel)
@@ -152,8 +178,13 @@ class PatternOp(Op):
         if self._backward is None:
             return list(jax.vjp(self._of(wanted, saved, attrs), *(saved[slot] for slot in wanted))[1](ct))
         found = self._backward(ct, *(saved[slot] for slot in self.slots), *self.numbers(attrs))
-        by_slot = dict(zip(self.slots, found if isinstance(found, tuple | list) else (found,), strict=True))
-        return [by_slot[slot] for slot in wanted]
+        gradients = list(found) if isinstance(found, tuple | list) else [found]
+        shapes = [getattr(g, "shape", None) for g in gradients]
+        needed = [saved[slot].shape for slot in self.slots]
+        if shapes != needed:
+            raise ArgumentError(f"{self.name}: backward gives arrays of shapes {shapes}, needed {needed}")
+        by_slot = dict(zip(self.slots, gradients, strict=True))
+        return [by_slot[slot].astype(saved[slot].dtype) for slot in wanted]
 
     # -- what an op says of itself --------------------------------------------------------------------------------
 

@@ -410,6 +410,59 @@ def test_a_replacement_that_does_not_take_every_length(registered):
     assert fl.find(mish, array(40_000), passes="mish").counts()["mish"] == 1
 
 
+def float32_always(x):
+    return mish(x) * np.float32(1)
+
+
+def no_sevens(x):
+    if x.shape[0] % 7 == 0:
+        raise ValueError("no sevens")
+    return mish(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "said"),
+    [
+        (float32_always, array(6).astype(jnp.bfloat16), "needed bfloat16[6]"),
+        (no_sevens, array(14), "it does not take these operands: ValueError no sevens"),
+    ],
+)
+def test_a_function_that_does_not_take_a_site_s_operands(registered, fn, x, said):
+    registered(mish_pass(implementations={"xla": fn}))
+    reason = declined(mish, x, passes="mish")
+    assert said in reason.sentence
+    fl.unregister("mish")
+    registered(mish_pass(implementations={"other": fn}))
+    (site,) = fl.find(mish, x, passes="mish").candidates
+    assert {b.name: b.verdict for b in site.backends} == {"xla": "same code", "other": "unavailable"}
+    assert said in {b.name: b.reason for b in site.backends}["other"]
+    assert fl.fuse(mish, passes="mish")(x).dtype == x.dtype
+
+
+def test_a_backward_that_gives_something_else_is_refused():
+    for backward in (lambda ct, x: None, lambda ct, x: (ct, ct), lambda ct, x: ct[None]):
+        with pytest.raises(ArgumentError, match="backward gives arrays of shapes"):
+            mish_pass(backward=backward)
+
+
+def test_a_backward_in_float32_of_a_bfloat16_site(registered):
+    wide = lambda ct, x: jax.vjp(mish, x.astype(jnp.float32))[1](ct.astype(jnp.float32))  # noqa: E731
+    registered(mish_pass(backward=wide))
+    x = X.astype(jnp.bfloat16)
+    got = jax.grad(lambda x: fl.fuse(mish, passes="mish")(x).sum())(x)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(jax.grad(lambda x: mish(x).sum())(x), np.float32), atol=0.03
+    )
+
+
+def test_a_float64_site_is_not_computed_in_float32(registered):
+    with jax.enable_x64(True):
+        registered(mish_pass(implementations={"xla": lambda x: mish(x.astype(jnp.float32)).astype(x.dtype)}))
+        (reason,) = fl.find(mish, jnp.asarray(X, jnp.float64), passes="mish").rejections
+    assert "computed in float64" in reason.sentence
+
+
 def test_a_negative_number_that_only_multiplies_the_result(registered):
     registered(fl.pattern_pass("scaled_tanh", lambda x, s: s * jnp.tanh(x), axes={"x": "m"}, scalars=["s"]))
     (site,) = fl.find(lambda x: jnp.tanh(x) * -2.5, X, passes="scaled_tanh").candidates
