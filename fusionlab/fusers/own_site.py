@@ -19,6 +19,7 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import ScalarEdge, pattern_of
 from ..graph.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
 from ..graph.scopes import is_backward
+from ..kernels.arrays import is_explicitly_sharded
 from ..kernels.own import DTYPES, REFUSALS
 from .base import Plan, Search, anchor_text
 from .findings import Candidate, Rejection
@@ -213,6 +214,11 @@ class OwnSite(Site):
             plan = self.plan(view, found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        if any(is_explicitly_sharded(v.aval) for v in region.inputs) and any(map(_selects, region.nodes)):
+            # A proof is of one device, where a select takes no operands of several meshes.
+            sentence = f"{anchor_text(self.anchor)} selects among values that are sharded over explicit mesh axes"
+            edit = "give the mesh axes of type Auto, or use shard_map"
+            return self.rejection("structure", sentence, edit=edit, site=region.nodes)
         given, op = self.given(region, plan), self.pattern_pass.fused_op
         if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
@@ -312,6 +318,12 @@ class OwnSite(Site):
         numbers = {s: _number(found.scalars[s], region.root.dtype) for s in op.scalars}
         attrs = {**numbers, "implementation": self.search.implementation}
         return Plan(op, attrs, operands, finish, op.formula(**numbers))
+
+
+def _selects(node: Node) -> bool:
+    """Whether a node or its derivative may select: a rule is known when it is traced."""
+    rules = ("select_n", "custom_jvp_call", "custom_vjp_call")
+    return node.primitive in rules or any(_selects(inner) for block in node.blocks for inner in block.nodes)
 
 
 def _number(value: float, dtype: Any) -> float:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError, UnknownNameError
@@ -263,6 +264,17 @@ def test_rounding_inside_and_mixed_dtypes_are_declined(registered):
     mixed = lambda x, b: jnp.sin(x + b.astype(jnp.float32)) * x  # noqa: E731
     (site,) = fl.find(mixed, X, array(6).astype(jnp.bfloat16), passes="gate").candidates
     assert str(site.leaves["b"].dtype) == "float32"  # the cast stays where it is
+
+
+def test_a_select_on_explicitly_sharded_values_is_declined(registered):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    registered(mish_pass())
+    registered(fl.pattern_pass("mine", lambda x: jnp.sin(jnp.exp(x)) + 1, axes={"x": "m"}))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(array(8), NamedSharding(mesh, PartitionSpec("d")))
+        reason = declined(mish, x, passes="mish")
+        assert "explicit mesh axes" in reason.sentence
+        assert fl.find(lambda x: jnp.sin(jnp.exp(x)) + 1, x, passes="mine").counts()["mine"] == 1
 
 
 def test_a_function_that_is_not_nearly_the_pattern_is_not_told(registered):
