@@ -91,10 +91,12 @@ def pattern_pass(
       axes: operand -> its axis letters ({"x": "mn", "bias": "n"}); equal letters are equal lengths.
       scalars: names of the numbers that follow the operands; whatever numbers a program has there are taken.
       implementations: name -> what runs: functions like `pattern`, and `CudaKernel`s. "xla" is the op's meaning, by default the
-        (first) pattern; the others are taken before it, the first that can run. Every function is certified against the pattern here,
-        values and gradients in float64, on ordinary and on extreme numbers; a kernel where it is about to run.
-      backward: `fn(ct, *operands, *scalars) -> gradient of each operand`, certified as well; None takes JAX's own of "xla". Either is
-        given the operands again: nothing else is kept for it.
+        (first) pattern; the others are taken before it, the first that can run. Every function is certified against the pattern, here and
+        at every site: values and gradients in float64 and as rounded in the program's dtypes, on random numbers of many sizes, zeros
+        and ties; a kernel where it is about to run. What is wrong on a few numbers alone, at x == 1.7 or for x in (5, 5.01), can be
+        missed: nothing but its author knows of such a branch.
+      backward: `fn(ct, *operands, *scalars) -> gradient of each operand`, certified as well, with its own gradients; None takes JAX's
+        own of "xla". Either is given the operands again: nothing else is kept for it.
       formula: what it computes, for readers; by default "name(operands)".
 
     Returns:
@@ -129,6 +131,7 @@ def pattern_pass(
     op = PatternOp(name, axes, result, tuple(scalars), reference, others, backward, told, reference is spellings[0])
     if backward is not None:
         _certify(name, "the op with its backward", spellings[0], _call_of(op), axes, scalars)
+    _certify_derivatives(name, op, spellings[0], axes, scalars)
     needs = f"operands of one dtype of f64/f32/bf16/f16, and {' '.join(f'{n}[{x}]' for n, x in axes.items())}"
     return PatternPass(name, told, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True))
 
@@ -221,6 +224,49 @@ def _result(name: str, fn: Callable[..., Any], axes: Mapping[str, str], scalars:
 
 def _call_of(op: PatternOp) -> Callable[..., Any]:
     return lambda *given: op.call(*given[: len(op.slots)], **dict(zip(op.scalars, given[len(op.slots) :], strict=True)))
+
+
+def _certify_derivatives(
+    name: str, op: PatternOp, pattern: Callable[..., Any], axes: Mapping[str, str], scalars: Sequence[str]
+) -> None:
+    """Raises ArgumentError where the op's derivatives cannot be had as JAX has the pattern's, forwards, and from a gradient again."""
+    shapes, numbers, new = _shapes(axes), _NUMBERS[0][: len(scalars)], _call_of(op)
+    try:
+        forwards = jax.jit(lambda *leaves: jax.jvp(lambda *xs: op.meaning_fn(*xs, *numbers), leaves, leaves)[1])
+        forwards.lower(*shapes)  # where it is only traced, jax.custom_vjp does not complain
+    except TypeError as error:
+        raise ArgumentError(
+            f'pattern_pass {name}: "xla" has no forward derivative: {error}; write it without jax.custom_vjp, and give its rule as '
+            f"`backward`"
+        ) from error
+    if op.same_code and not op.has_backward:
+        return
+
+    def pulled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The gradients' product with given arrays: its own gradients are all second derivatives."""
+
+        def product(*given: Any) -> Any:
+            ct, leaves, along = given[0], given[1 : 1 + len(axes)], given[1 + len(axes) : 1 + 2 * len(axes)]
+            gradients = jax.vjp(lambda *xs: fn(*xs, *given[1 + 2 * len(axes) :]), *leaves)[1](ct)
+            return sum(jnp.sum(g * a) for g, a in zip(gradients, along, strict=True))
+
+        return product
+
+    out = jax.eval_shape(lambda *leaves: pattern(*leaves, *numbers), *shapes)
+    names = ["the cotangent", *axes, *(f"the tangent of {n}" for n in axes)]
+    verdict = prove_function(
+        lambda *given: pulled(pattern)(*given, *numbers),
+        lambda *given: pulled(new)(*given, *numbers),
+        names,
+        [out, *shapes, *shapes],
+        plain_meaning_of,
+        ordinary=True,
+    )
+    if not verdict.ok:
+        raise ArgumentError(
+            f"pattern_pass {name}: its second derivatives are not the pattern's: {verdict.detail} (of the gradient's product with a "
+            f"tangent)"
+        )
 
 
 def _certify(

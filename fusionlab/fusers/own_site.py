@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from ..graph.canonical import View
-from ..graph.certify import Verdict
+from ..graph.certify import Verdict, prove_function
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import ScalarEdge, pattern_of
 from ..graph.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
 from ..graph.scopes import is_backward
-from ..kernels.own import DTYPES
+from ..kernels.arrays import is_explicitly_sharded
+from ..kernels.own import DTYPES, REFUSALS
 from .base import Plan, Search, anchor_text
 from .findings import Candidate, Rejection
 from .layout import arrange, axes_of, in_order, restore
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _NEAREST = 24  # values that a site may be read from, nearest first
 _CONE = 64  # nodes that a site may have
 _CHAINS = 16
+_WHOLE = 1 << 14  # elements that functions are compared at with all their positions, at most
 
 
 def makers_of(view: View, nid: int) -> list[Node]:
@@ -184,7 +187,8 @@ class OwnSite(Site):
                 continue
             numbers = _numbers(found, float(ref.coef))
             if not isinstance(numbers, dict):
-                reason = f"the result is multiplied by {float(ref.coef):g} where the pattern has {numbers:g}"
+                wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
+                reason = f"the result is multiplied by {float(ref.coef):g} where the pattern has {wanted}"
                 missed = missed or self.of_whole(found, reason)
             elif numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
                 missed = missed or Miss(
@@ -210,26 +214,69 @@ class OwnSite(Site):
             plan = self.plan(view, found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
-        verdict = self.verdict(region, plan)
+        if any(is_explicitly_sharded(v.aval) for v in region.inputs) and any(map(_selects, region.nodes)):
+            # A proof is of one device, where a select takes no operands of several meshes.
+            sentence = f"{anchor_text(self.anchor)} selects among values that are sharded over explicit mesh axes"
+            edit = "give the mesh axes of type Auto, or use shard_map"
+            return self.rejection("structure", sentence, edit=edit, site=region.nodes)
+        given, op = self.given(region, plan), self.pattern_pass.fused_op
+        if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
+            sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
+            return self.rejection(
+                "structure", sentence, edit=f"make {op.name} compute with these operands", site=region.nodes
+            )
+        verdict = self.verdict(region, plan, given)
         if not verdict.ok:
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
             return self.rejection(verdict.code or "value", sentence, site=region.nodes)
         names = ", ".join(leaves)
         return self.offered(region, plan, f"compute the outside use from {names} again")
 
-    def verdict(self, region: Region, plan: Plan) -> Verdict:
+    def given(self, region: Region, plan: Plan) -> dict[str, Any]:
+        """The types of the op's operands here."""
+        types = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs)
+        return dict(zip(self.pattern_pass.fused_op.slots, jax.eval_shape(plan.operands, *types), strict=True))
+
+    def verdict(self, region: Region, plan: Plan, given: Mapping[str, Any]) -> Verdict:
         """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
         op, what = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
         certifier, numbers = self.search.certifier, op.numbers(plan.attrs)
         verdict = certifier.extremes(region, plan.call, what)
-        for key, fn in op.functions.items():
+        able = {key: fn for key, fn in op.functions.items() if op.unfit(fn, given, plan.attrs) is None}
+        for key, fn in able.items():
 
             def call(*inputs: Any, fn: Callable[..., Any] = fn) -> Any:
                 return plan.finish(fn(*plan.operands(*inputs), *numbers))
 
             for prove in (certifier.region, certifier.extremes):
                 verdict = prove(region, call, (*what, key)) if verdict.ok else verdict
-        return verdict
+        return self.of_positions(given, plan.attrs, {"xla": op.meaning_fn, **able}) if verdict.ok else verdict
+
+    def of_positions(
+        self, given: Mapping[str, Any], attrs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
+    ) -> Verdict:
+        """Whether what may run is the pattern at the lengths of this site: at the few entries of a proof, arange(n) < 20 is a mask of True.
+
+        At shorter ones, if these are long; there a function that does not take them is not asked.
+        """
+        op, certifier = self.pattern_pass.fused_op, self.search.certifier
+        shapes, numbers = op.shortened({n: a.shape for n, a in given.items()}, _WHOLE), op.numbers(attrs)
+        avals = [jax.ShapeDtypeStruct(shapes[n], given[n].dtype) for n in op.slots]
+        pattern = self.pattern_pass.gauged[0].fn
+
+        def prove(fn: Callable[..., Any]) -> Verdict:
+            old, new = (lambda *leaves, f=f: f(*leaves, *numbers) for f in (pattern, fn))
+            try:
+                return prove_function(old, new, op.slots, avals, certifier.inline, ordinary=True)
+            except REFUSALS:
+                return Verdict(None)
+
+        for key, fn in functions.items():
+            what = op.name, key, tuple(shapes.values()), str(avals[0].dtype), tuple(numbers)
+            verdict = certifier.once(("positions", what), lambda fn=fn: prove(fn))
+            if verdict.code not in (None, "uncertified"):
+                return verdict
+        return Verdict(None)
 
     def dtypes(self, region: Region) -> Rejection | None:
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
@@ -273,23 +320,33 @@ class OwnSite(Site):
         return Plan(op, attrs, operands, finish, op.formula(**numbers))
 
 
+def _selects(node: Node) -> bool:
+    """Whether a node or its derivative may select: a rule is known when it is traced."""
+    rules = ("select_n", "custom_jvp_call", "custom_vjp_call")
+    return node.primitive in rules or any(_selects(inner) for block in node.blocks for inner in block.nodes)
+
+
 def _number(value: float, dtype: Any) -> float:
     """As the user wrote it: without the noise of its inverse, and, of a float32, the shortest number that is the same."""
-    short = float(f"{value:.10g}")
-    if abs(short - value) <= 1e-11 * abs(value):
+    double = str(dtype) == "float64"
+    short = float(f"{value:{'.13g' if double else '.10g'}}")
+    if abs(short - value) <= (1e-15 if double else 1e-11) * abs(value):
         value = short
     single = float(str(np.float32(value)))
-    return single if str(dtype) != "float64" and abs(float(np.float32(value)) - value) <= 1e-11 * abs(value) else value
+    return single if not double and abs(float(np.float32(value)) - value) <= 1e-11 * abs(value) else value
 
 
 def _numbers(found: Match, factor: float) -> dict[str, float] | float:
     """The scalars that a match captured, with the one that only `factor`, the multiple that the result is, tells.
 
-    Where that is another than the pattern's, the pattern's.
+    Where that is another than the pattern's, the pattern's; NaN where no scalar gives it.
     """
     wanted, known = found.pattern.factor, dict(found.scalars)
     if not isinstance(wanted, ScalarEdge):
         return known if close(float(wanted), factor) else float(wanted)
-    value = known.setdefault(wanted.scalar, (factor / wanted.const) ** (1 / wanted.power) if factor > 0 else math.nan)
+    try:
+        value = known.setdefault(wanted.scalar, float((factor / wanted.const) ** (1 / wanted.power)))
+    except (TypeError, ZeroDivisionError):  # a root of a negative number, or no result at all
+        return math.nan
     needed = wanted.const * value**wanted.power
     return known if close(needed, factor) else needed

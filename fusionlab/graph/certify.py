@@ -22,6 +22,7 @@ from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate,
 from .manual import as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
+from .trials import try_out
 
 # Largest relative error allowed. Casts are the identity here, so all that remains is how literals were rounded: two units
 # in the last place of the dtype they were written in, amplified by a handful of operations.
@@ -36,10 +37,6 @@ _TRUE = (
     0.3,
     0.15,
 )  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
-# Sizes of the inputs at which a function that somebody wrote is looked at as well, each input alone and all together: exp overflows at the
-# fourth, a square at the last, and its reciprocal at the second. Values are compared at those in between.
-_EXTREMES = (0.0, 1e-170, 30.0, 1e4, 1e170)
-_COMPARED, _NEAR = (30.0, 1e4), 1e-3
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 
 
@@ -76,9 +73,8 @@ class Certifier(Memo):
         return self.once(key, lambda: _prove(region, replacement, self.inline))
 
     def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
-        """Whether `replacement(*region.inputs)` holds where the region does, of very large and very small inputs; else as `region`.
-
-        For a replacement that is not this package's own: on ordinary numbers exp(x) / (1 + exp(x)) is a sigmoid, on large ones NaN.
+        """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as
+        `region`. For a replacement that is not this package's own.
         """
 
         def prove() -> Verdict:
@@ -87,21 +83,28 @@ class Certifier(Memo):
             old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
             names = [f"gradient of {n}" for n in _float_names(region)]
             inline = traced_once(_on_one_device(self.inline))
-            return _at_extremes(old, with_vjp(replacement, avals, out), avals, out, inline, ["value", *names], {})
+            new = with_vjp(replacement, avals, out)
+            return _tried(old, new, avals, out, inline, ["value", *names], lambda run: _at_sizes(run, avals))
 
         return self.once(("extremes", region_signature(region), what), prove)
 
 
 def prove_function(
-    old: Callable[..., Any], new: Callable[..., Any], names: Sequence[str], avals: Sequence[Any], inline: Inline
+    old: Callable[..., Any],
+    new: Callable[..., Any],
+    names: Sequence[str],
+    avals: Sequence[Any],
+    inline: Inline,
+    ordinary: bool = False,
 ) -> Verdict:
-    """Whether two functions of float arrays with one result are the same, values and gradients, on ordinary and on extreme numbers.
+    """Whether two functions of float arrays with one result are the same, in values and in gradients, at these sizes.
 
     Args:
       old, new: what is to be replaced, and what would be.
       names: of the arguments.
       avals: their types (`jax.ShapeDtypeStruct`), of small sizes.
       inline: the plain meaning of primitives that JAX does not know.
+      ordinary: on ordinary numbers only; else as `Certifier.extremes` too.
     """
     outs = [jax.eval_shape(fn, *avals) for fn in (old, new)]
     if any(not hasattr(o, "shape") for o in outs):
@@ -112,46 +115,37 @@ def prove_function(
         )
     given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
     told = ["value", *(f"gradient of {n}" for n in names)]
-    tolerance = max(TOLERANCE.get(np.dtype(a.dtype).name, 1e-9) for a in (*avals, outs[0]))
+    tolerance = _tolerance((*avals, outs[0]))
+    draws = _DRAWS if _elements(avals) <= _FEW else 1
 
     inline = traced_once(inline)
     try:
-        pairs = [_evaluated(given, new_ones, avals, outs[0], inline, seed, None) for seed in range(_DRAWS)]
+        pairs = [_evaluated(given, new_ones, avals, outs[0], inline, seed, None) for seed in range(draws)]
     except CannotEvaluate as error:
         return Verdict("uncertified", f"it cannot be told: {error}")
-    wrong = (v for want, got in pairs if not (v := _within(tolerance, told, want, got)).ok)
-    return next(wrong, None) or _at_extremes(given, new_ones, avals, outs[0], inline, told, None)
+    wrong = next((v for want, got in pairs if not (v := _within(tolerance, told, want, got)).ok), None)
+    if wrong is not None or ordinary:
+        return wrong or Verdict(None)
+    return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(None))
 
 
-def _at_extremes(
-    old: Any,
-    new: Any,
-    avals: Sequence[Any],
-    out: Any,
-    inline: Inline,
-    names: Sequence[str],
-    products: dict[int, int] | None,
+def _tried(
+    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, names: Sequence[str], at: Callable[..., Any]
 ) -> Verdict:
-    """The new program makes no NaN or infinity where the old one makes none, and what it makes instead is no other number."""
-    sizes, drawn = _inputs(avals, out, products)
-    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
-    for size, where in itertools.product(_EXTREMES, dict.fromkeys([*((i,) for i in floats), tuple(floats)])):
-        args = [a * size if i in where else a for i, a in enumerate(drawn)]
-        try:
-            want, got = (evaluate(program, args, Sizes(sizes), inline) for program in (old, new))
-        except CannotEvaluate:  # at reduced sizes: the proof at ordinary numbers took others
-            return Verdict(None)
-        for name, a, b in zip(names, want, got, strict=True):
-            held = np.isfinite(a)
-            if not np.isfinite(b[held]).all():
-                other = b[held & ~np.isfinite(b)][0]
-                return Verdict(
-                    "value", f"its {name} is {other} for inputs as large as {size:g}, where it has to be a number"
-                )
-            allowed = _NEAR * np.max(np.abs(a[held]), initial=0.0) + 1e-9 * size
-            if size in _COMPARED and np.any(np.abs(a[held] - b[held]) > allowed):
-                return Verdict("value", f"its {name} is another one for inputs as large as {size:g}")
-    return Verdict(None)
+    """As `try_out`; `at` runs it at some sizes."""
+    tolerance = _tolerance((*avals, out))
+
+    def attempt(products: dict[int, int] | None) -> str | None:
+        def given(seed: int) -> tuple[dict[int, int], list[np.ndarray]]:
+            return _inputs(avals, out, products, seed)
+
+        return try_out(old, new, given, avals, inline, names, tolerance)
+
+    try:
+        wrong = at(attempt)
+    except CannotEvaluate as error:
+        return Verdict("uncertified", f"it cannot be told: {error}")
+    return Verdict("value", wrong) if wrong else Verdict(None)
 
 
 def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> Verdict:
@@ -183,29 +177,39 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
 def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, agree: Callable[..., Verdict]) -> Verdict:
     """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do."""
     inline = traced_once(_on_one_device(inline))
-    draws = _DRAWS if sum(math.prod(a.shape) for a in avals) <= _FEW else 1
+    draws = _DRAWS if _elements(avals) <= _FEW else 1
+
+    def attempt(products: dict[int, int] | None) -> list[Any]:
+        return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
+
     try:
-        pairs = _reduced(old, new, avals, out, inline, draws)
-    except CannotEvaluate as reduced:
-        if sum(math.prod(a.shape) for a in avals) > _REAL_SIZE_LIMIT:
-            return Verdict("uncertified", str(reduced))
-        try:
-            pairs = [_evaluated(old, new, avals, out, inline, seed, None) for seed in range(draws)]
-        except CannotEvaluate as error:
-            return Verdict("uncertified", str(error))
+        pairs = _at_sizes(attempt, avals)
+    except CannotEvaluate as error:
+        return Verdict("uncertified", str(error))
     return next((v for want, got in pairs if not (v := agree(want, got)).ok), Verdict(None))
 
 
-def _reduced(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, draws: int) -> list[Any]:
-    """Both programs on random inputs of reduced sizes. A size that is the product of others is reduced to the product of theirs."""
+def _elements(avals: Sequence[Any]) -> int:
+    return sum(math.prod(a.shape) for a in avals)
+
+
+def _at_sizes(attempt: Callable[[dict[int, int] | None], Any], avals: Sequence[Any]) -> Any:
+    """`attempt` at reduced sizes, given those that are products of others: one is reduced to the product of theirs. At the real sizes,
+    given None, where those will not do.
+    """
     products: dict[int, int] = {}
-    while True:
-        try:
-            return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
-        except SizesDifferError as error:
-            if error.real in products or len(products) >= _PRODUCTS:
-                raise
-            products[error.real] = error.other
+    try:
+        while True:
+            try:
+                return attempt(products)
+            except SizesDifferError as error:
+                if error.real in products or len(products) >= _PRODUCTS:
+                    raise
+                products[error.real] = error.other
+    except CannotEvaluate:
+        if _elements(avals) > _REAL_SIZE_LIMIT:
+            raise
+        return attempt(None)
 
 
 def _on_one_device(inline: Inline) -> Inline:
@@ -245,10 +249,11 @@ def _agree(region: Region, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
 
 
 def _close(region: Region, names: Sequence[str], want: Sequence[Any], got: Sequence[np.ndarray]) -> Verdict:
-    tolerance = max(
-        TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in (*region.inputs, region.root) if is_float(v.dtype)
-    )
-    return _within(tolerance, names, want, got)
+    return _within(_tolerance((*region.inputs, region.root)), names, want, got)
+
+
+def _tolerance(values: Sequence[Any]) -> float:
+    return max(TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in values if is_float(v.dtype))
 
 
 def _within(tolerance: float, names: Sequence[str], want: Sequence[Any], got: Sequence[np.ndarray]) -> Verdict:

@@ -30,11 +30,22 @@ from .op import Op
 Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+REFUSALS = (
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+)  # of a user's function
 _STORAGE = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 _HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nusing T = {};\n#line 1\n"
 _BLOCKS = (1 << 31) - 1  # along x
 _TRIED = 1 << 20  # elements that a kernel is tried on, at most
+# of the numbers that it is tried on; exp overflows at the last, and the first are what padding is made of
+_MAGNITUDES, _WORSE = (1.0, 0.0, 1 / 32, 4.0, 30.0, 1e4), 16
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,9 @@ class CudaKernel:
 
     Its parameters are the addresses of the operands in order, that of the result, the length of each axis as `long long` in the order in
     which the letters first appear in the operands, and each scalar, as `double` for float64 and `float` else. Arrays are row-major; `T` is
-    their type in CUDA. Before it runs for the first time at some shapes it is tried there on random numbers (at smaller ones where there
-    are more than a million elements) against the op's meaning in float64, and refuses what it gets wrong.
+    their type in CUDA. Before it runs for the first time at some shapes it is tried there on random numbers of several sizes (at smaller
+    shapes where there are more than a million elements) against the op's meaning in float64, and refuses what it gets wrong. That tells
+    no race that does not show, no reads or writes beyond the arrays, and nothing of lengths or numbers that were not tried.
 
     Attributes:
       source: CUDA C++, with an `extern "C" __global__` function `entry`; `cuda_bf16.h` and `cuda_fp16.h` are included already.
@@ -91,9 +103,9 @@ class PatternOp(Op):
     ) -> None:
         self.name, self.slots = name, tuple(axes)  # pyright: ignore[reportAttributeAccessIssue]
         self.letters, self.result, self.scalars = dict(axes), result, scalars
-        self._formula, self._same_code, self._backward = formula, same_code, backward
+        self._formula, self.same_code, self._backward = formula, same_code, backward
         self.defaults = dict.fromkeys(scalars)  # pyright: ignore[reportAttributeAccessIssue]
-        self._reference = reference
+        self.meaning_fn = reference
         self.functions = {key: fn for key, fn in others.items() if not isinstance(fn, CudaKernel)}
         plain = "the meaning, as plain JAX code"
         made = {"xla": Implementation("xla", plain, self._forward(reference), self._tangent, self._cotangent)}
@@ -104,12 +116,34 @@ class PatternOp(Op):
 
     def _function(self, name: str, fn: Callable[..., Any]) -> Implementation:
         summary = "plain JAX code of the user's own"
-        return Implementation(name, summary, self._forward(fn), self._tangent, self._cotangent)
+
+        def refuses(shapes: Mapping[str, Any], device: Device, role: str = "call", **attrs: Any) -> str | None:
+            return self.unfit(fn, shapes, attrs) if role == "call" else None  # the gradient is the meaning's
+
+        return Implementation(name, summary, self._forward(fn), self._tangent, self._cotangent, refuses)
+
+    def unfit(self, fn: Callable[..., Any], shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+        """Why a function of the user's cannot run with these operands; None where it can."""
+        given = [jax.ShapeDtypeStruct(shapes[slot].shape, shapes[slot].dtype) for slot in self.slots]
+        sizes = self.sizes({slot: a.shape for slot, a in zip(self.slots, given, strict=True)})
+        shape, dtype = tuple(sizes[x] for x in self.result), given[0].dtype
+        try:
+            out = jax.eval_shape(lambda *leaves: fn(*leaves, *self.numbers(attrs)), *given)
+        except REFUSALS as error:
+            return f"it does not take these operands: {type(error).__name__} {error}".rstrip()
+        if getattr(out, "shape", None) != shape or out.dtype != dtype:
+            return f"it gives {out}, needed {jnp.dtype(dtype).name}{list(shape)}, the operands' dtype"
+        return None
 
     def _kernel(self, name: str, kernel: CudaKernel) -> Implementation:
         one = _Kernel(self, kernel)
         summary = "a CUDA kernel of the user's own"
         return Implementation(name, summary, one.forward, self._tangent, self._cotangent, one.refuses, opaque=True)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the gradient is the user's own."""
+        return self._backward is not None
 
     # -- the meaning ----------------------------------------------------------------------------------------------
 
@@ -128,7 +162,7 @@ class PatternOp(Op):
 
         def fn(*moving: Array) -> Array:
             known = {**saved, **dict(zip(slots, moving, strict=True))}
-            return self._reference(*(known[slot] for slot in self.slots), *self.numbers(attrs))
+            return self.meaning_fn(*(known[slot] for slot in self.slots), *self.numbers(attrs))
 
         return fn
 
@@ -144,8 +178,13 @@ class PatternOp(Op):
         if self._backward is None:
             return list(jax.vjp(self._of(wanted, saved, attrs), *(saved[slot] for slot in wanted))[1](ct))
         found = self._backward(ct, *(saved[slot] for slot in self.slots), *self.numbers(attrs))
-        by_slot = dict(zip(self.slots, found if isinstance(found, tuple | list) else (found,), strict=True))
-        return [by_slot[slot] for slot in wanted]
+        gradients = list(found) if isinstance(found, tuple | list) else [found]
+        shapes = [getattr(g, "shape", None) for g in gradients]
+        needed = [saved[slot].shape for slot in self.slots]
+        if shapes != needed:
+            raise ArgumentError(f"{self.name}: backward gives arrays of shapes {shapes}, needed {needed}")
+        by_slot = dict(zip(self.slots, gradients, strict=True))
+        return [by_slot[slot].astype(saved[slot].dtype) for slot in wanted]
 
     # -- what an op says of itself --------------------------------------------------------------------------------
 
@@ -177,6 +216,14 @@ class PatternOp(Op):
                 raise ArgumentError(f"{self.name}: got {told}; needed {needed}, equal letters being equal lengths")
         return sizes
 
+    def shortened(self, shapes: Mapping[str, Sequence[int]], most: int) -> dict[str, tuple[int, ...]]:
+        """The operands' shapes with the longest axes halved until operands and result have `most` elements together."""
+        sizes = self.sizes(shapes)
+        while sum(math.prod(sizes[x] for x in axes) for axes in (*self.letters.values(), self.result)) > most:
+            longest = max(sizes, key=sizes.__getitem__)
+            sizes[longest] = -(-sizes[longest] // 2)
+        return {slot: tuple(sizes[x] for x in axes) for slot, axes in self.letters.items()}
+
     def residual_names(self, **attrs: Any) -> tuple[str, ...]:
         return ()
 
@@ -193,7 +240,7 @@ class PatternOp(Op):
         return "xla", "what XLA makes of the op's meaning"
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
-        return name == "xla" and self._same_code
+        return name == "xla" and self.same_code
 
     def formula(self, **attrs: Any) -> str:
         numbers = ", ".join(f"{s} = {attrs[s]:.6g}" for s in self.scalars if attrs.get(s) is not None)
@@ -258,31 +305,46 @@ class _Kernel:
         return self._tried[key]
 
     def _wrong(self, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any]) -> str | None:
-        """What is wrong with the kernel's values at these axis lengths, on random numbers; None where nothing is."""
-        sizes, letters = dict(sizes), self.op.letters
-        while sum(math.prod(sizes[x] for x in axes) for axes in (*letters.values(), self.op.result)) > _TRIED:
-            longest = max(sizes, key=sizes.__getitem__)
-            sizes[longest] = -(-sizes[longest] // 2)
+        """What is wrong with the kernel's values at these axis lengths, on random numbers of several sizes; None where nothing is."""
+        op, letters = self.op, self.op.letters
+        numbers = {s: attrs[s] for s in op.scalars}
+        shapes = op.shortened({slot: [sizes[x] for x in axes] for slot, axes in letters.items()}, _TRIED)
+        lengths = op.sizes(shapes)
+        at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
         rng = np.random.default_rng(0)
-        drawn = {slot: rng.normal(size=[sizes[x] for x in axes]) for slot, axes in letters.items()}
         try:
             with jax.ensure_compile_time_eval():
-                operands = {slot: jnp.asarray(a, dtype) for slot, a in drawn.items()}
-                numbers = {s: attrs[s] for s in self.op.scalars}
                 run = jax.jit(lambda given: self.forward(residuals=False, **given, **numbers)[0])
-                got = np.asarray(run(operands), np.float64)
-                want = self.op.in_float64({slot: np.asarray(a) for slot, a in operands.items()}, numbers)
+                plain = jax.jit(lambda given: op.reference(*given.values(), **numbers))
+                for size in _MAGNITUDES:
+                    drawn = {slot: np.clip(size * rng.normal(size=shape), -3e4, 3e4) for slot, shape in shapes.items()}
+                    operands = {slot: jnp.asarray(a, dtype) for slot, a in drawn.items()}
+                    known = {slot: np.array(a) for slot, a in operands.items()}
+                    got = np.asarray(run(operands), np.float64)
+                    if any(np.asarray(a).tobytes() != known[slot].tobytes() for slot, a in operands.items()):
+                        return f"it writes to its operands at {at}"
+                    true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)
+                    if wrong := _differs(true, now, got, dtype, size):
+                        return f"{wrong}, at {at}"
         except (jax.errors.JaxRuntimeError, BackendError, CompileError, MissingDependencyError) as error:
             return f"the kernel does not run: {error}"
         except CannotEvaluate as error:
             return f"what it computes cannot be checked here: {error}"
-        error = relative_error(want, got)
-        if error <= _TOLERANCE[dtype]:
-            return None
-        at = ", ".join(f"{x} = {n}" for x, n in sizes.items())
-        return (
-            f"its values differ from the op's meaning by {error:.2g} relative at {at} (allowed {_TOLERANCE[dtype]:.0e})"
-        )
+        return None
+
+
+def _differs(true: np.ndarray, now: np.ndarray, got: np.ndarray, dtype: str, size: float) -> str | None:
+    """What is wrong with a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
+    told, held = f"of numbers as large as {size:g}", np.isfinite(now) & np.isfinite(true)
+    if (bad := held & ~np.isfinite(got)).any():
+        return f"it gives {got[bad][0]} {told}, where the op's meaning gives a number"
+    true, now, got = (np.where(held, a, 0.0) for a in (true, now, got))
+    # What the meaning itself loses in this dtype a kernel may lose as well.
+    allowed = _TOLERANCE[dtype] + (0.0 if size == 1 else _WORSE * relative_error(true, now))
+    error = relative_error(true, got)
+    if error <= allowed:
+        return None
+    return f"its values differ from the op's meaning by {error:.2g} relative {told} (allowed {allowed:.0e})"
 
 
 def _scalar(value: float, dtype: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError, UnknownNameError
@@ -276,6 +277,17 @@ def test_rounding_inside_and_mixed_dtypes_are_declined(registered):
     assert str(site.leaves["b"].dtype) == "float32"  # the cast stays where it is
 
 
+def test_a_select_on_explicitly_sharded_values_is_declined(registered):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    registered(mish_pass())
+    registered(fl.pattern_pass("mine", lambda x: jnp.sin(jnp.exp(x)) + 1, axes={"x": "m"}))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(array(8), NamedSharding(mesh, PartitionSpec("d")))
+        reason = declined(mish, x, passes="mish")
+        assert "explicit mesh axes" in reason.sentence
+        assert fl.find(lambda x: jnp.sin(jnp.exp(x)) + 1, x, passes="mine").counts()["mine"] == 1
+
+
 def test_a_function_that_is_not_nearly_the_pattern_is_not_told(registered):
     registered(mish_pass())
     found = fl.find(lambda x, y: x * y + jnp.tanh(x), X, X, passes="mish")
@@ -290,8 +302,8 @@ def test_a_function_that_is_not_nearly_the_pattern_is_not_told(registered):
     ("fn", "said"),
     [
         (lambda x: x * jnp.tanh(x), "value differs by"),
-        (overflows, "its value is nan for inputs as large as 1000"),
-        (lambda x: jnp.where(x > 20, x, overflows(x)), "its gradient of x is nan for inputs as large as 1000"),
+        (overflows, "its value is nan for inputs as large as 10000"),
+        (lambda x: jnp.where(x > 20, x, overflows(x)), "its gradient of x is nan for inputs as large as 10000"),
         (lambda x: jnp.where(x > 20, 20.0, one_exp(x)), "for inputs as large as"),
         (lambda x: x * jax.lax.stop_gradient(jnp.tanh(jax.nn.softplus(x))), "gradient of x differs by"),
         (lambda x: one_exp(x)[None], "it gives float32[1, 5], needed float32[5]"),
@@ -324,6 +336,164 @@ def test_a_replacement_that_is_wrong_at_a_site_alone_is_declined(registered):
     registered(softcap_pass(implementations={"other": sly}))
     (reason,) = fl.find(lambda x: softcap(x, 30.0), X, passes="softcap").rejections
     assert reason.code == "value"
+
+
+def clipped(at):
+    def fn(x):
+        t = jnp.exp(jnp.minimum(x, at))
+        n = t * (t + 2)
+        return x * n / (n + 2)
+
+    return fn
+
+
+@jax.custom_jvp
+def once_right(x):
+    return mish(x)
+
+
+once_right.defjvp(lambda p, t: (mish(*p), t[0] * jax.lax.stop_gradient(jax.grad(lambda x: mish(x).sum())(*p))))
+
+
+@jax.custom_vjp
+def backward_alone(x):
+    return mish(x)
+
+
+backward_alone.defvjp(lambda x: (mish(x), x), lambda x, ct: jax.vjp(mish, x)[1](ct))
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (clipped(80), "in float32"),  # it holds in float64
+        (lambda x: mish(x.astype(jnp.bfloat16)).astype(x.dtype), "computed in float32"),
+        (lambda x: jnp.where((x > 4) & (x < 8), 0.0, mish(x)), "another one for inputs as large as"),
+        (lambda x: jnp.where(x == 0, 1.0, mish(x)), "its value is another one for inputs of 0"),
+        (lambda x: jnp.where(x == 1, 1.0, mish(x)), "its value is another one for inputs of whole numbers"),
+        (once_right, "its second derivatives are not the pattern's"),
+        (backward_alone, "has no forward derivative"),
+    ],
+)
+def test_a_replacement_that_is_wrong_on_few_numbers_or_in_few_derivatives_is_refused(fn, said):
+    with pytest.raises(ArgumentError, match=said):
+        mish_pass(implementations={"xla": fn})
+
+
+def test_a_backward_whose_own_gradient_is_another_is_refused():
+    backward = lambda ct, x: ct * jax.lax.stop_gradient(jax.vjp(mish, x)[1](jnp.ones_like(x))[0])  # noqa: E731
+    with pytest.raises(ArgumentError, match="its second derivatives are not the pattern's"):
+        mish_pass(backward=backward)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fn"),
+    [
+        (lambda x, y: jnp.maximum(x, y) * jnp.sin(x), lambda x, y: jnp.where(x >= y, x, y) * jnp.sin(x)),
+        (lambda x, y: jnp.maximum(x, 0) * jnp.sin(y), lambda x, y: jax.nn.relu(x) * jnp.sin(y)),
+    ],
+)
+def test_a_gradient_that_is_another_on_ties_is_refused(pattern, fn):
+    with pytest.raises(ArgumentError, match="its gradient of x is another one for inputs of"):
+        fl.pattern_pass("mine", pattern, axes={"x": "m", "y": "m"}, implementations={"xla": fn})
+
+
+def test_a_site_of_a_dtype_in_which_a_replacement_does_not_hold_is_declined(registered):
+    registered(mish_pass(implementations={"xla": one_exp}))  # exp(20) is no float16
+    (reason,) = fl.find(mish, X.astype(jnp.float16), passes="mish").rejections
+    assert reason.code == "value"
+    assert "in float16" in reason.sentence
+    assert fl.find(mish, X, passes="mish").counts()["mish"] == 1
+
+
+def test_a_site_that_computes_in_a_wider_dtype_is_not_narrowed(registered):
+    registered(fl.pattern_pass("mine", lambda x: jnp.sin(jnp.exp(jnp.tanh(x)) - 1), axes={"x": "m"}))
+    wide = lambda x: jnp.sin((jnp.exp(jnp.tanh(x).astype(jnp.float32)) - 1).astype(x.dtype))  # noqa: E731
+    (reason,) = fl.find(wide, X.astype(jnp.bfloat16), passes="mine").rejections
+    assert reason.code == "value"
+    assert "computed in bfloat16" in reason.sentence
+
+
+@pytest.mark.parametrize("length", [100, 40_000])
+@pytest.mark.parametrize("key", ["xla", "other"])
+def test_a_replacement_that_is_wrong_at_some_positions_is_declined(registered, key, length):
+    at_first = lambda x: jnp.where(jnp.arange(x.shape[0]) < 20, mish(x), 0)  # noqa: E731
+    registered(mish_pass(implementations={key: at_first}))
+    assert fl.find(mish, array(20), passes="mish").counts()["mish"] == 1
+    (reason,) = fl.find(mish, array(length), passes="mish").rejections
+    assert reason.code == "value"
+
+
+def test_a_replacement_that_does_not_take_every_length(registered):
+    def tiled(x):
+        assert x.shape[0] in (5, 40_000)
+        return mish(x)
+
+    registered(mish_pass(implementations={"other": tiled}))
+    assert fl.find(mish, array(40_000), passes="mish").counts()["mish"] == 1
+
+
+def float32_always(x):
+    return mish(x) * np.float32(1)
+
+
+def no_sevens(x):
+    if x.shape[0] % 7 == 0:
+        raise ValueError("no sevens")
+    return mish(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "said"),
+    [
+        (float32_always, array(6).astype(jnp.bfloat16), "needed bfloat16[6]"),
+        (no_sevens, array(14), "it does not take these operands: ValueError no sevens"),
+    ],
+)
+def test_a_function_that_does_not_take_a_site_s_operands(registered, fn, x, said):
+    registered(mish_pass(implementations={"xla": fn}))
+    reason = declined(mish, x, passes="mish")
+    assert said in reason.sentence
+    fl.unregister("mish")
+    registered(mish_pass(implementations={"other": fn}))
+    (site,) = fl.find(mish, x, passes="mish").candidates
+    assert {b.name: b.verdict for b in site.backends} == {"xla": "same code", "other": "unavailable"}
+    assert said in {b.name: b.reason for b in site.backends}["other"]
+    assert fl.fuse(mish, passes="mish")(x).dtype == x.dtype
+
+
+def test_a_backward_that_gives_something_else_is_refused():
+    for backward in (lambda ct, x: None, lambda ct, x: (ct, ct), lambda ct, x: ct[None]):
+        with pytest.raises(ArgumentError, match="backward gives arrays of shapes"):
+            mish_pass(backward=backward)
+
+
+def test_a_backward_in_float32_of_a_bfloat16_site(registered):
+    wide = lambda ct, x: jax.vjp(mish, x.astype(jnp.float32))[1](ct.astype(jnp.float32))  # noqa: E731
+    registered(mish_pass(backward=wide))
+    x = X.astype(jnp.bfloat16)
+    got = jax.grad(lambda x: fl.fuse(mish, passes="mish")(x).sum())(x)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(jax.grad(lambda x: mish(x).sum())(x), np.float32), atol=0.03
+    )
+
+
+def test_a_float64_site_is_not_computed_in_float32(registered):
+    with jax.enable_x64(True):
+        registered(mish_pass(implementations={"xla": lambda x: mish(x.astype(jnp.float32)).astype(x.dtype)}))
+        (reason,) = fl.find(mish, jnp.asarray(X, jnp.float64), passes="mish").rejections
+    assert "computed in float64" in reason.sentence
+
+
+def test_a_negative_number_that_only_multiplies_the_result(registered):
+    registered(fl.pattern_pass("scaled_tanh", lambda x, s: s * jnp.tanh(x), axes={"x": "m"}, scalars=["s"]))
+    (site,) = fl.find(lambda x: jnp.tanh(x) * -2.5, X, passes="scaled_tanh").candidates
+    assert site.attrs["s"] == -2.5
+    fl.unregister("scaled_tanh")
+    registered(fl.pattern_pass("scaled_tanh", lambda x, s: s * s * jnp.tanh(x), axes={"x": "m"}, scalars=["s"]))
+    reason = declined(lambda x: jnp.tanh(x) * -2.5, X, passes="scaled_tanh")
+    assert "multiplied by -2.5 where the pattern has what no number of its gives" in reason.sentence
 
 
 @pytest.mark.parametrize(
@@ -516,6 +686,26 @@ def test_a_number_of_a_float64_kernel(emulator):
         op, x = unit_pass(implementations={"cuda": kernel}), jnp.asarray(np.random.default_rng(0).normal(size=(4, 40)))
         assert launches(lambda x: op(x, epsilon=0.3), x) == 1
         np.testing.assert_allclose(op(x, epsilon=0.3), unit(x, 0.3), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("fminf(v, 20.0f)", "v"), "it gives nan of numbers as large as 30"),
+        (("(T)(v *", "(T)(v == 0.0f ? 1.0f : v *"), "of numbers as large as 0"),
+        (("out[i] =", "((T*)x)[i] = out[i] ="), "it writes to its operands"),
+    ],
+)
+def test_a_kernel_that_is_wrong_on_large_numbers_or_zeros_or_writes_elsewhere_does_not_run(
+    registered, emulator, wrong, said
+):
+    assert wrong[0] in MISH
+    registered(mish_pass(implementations={"cuda": fl.CudaKernel(MISH.replace(*wrong))}))
+    with kernels_on_the_cpu(emulator, own):
+        fused = fl.fuse(mish, passes="mish")
+        (site,) = fused.findings(X).candidates
+        assert said in {b.name: b.reason for b in site.backends}["cuda"]
+        assert launches(fused, X) == 0
 
 
 @pytest.mark.parametrize("wrong", [("2.0f)", "2.1f)"), ("i >= m", "i >= m - 1")])
