@@ -52,6 +52,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     samples = np.concatenate([np.asarray(r.samples_s) for _, r in runs]) * 1e3
     if samples.max() > 30 * samples.min():
         ax.set_xscale("log")
+        ax.xaxis.set_minor_formatter(_plain)  # 2, 5: those in between would lie on one another
     else:
         ax.set_xlim(left=0)
     ax.set_xlabel(f"{timings[0].clock} per call (ms); dots: samples, box: quartiles, bar: median")
@@ -174,6 +175,12 @@ def _worst(leaves: Sequence[LeafNumerics], measure: str) -> list[LeafNumerics]:
     """The leaves to show, in their own order: regressions first choice, then the largest errors."""
     ranked = sorted(range(len(leaves)), key=lambda i: (leaves[i].ok, -getattr(leaves[i].after, measure)))
     return [leaves[i] for i in sorted(ranked[:_LEAVES])]
+
+
+def _plain(value: float, _: Any = None) -> str:
+    """The label of a minor tick of a logarithmic axis: 2 and 5 of each decade, as numbers; "" for the others."""
+    lead = f"{value:e}"[0]
+    return f"{value:g}" if lead in "25" and math.isclose(value, float(f"{value:.0e}"), rel_tol=1e-6) else ""
 
 
 def _on_log(value: float) -> float:

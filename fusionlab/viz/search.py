@@ -48,8 +48,9 @@ def search(graph: Graph, findings: Findings | None, text: str, limit: int = 50) 
     """Sites, arguments and nodes of a graph that have every word of a text in them, upper and lower case alike.
 
     A node is found by its primitive, number ("n7"), values ("%12"), their types ("bf16[32,16"), constants, scope, source line
-    ("model.py:41") and the text of that line, and the function it stands in; a site by its id, pass, formula or sentence, source line,
-    rejection code and what that means. Exact names come first, then sites, then the rest in program order.
+    ("model.py:41") and the text of that line, and the function it stands in; a site by its id, pass, formula or sentence, source
+    line, rejection code and what that means. Exact names come first, then operations that are one of the words, then sites, then
+    the rest in program order.
 
     Args:
       graph: where to search; the first search of a graph reads all of it, later ones only what was kept.
@@ -113,8 +114,11 @@ class SearchIndex:
         for word in words[1:]:
             found = [i for i in found if word in self._texts[i]]
         first = self._exact.get(text.casefold().strip(), [])
-        taken = frozenset(first)
-        order = [*first, *(i for i in found if i not in taken)]
+        taken, given = frozenset(first), frozenset(words)
+        rest = [i for i in found if i not in taken]
+        # The operation that a word names whole, before those that have it somewhere: "exp" is in "<genexpr>" too.
+        rest.sort(key=lambda i: self._labels[i].partition(" ")[0].casefold() not in given)
+        order = [*first, *rest]
         return Hits(text, tuple(map(self._hit, order[: max(0, limit)])), len(order))
 
     def _hit(self, i: int) -> Hit:

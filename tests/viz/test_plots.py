@@ -222,3 +222,9 @@ def test_plotting_imports_no_pyplot():
         "p.new_axes(2, 2); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_minor_labels_of_a_wide_time_axis_leave_room(evidence):
+    from fusionlab.viz.plots import _plain
+
+    assert [_plain(v) for v in (2e-3, 0.5, 3.0, 40.0, 20.0, 5e4)] == ["0.002", "0.5", "", "", "20", "50000"]

@@ -136,3 +136,13 @@ def timed(index, text):
     started = time.process_time()
     index.find(text)
     return time.process_time() - started
+
+
+def test_an_operation_that_a_word_names_comes_before_those_that_have_it_in_a_text():
+    def model(x):
+        expected = jnp.reshape(x, (4, 2))  # the line has "exp" in it
+        return jnp.exp(expected)
+
+    graph = trace(model, jnp.ones(8))
+    labels = [row.label for row in search(graph, None, "exp").rows]
+    assert [label.split()[0] for label in labels] == ["exp", "reshape"]
