@@ -18,8 +18,6 @@ from .lab import Comparison, Passes, compare, find, fuse
 if TYPE_CHECKING:
     from .viz.setting import Setting
 
-MOST_SHARES = 12  # sites beyond this are not timed one by one: a program for each has to be compiled
-
 
 @dataclass(frozen=True, eq=False)
 class _Live:
@@ -64,6 +62,8 @@ class _Live:
     def shares(
         self, setting: Setting, found: PlainFindings, progress: Any = False, cancel: Any = None
     ) -> SiteShares | None:
+        from .viz.share_plots import MOST_SHARES
+
         chosen = found.select(sorted(setting.enabled))
         toggled = [c for c in chosen if not c.same_code]
         if not 0 < len(toggled) <= MOST_SHARES or (cancel is not None and cancel()):

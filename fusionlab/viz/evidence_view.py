@@ -46,7 +46,7 @@ def headline(measured: Mapping[str, Any] | None, brief: bool = False) -> str:
         return "not measured"
     parts = [t["text"].partition(" (")[0] if brief else t["text"] for t in measured["timing"]] or [measured["verdict"]]
     if measured["worst"] is not None:
-        parts.append(f"max error {measured['worst']['max_abs']:.2g} ({measured['worst']['name']}) against float64")
+        parts.append(f"worst error {measured['worst']['max_abs']:.2g} ({measured['worst']['name']}) against float64")
     if (n := measured["regressions"]) > 0:
         parts.append(f"{n} result{'s' if n > 1 else ''} WORSE than before and over tolerance")
     return " · ".join(p for p in parts if p)
@@ -72,8 +72,13 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
 
 
 def _worst(leaves: Sequence[LeafNumerics]) -> dict[str, Any] | None:
-    leaf = max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs), default=None)
+    leaf = worst_leaf(leaves)
     return {"name": leaf.name, "max_abs": leaf.after.max_abs} if leaf is not None else None
+
+
+def worst_leaf(leaves: Sequence[LeafNumerics]) -> LeafNumerics | None:
+    """The output or gradient that is furthest off, by the rule of `Numerics.worst`, so that all that names one names the same."""
+    return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
 
 
 def environment_dict(evidence: Evidence | None) -> dict[str, Any]:

@@ -134,7 +134,8 @@ function header(ui) {
     }
   });
   ui.on(menu, "keydown", (e) => {
-    if (e.key !== "Escape") return;
+    if (e.key !== "Escape" || !menu.open) return;
+    e.preventDefault();
     menu.open = false;
     menu.querySelector("summary").focus();
   });
@@ -190,21 +191,25 @@ function passes(ui) {
   const box = (attrs, state, label) => h("input", { type: "checkbox", ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
-  const site = (s) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
+  const site = (s, note = s.note || (s.idle && "idle")) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
     box({ "data-fl-toggle": s.id }, s.on, `apply ${s.label}`),
-    h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label),
-    (s.note || s.idle) && h("span", { class: `fl-said ${s.losing ? "fl-warn" : "fl-quiet"}${/\d/.test(s.note) ? " fl-measured" : ""}`, title: s.note }, s.note || "idle"));
+    h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id },
+      h("bdi", { dir: "ltr" }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label)),
+    note && h("span", { class: `fl-said ${s.losing ? "fl-warn" : "fl-quiet"}${/\d/.test(note) ? " fl-measured" : ""}`, title: note }, note));
   const group = (g, few) => {
     if (g.sites.length === 1) return site(g.sites[0]);
     const open = opened.get(g.key) ?? few;
     const id = `${ui.uid}-${g.key}`.replace(/\s/g, "_");
+    const note = g.sites[0].note, once = note && g.sites.every((s) => s.note === note); // said once, not beside each
     return h("div", { class: "fl-group", "data-key": g.key },
       h("div", { class: "fl-row" },
         h("button", { type: "button", class: "fl-twist", "data-open": g.key, "aria-expanded": String(open), "aria-controls": id, "aria-label": `sites of ${g.label}` }, open ? "▾" : "▸"),
-        box({ "data-fl-group": g.key }, g.state, `apply all ${g.count} identical: ${g.label}`),
+        box({ "data-fl-group": g.key }, g.state, `apply all ${g.count} identical: ${g.label}${g.names ? ` (${g.names})` : ""}`),
         h("button", { type: "button", class: "fl-link", "data-fl-pick": g.ids[0], title: g.where || g.label }, g.label),
+        g.names && h("span", { class: "fl-said fl-quiet fl-names", title: g.names }, g.names),
         h("span", { class: "fl-count", title: "identical sites" }, `×${g.count}`)),
-      h("div", { class: "fl-sites", id, hidden: !open }, open && g.sites.map(site)));
+      h("div", { class: "fl-sites", id, hidden: !open }, open && once && h("p", { class: "fl-quiet fl-once", "data-key": "once" }, `each: ${note}`),
+        open && g.sites.map((s) => site(s, once ? "" : undefined))));
   };
   const option = (pass, o) => {
     const attrs = { "data-fl-option": `${pass}.${o.name}`, title: o.doc, disabled: ui.fixed() };
@@ -277,7 +282,8 @@ function graph(ui) {
   const tools = h("div", { class: "fl-tools", role: "toolbar", "aria-label": "graph" });
   const el = h("section", { class: "fl-middle", "aria-label": "graph" }, tools, pane, legend);
   const place = { x: 0, y: 0, scale: 1 };
-  let boxes = new Map(), current = null, anchor = null, drawn = "", fitted = false, size = { width: 1, height: 1 };
+  const places = {}; // where the reader was in the other program
+  let boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = false, size = { width: 1, height: 1 };
 
   const svg = () => canvas.querySelector("svg");
   const shape = (id) => (id ? canvas.querySelector(`[id="${CSS.escape(id)}"]`) : null);
@@ -376,6 +382,9 @@ function graph(ui) {
   };
   const draw = (scene) => {
     const had = canvas.contains(ui.root.getRootNode().activeElement);
+    const turned = side !== null && side !== ui.head().shown;
+    if (turned) [places[side], anchor] = [{ ...place }, { id: null }];
+    side = ui.head().shown ?? null;
     if (!anchor && marked().selected?.[0]) anchor = { id: marked().selected[0], ...on(marked().selected[0]) };
     if (drawn !== scene.svg) {
       canvas.innerHTML = drawn = scene.svg || ""; // made and escaped by Python
@@ -389,7 +398,8 @@ function graph(ui) {
     for (const [id, item] of Object.entries(all)) label(id, item, id === current);
     for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
     measure();
-    if (!fitted) fit(false, false);
+    if (!fitted || (turned && !places[side])) fit(false, false);
+    else if (turned) [Object.assign(place, places[side]), move()];
     else stay();
     if (had) focus();
     anchor = null;
@@ -416,9 +426,9 @@ function graph(ui) {
     for (const e of canvas.querySelectorAll("[aria-current]")) e.removeAttribute("aria-current");
     for (const id of marked().selected || []) shape(id)?.setAttribute("aria-current", "true");
     const said = { near: "nearest miss", found: "search hit", linked: "same kernel or line" };
-    const kinds = ["candidate", "applied", "declined"].filter((k) => canvas.querySelector(`.${k}`));
+    const kinds = ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`));
     const li = (css, text) => h("li", {}, h("span", { class: `fl-swatch ${css}` }), text);
-    fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)" }[k])),
+    fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)", fused: "fused op (bold)" }[k])),
       Object.keys(ui.store.get("scene")?.hull_items || {}).length > 0 && li("hull", "XLA's own fusion"),
       Object.entries(said).filter(([k]) => marked()[k]?.length).map(([k, text]) => li(`fl-${k}`, text)));
   };
@@ -433,6 +443,8 @@ function graph(ui) {
       shape(id).setAttribute("tabindex", "0");
     }
     show(id);
+    const near = marked().near?.find((n) => boxes.has(n)); // what one came to see of a declined site
+    if (near) show(near);
     if (ui.reveal) focus(id);
     ui.reveal = false;
   };
@@ -503,6 +515,14 @@ function graph(ui) {
     shape(id).setAttribute("tabindex", "0");
     shape(id).focus({ preventScroll: true });
   };
+  ui.on(pane, "focusin", (e) => { // a screen reader moves the focus by itself
+    const id = target(e);
+    if (!id || id === current) return;
+    shape(current)?.setAttribute("tabindex", "-1");
+    current = id;
+    shape(id).setAttribute("tabindex", "0");
+    show(id);
+  });
   ui.on(pane, "pointermove", (e) => {
     if (!drag) return;
     if (drag.map) return jump(e);
@@ -683,6 +703,7 @@ export function mount(el, store) {
     e.stopPropagation(); // a notebook would take letters and arrows as commands of its own
     if (e.key === "/" && !typing) [e.preventDefault(), top.focus()];
     else if (pick && (e.key === "Enter" || e.key === " ")) [e.preventDefault(), pick.click()];
+    else if (e.key === "Escape" && !e.defaultPrevented) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys
   });
   for (const name of names) waiting.add(name);
   flush();

@@ -194,7 +194,9 @@ class _Inspector:
 
     def fate(self, node: Node, kernels: tuple[Kernel, ...]) -> str:
         if self.compiled is None:
-            return quiet("Not compiled here: findings.xla() compiles the program and says which kernel this went into.")
+            return quiet(
+                "Not compiled yet: XLA hulls in a live explorer, or findings.xla(), compiles it and says which kernel this went into."
+            )
         rows: list[Fact] = []
         for k in kernels:
             others = [i for i in k.nodes if i != node.id]

@@ -37,6 +37,9 @@ def _pass(
 ) -> dict[str, Any]:
     keys = ("name", "colour", "tint", "formula", "state", "applied", "declined")
     groups = [_group(row["name"], k, group, shares) for k, group in enumerate(alike(sites, _ALIKE))]
+    labels = [g["label"] for g in groups]
+    for g in groups:
+        g["names"] = _names(g["ids"]) if labels.count(g["label"]) > 1 else ""
     return {k: row[k] for k in keys} | {
         "sites": len(sites),
         "options": options_of(row["name"], strategy),
@@ -58,6 +61,18 @@ def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: M
     }
 
 
+def _names(ids: Sequence[str]) -> str:
+    """The modules that sites stand in, without what is around them: what tells groups of one formula apart."""
+    scopes = [i.partition("@")[2].rpartition("#")[0].rpartition("/")[2] for i in ids]
+    return ", ".join(filter(None, dict.fromkeys(scopes)))
+
+
+def _label(site: Mapping[str, Any]) -> str:
+    """Where a site stands; by its line where it is in no module."""
+    place = site["id"].partition("@")[2] or site["id"]
+    return f"{site['source']['where']} {place}" if place.startswith("#") and site["source"] else place
+
+
 def _site(site: Mapping[str, Any], share: Any) -> dict[str, Any]:
     losing = share is not None and share.is_clear and share.saved_s < 0
     note = ""
@@ -69,7 +84,7 @@ def _site(site: Mapping[str, Any], share: Any) -> dict[str, Any]:
         note = "left as it is by default"
     return {
         "id": site["id"],
-        "label": site["id"].partition("@")[2] or site["id"],
+        "label": _label(site),
         "on": site["state"] == "applied",
         "idle": site["idle"],
         "note": note,

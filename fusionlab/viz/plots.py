@@ -125,11 +125,8 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
     words = {"max_abs": "largest absolute error", "rel_l2": "relative L2 error"}[measure]
     ax.set_xlabel(f"{words} against the float64 reference")
     left_out = len(numerics.leaves) - len(leaves)
-    ax.set_title(
-        f"errors against float64{f'; {left_out} smaller ones not shown' if left_out else ''}", fontsize=9, loc="left"
-    )
-    # Above the axes, opposite the title: inside them it would cover points.
-    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
+    ax.set_title(f"errors against float64{f'; {left_out} smaller ones not shown' if left_out else ''}", **_OVER_LEGEND)
+    _legend(ax, 3)
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
@@ -167,8 +164,8 @@ def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: 
     ax.set_xlabel("units in the last place from the float64 reference")
     ax.set_ylabel("elements")
     dtypes = short(_printable(", ".join(dict.fromkeys(leaf.dtype for leaf in leaves))), 60)
-    ax.set_title(f"{len(leaves)} {kind}{'s' if len(leaves) > 1 else ''}, {dtypes}", fontsize=9, loc="left", **AS_IT_IS)
-    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2)
+    ax.set_title(f"{len(leaves)} {kind}{'s' if len(leaves) > 1 else ''}, {dtypes}", **_OVER_LEGEND, **AS_IT_IS)
+    _legend(ax, 2)
     ax.grid(axis="y", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
@@ -197,7 +194,18 @@ def _printable(name: str) -> str:
 def _leaf_name(leaf: LeafNumerics) -> str:
     name = _printable(leaf.name)
     exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
-    return short(f"{'∂ ' if leaf.kind == 'gradient' else ''}{name}", 40) + exact
+    # The end of a path tells a parameter from its neighbours; the start is the same for all of them.
+    told = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
+    return f"{'∂ ' if leaf.kind == 'gradient' else ''}{told}{exact}"
+
+
+# Above the axes, where it covers no point, and below the title, which may be as long as the axes are wide.
+_OVER_LEGEND: dict[str, Any] = {"fontsize": 9, "loc": "left", "pad": 20}
+_LONGEST_NAME = 40
+
+
+def _legend(ax: Any, columns: int) -> None:
+    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, borderaxespad=0.2)
 
 
 def evidence_figures(evidence: Any) -> Iterator[tuple[str, Any]]:

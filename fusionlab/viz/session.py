@@ -122,9 +122,10 @@ class Session:
         """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
         if not self._past:
             return False
-        setting = self._past.pop()
+        setting, was = self._past.pop(), self.setting
         self._become(setting)
-        self._decisions.append(Decision("undone", setting))
+        said = _words(self.findings, was.enabled, setting.enabled)
+        self._decisions.append(Decision(f"undone: {said or 'options as before'}", setting))
         self._changed()
         return True
 
@@ -361,10 +362,14 @@ class Session:
         key = self.setting, id(self.evidence), id(shares), id(under), id(after)
         if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
             shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
-            shown.insert(2, {"name": "Sites", "html": shares_html(shares)})
+            shown.insert(2, {"name": "Sites", "html": shares_html(shares, self._own_code())})
             self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
         told = [{"name": "Ledger", "html": self.ledger.html()}]
         return self._drawn_tabs[key] + told + ([{"name": "Code", "html": code(script)}] if script else [])
+
+    def _own_code(self) -> int:
+        """How many sites are on that run anything but what XLA runs anyway."""
+        return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
 
     def _under(self) -> Roofline | None:
         """The findings under the roof of the device, once its rates were measured."""
@@ -416,6 +421,8 @@ def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) ->
             parts.append(f"{min(changed)} {word}")
         elif len(of) == 1 and (changed == whole or not (after if word == "off" else before) & whole):
             parts.append(f"{min(of)} {word} ({len(changed)} sites)")
+        elif len(of) == 1 and changed < whole:
+            parts.append(f"{min(of)}: {len(changed)} of {len(whole)} sites {word}")
         else:
             parts.append(f"{len(changed)} sites {word}")
     return ", ".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Strategy
 
+from .evidence_view import worst_leaf
 from .sections import table
 
 
@@ -114,7 +115,7 @@ def _numbers(evidence: Any) -> list[str]:
     if evidence is None:
         return [""] * 6
     where = evidence.environment.hardware
-    worst = evidence.numerics.worst("output") if evidence.numerics is not None else None
+    worst = worst_leaf(evidence.numerics.leaves) if evidence.numerics is not None else None
     error = "" if worst is None else f"{worst.after.max_abs:.2g} ({worst.name}) against float64"
     if not evidence.timings:
         return ["", "", "", str(evidence.verdict), error, where]

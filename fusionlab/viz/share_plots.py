@@ -11,10 +11,7 @@ from .markup import pick, quiet, text
 from .palette import QUIET, colour_of
 from .sections import table
 
-NOT_TIMED = (
-    "Not timed one by one: press Measure. It is done where at most 12 sites are on that run anything but what XLA runs anyway, "
-    "since a program is compiled for each."
-)
+MOST_SHARES = 12  # sites beyond this are not timed one by one: a program for each has to be compiled
 
 
 def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
@@ -47,10 +44,26 @@ def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
     return ax
 
 
-def shares_html(shares: SiteShares | None) -> str:
-    """The bars and their table as HTML, names escaped and selectable; or why there are none."""
+def _not_timed(sites: int) -> str:
+    if not sites:
+        return "No site that is on runs anything but what XLA runs anyway: there is nothing to time one by one."
+    if sites > MOST_SHARES:
+        return (
+            f"{sites} sites that are on run something else than XLA runs anyway. More than {MOST_SHARES} are not timed one by one, "
+            "since a program is compiled for each."
+        )
+    return "Not timed one by one yet: press Measure, which does it after the whole."
+
+
+def shares_html(shares: SiteShares | None, sites: int) -> str:
+    """The bars and their table as HTML, names escaped and selectable; or why there are none.
+
+    Args:
+      shares: what was measured, or None.
+      sites: how many sites are on that run anything but what XLA runs anyway.
+    """
     if shares is None:
-        return quiet(NOT_TIMED)
+        return quiet(_not_timed(sites))
     from .html import inline_svg
     from .plots import figure_svg
 

@@ -19,7 +19,9 @@ from .markup import quiet, section, text
 from .sections import table
 from .sites import is_applied
 
-NOT_MEASURED = "Nothing measured for these sites yet; press Measure."
+NOT_MEASURED = (
+    "Nothing measured for these sites yet: press Measure. While it runs, its progress is shown beside the button."
+)
 # Predicting a site's gain fuses it alone and counts the whole program: so many nodes are counted while nobody waits long.
 _PREDICTED_NODES = 100_000
 _SCOPES = 24

@@ -233,6 +233,11 @@ class Explorer(anywidget.AnyWidget):
         self.measuring = False
         self._stop()
 
+    def close(self) -> None:
+        """Takes the explorer off the page for good; a measurement that runs is cancelled."""
+        self.cancel()
+        super().close()
+
     def save(self, path: Any) -> Path:
         """Writes .json (all of the state: `fusionlab.load` reads it back), or a picture: .svg .png .pdf .dot .html .txt, by suffix.
 

@@ -220,8 +220,24 @@ def test_everything_is_reached_by_keyboard(lab):
     expect(lab.root.locator('[role=tab][aria-selected="true"]')).not_to_have_attribute("data-fl-tab", "Timing")
 
 
+def test_escape_leads_back_to_the_notebook(lab):
+    lab.open_tab("Ledger")
+    lab.page.keyboard.press("Escape")
+    focused = "selector => document.activeElement.closest(selector) !== null"
+    assert lab.page.evaluate(focused, ".jp-Notebook")
+    assert not lab.page.evaluate(focused, ".fl-explorer")
+
+
+def test_jupyterlab_does_not_narrow_the_terms_of_the_inspector(lab):
+    lab.boxes.first.focus()
+    lab.page.keyboard.press("End")
+    lab.page.keyboard.press("Enter")
+    term = lab.hook("inspector").locator("dt").first
+    assert term.evaluate("e => [getComputedStyle(e).float, e.scrollWidth <= e.clientWidth]") == ["none", True]
+
+
 def test_a_declined_site_says_why_and_what_to_edit(lab):
-    declined = lab.root.locator("button[data-fl-pick]", has_text="model.py").last
+    declined = lab.root.locator(".fl-declined button[data-fl-pick]", has_text="model.py").last
     lab.root.locator("summary", has_text="Declined").click()
     declined.click()
     inspector = lab.hook("inspector")

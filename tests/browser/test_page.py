@@ -27,7 +27,7 @@ def step(params, x):
                 x = jnp.tanh(y) * 2 + jnp.cos(y) - jnp.sin(y)
     with jax.named_scope("head"):
         z = x @ params[0][0] + params[0][1]
-        return jnp.tanh(z), z
+        return jnp.tanh(z).T, z
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +230,72 @@ def test_zooming_and_panning_move_the_picture(shown):
     shown.page.keyboard.press("Shift+ArrowDown")
     seen.append(svg.evaluate(style))
     assert len(set(seen)) == len(seen), seen
+
+
+def style(locator, name, of=None):
+    return locator.evaluate("(e, [name, of]) => getComputedStyle(e, of)[name]", [name, of])
+
+
+def test_a_pressed_button_stays_readable_under_the_mouse(shown):
+    pressed = shown.hook("before")
+    shown.page.mouse.move(0, 0)
+    colours = [style(pressed, name) for name in ("backgroundColor", "color")]
+    pressed.hover()
+    assert [style(pressed, name) for name in ("backgroundColor", "color")] == colours
+
+
+def test_the_search_says_what_it_takes_in_a_quiet_colour_in_every_theme(shown):
+    quiet = shown.root.locator(".fl-quiet").first
+    for _ in range(3):
+        assert style(shown.hook("search"), "color", "::placeholder") == style(quiet, "color")
+        shown.hook("theme").click()
+
+
+def test_a_quiet_box_is_marked_as_any_other(shown):
+    quiet, other = (shown.picture.locator(f"g.node{css}[role=button]").first for css in (".quiet", ":not(.quiet)"))
+    strokes = []
+    for box in (quiet, other):
+        box.focus()
+        box.press("Enter")
+        expect(box).to_have_attribute("aria-current", "true")
+        shape = box.locator("path, polygon").first
+        strokes.append(style(shape, "stroke"))
+    assert strokes[0] == strokes[1]
+
+
+def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(shown):
+    shown.boxes.last.focus()
+    shown.page.keyboard.press("End")
+    moved = shown.picture.evaluate("svg => svg.style.transform")
+    shown.hook("after").click()
+    expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")
+    top = "svg => svg.getBoundingClientRect().top - svg.closest('.fl-pane').getBoundingClientRect().top"
+    assert shown.picture.evaluate(top) >= 0
+    expect(shown.root.locator(".fl-legend")).to_contain_text("fused op")
+    shown.hook("before").click()
+    expect(shown.hook("before")).to_have_attribute("aria-pressed", "true")
+    assert shown.picture.evaluate("svg => svg.style.transform") == moved
+
+
+def test_focus_set_by_a_screen_reader_is_where_the_keys_start(shown):
+    last = shown.picture.locator("g.node[role=button]").last
+    last.evaluate("e => e.focus({ preventScroll: true })")
+    expect(last).to_be_in_viewport()
+    assert last.get_attribute("tabindex") == "0"
+    assert shown.picture.locator('[role=button][tabindex="0"]').count() == 1
+
+
+def test_the_nearest_miss_of_a_declined_site_comes_into_sight(shown, report):
+    for _ in range(8):
+        shown.hook("zoom-in").click()  # so that the site itself does not fit
+    shown.root.locator("summary", has_text="Declined").click()
+    shown.root.locator(f'.fl-passes [data-fl-pick="{report[1].rejections[0].id}"]').click()
+    near = shown.picture.locator(".fl-near").first
+    expect(near).to_be_visible()
+    swatch = shown.root.locator(".fl-legend .fl-swatch.fl-near")  # it is selected too, and looks as the legend says
+    assert style(near.locator("path, polygon").first, "stroke") == style(swatch, "borderTopColor")
+    pane, box = shown.hook("graph").bounding_box(), near.bounding_box()
+    assert pane["y"] < box["y"] + box["height"] / 2 < pane["y"] + pane["height"]
 
 
 @pytest.mark.parametrize("width", [700, 1000, 1600])

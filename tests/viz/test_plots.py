@@ -14,9 +14,10 @@ from fusionlab.evidence.numerics import Numerics, leaf_numerics
 from fusionlab.evidence.record import environment
 from fusionlab.evidence.sums import Sums
 from fusionlab.evidence.timing import Runs, timing_of
-from fusionlab.viz.evidence_view import environment_dict, evidence_dict, evidence_tables
+from fusionlab.viz.evidence_view import environment_dict, evidence_dict, evidence_tables, headline
 from fusionlab.viz.html import evidence_html, report_html
 from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing, plot_ulps
+from fusionlab.viz.setting import Decision, Ledger, Setting
 from fusionlab.viz.view_model import view_model
 from fusionlab.viz.widget import Explorer
 
@@ -124,7 +125,7 @@ def test_the_header_never_shows_a_ratio_without_its_interval(case, evidence, tim
     assert (
         f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster (40 samples each, wall time)" in header
     )
-    assert "max error 0.25 (w) against float64 · 1 result WORSE than before and over tolerance" in header
+    assert "worst error 0.25 (w) against float64 · 1 result WORSE than before and over tolerance" in header
 
 
 def test_the_same_code_is_said_and_not_timed(case):
@@ -143,10 +144,39 @@ def test_a_report_holds_plots_and_tables_of_the_measurement(case, evidence):
         assert text.count(f"<td>{evidence.environment.hardware}</td>") == 1, "once, under Environment"
 
 
-def test_the_legend_of_the_error_plot_covers_no_point(numerics):
-    ax = plot_errors(numerics)
+@pytest.mark.parametrize("plot", [plot_errors, plot_ulps])
+def test_a_legend_covers_neither_a_point_nor_the_title(numerics, plot):
+    ax = plot(numerics)
     ax.figure.canvas.draw()
-    assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
+    legend = ax.get_legend().get_window_extent()
+    assert legend.y0 >= ax.get_window_extent().y1
+    assert ax._left_title.get_window_extent().y0 >= legend.y1
+
+
+def test_parameters_of_deep_modules_are_told_apart(numerics):
+    names = [f"params['params']['encoder']['block_0']['attention']['{n}']['kernel']" for n in ("query", "key")]
+    leaves = tuple(dataclasses.replace(leaf, name=n) for leaf, n in zip(numerics.leaves, names, strict=False))
+    told = [label.get_text() for label in plot_errors(Numerics(leaves, (), 64)).get_yticklabels()]
+    assert len(set(told)) == 2
+    assert told[0].endswith("['query']['kernel']")
+
+
+def test_whoever_names_the_worst_error_names_the_same(evidence, numerics):
+    # The largest error is not the worst one where more is tolerated.
+    small, large = (
+        dataclasses.replace(
+            leaf, name=name, atol=atol, after=dataclasses.replace(leaf.after, max_abs=error, over_tolerance=0)
+        )
+        for leaf, name, atol, error in zip(
+            numerics.leaves[1:], ("small", "large"), (0.1, 100.0), (0.05, 1.0), strict=True
+        )
+    )
+    e = dataclasses.replace(evidence, numerics=Numerics((small, large), (), 64))
+    setting = Setting()
+    (row,) = Ledger([Decision("opened", setting)], {setting: e}).rows()
+    assert "0.05 (small) against float64" in headline(evidence_dict(e))
+    assert "0.05 (small) against float64" in row[-2]
+    assert "worst gradient small" in str(e)
 
 
 def test_the_tables_say_zero_in_theory_and_no_number_beyond_reading(numerics):

@@ -1,5 +1,7 @@
 """The explorer without a screen: decisions, undo, options, and what it gives as plain data."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -48,7 +50,7 @@ def test_every_decision_is_a_line_of_the_ledger_and_can_be_undone(session, case)
     assert words(session) == ["opened", f"{first} off", f"{second} off", "gemm_epilogue on (2 sites)"]
     assert [session.undo() for _ in range(4)] == [True, True, True, False]
     assert session.setting == session.opened
-    assert words(session)[4:] == ["undone"] * 3
+    assert words(session)[4:] == ["undone: gemm_epilogue off (2 sites)", f"undone: {second} on", f"undone: {first} on"]
     assert session.toggles[first] is True
     session.toggles["gemm_epilogue"] = False
     assert session.reset()
@@ -107,7 +109,7 @@ def test_identical_sites_are_one_group_that_is_switched_as_one(stack):
     session.group(group["ids"][:3], False)
     (group,) = next(p["groups"] for p in session.panel()["passes"] if p["name"] == "gemm_epilogue")
     assert group["state"] == "partial"
-    assert words(session)[-1] == "3 sites off"
+    assert words(session)[-1] == "gemm_epilogue: 3 of 24 sites off"
     session.group(group["ids"], False)
     assert session.enabled == frozenset()
     with pytest.raises(UnknownNameError):
@@ -121,6 +123,22 @@ def test_sites_that_differ_are_not_one_group(case):
     session = Session(graph, findings_of(graph, two), engine="builtin")
     groups = next(p["groups"] for p in session.panel()["passes"] if p["name"] == "gemm_epilogue")
     assert [g["label"] for g in groups] == ["formula 0", "formula 1"]
+    assert [g["names"] for g in groups] == ["", ""]
+
+
+def test_groups_of_one_formula_are_told_apart_by_their_modules(case):
+    graph, nodes = case.graph, linear_nodes(case.graph)
+    two = [candidate(graph, f"gemm_epilogue@layer_{i}/{n}#1", nodes[i]) for i, n in enumerate(("query", "out"))]
+    two[1] = dataclasses.replace(two[1], nodes_after=4)
+    groups = Session(graph, findings_of(graph, two), engine="builtin").panel()["passes"][0]["groups"]
+    assert [(g["label"], g["names"]) for g in groups] == [("x @ w + b", "query"), ("x @ w + b", "out")]
+
+
+def test_a_site_in_no_module_is_named_by_its_line(case):
+    graph, nodes = case.graph, linear_nodes(case.graph)
+    session = Session(graph, findings_of(graph, [candidate(graph, "gemm_epilogue@#1", nodes[0])]), engine="builtin")
+    (group,) = session.panel()["passes"][0]["groups"]
+    assert group["sites"][0]["label"] == f"{nodes[0][0].source.short} #1"
 
 
 def test_the_picture_is_drawn_again_only_when_it_changes(session, case, monkeypatch):

@@ -35,8 +35,14 @@ def test_bars_point_to_what_is_saved_and_lost(shares):
 def test_what_is_not_clear_is_hatched_and_said(shares):
     unclear = SiteShares((SiteShare("lerp@x#1", runs("x", 1e-3), 1e-6, (0.9, 1.1)),), shares.fused, shares.unfused, "m")
     assert plot_shares(unclear).patches[0].get_hatch() == "///"
-    assert "no clear difference" in shares_html(unclear)
-    assert "press Measure" in shares_html(None)
+    assert "no clear difference" in shares_html(unclear, 1)
+
+
+@pytest.mark.parametrize(("sites", "why"), [(0, "nothing to time"), (12, "press Measure"), (13, "13 sites")])
+def test_why_sites_are_not_timed_is_true_before_and_after_measuring(sites, why):
+    told = shares_html(None, sites)
+    assert why in told
+    assert ("press Measure" in told) == (sites == 12)  # it would do nothing
 
 
 def test_the_explorer_times_sites_after_the_whole_and_warns_of_a_losing_one(case, shares):

@@ -213,6 +213,23 @@ def test_a_running_measurement_shows_progress_and_can_be_cancelled(case):
     assert lab.status.startswith("cancelled")
 
 
+def test_closing_it_cancels_what_is_measured(case):
+    begun, ended = threading.Event(), threading.Event()
+
+    def measure(setting, progress, cancel):
+        begun.set()
+        assert cancel.wait(30)
+        ended.set()
+
+    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+    thread = lab.start()
+    assert begun.wait(30)
+    lab.close()
+    thread.join(30)
+    assert ended.is_set()
+    assert not thread.is_alive()
+
+
 def test_a_new_tick_cancels_the_running_measurement_and_the_latest_wins(case, meter):
     running, release, seen = threading.Event(), threading.Event(), []
 
