@@ -15,10 +15,11 @@ class Cancel(threading.Event):
 
 
 Job = Callable[[Cancel], Any]
+_TURN = threading.Lock()  # of the whole process: two explorers of a notebook would measure each other too
 
 
 class Background:
-    """Runs jobs one at a time. A new job asks the one before to stop, and starts once that has.
+    """Runs jobs one at a time, whoever else of this process runs some. A new job asks the one before to stop, and starts once that has.
 
     What cannot be asked to stop (a compilation that is under way) is abandoned: it runs to its end, and nobody waits for its result but
     the job that comes next, since two measurements side by side would measure each other.
@@ -26,7 +27,7 @@ class Background:
 
     def __init__(self) -> None:
         self._state = threading.Lock()
-        self._turn = threading.Lock()
+        self._working = False
         self._current: Cancel | None = None
 
     @property
@@ -37,7 +38,14 @@ class Background:
     @property
     def abandoned(self) -> bool:
         """Whether a cancelled job has not come to its end yet."""
-        return self._turn.locked() and self._current is None
+        return self._working and self._current is None
+
+    @property
+    def awaited(self) -> str:
+        """What a job that is begun now has to wait for, in words; "" where nothing runs."""
+        if self._working:
+            return "what was abandoned"
+        return "another explorer" if _TURN.locked() else ""
 
     def begin(self) -> Cancel:
         """Cancels the current job and makes the next one current; hand what it gives to `run` or `start`."""
@@ -49,8 +57,12 @@ class Background:
 
     def run(self, job: Job, token: Cancel) -> Any:
         """Runs the job here, after the one before has come to its end; None without running it if it was cancelled meanwhile."""
-        with self._turn:
-            return None if token.is_set() else job(token)
+        with _TURN:
+            self._working = True
+            try:
+                return None if token.is_set() else job(token)
+            finally:
+                self._working = False
 
     def start(self, job: Job, token: Cancel) -> threading.Thread:
         """Runs the job in a thread of its own; what it raises is the job's to tell."""

@@ -268,8 +268,8 @@ class Explorer(anywidget.AnyWidget):
         if self._measure_with is None:
             raise ArgumentError("measure: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
         token = self._background.begin()
-        waiting = "waiting for what was abandoned to end" if self._background.abandoned else "measuring"
-        self._progress(token, waiting, 0, 0)
+        awaited = self._background.awaited
+        self._progress(token, f"waiting for {awaited} to end" if awaited else "measuring", 0, 0)
         return token
 
     def _run(self, setting: Setting, token: Cancel) -> Any:

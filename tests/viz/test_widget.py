@@ -213,6 +213,30 @@ def test_a_running_measurement_shows_progress_and_can_be_cancelled(case):
     assert lab.status.startswith("cancelled")
 
 
+def test_two_explorers_measure_one_after_the_other(case):
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def first(setting, progress, cancel):
+        begun.set()
+        assert go.wait(30)
+        seen.append("first")
+
+    one, two = (
+        Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+        for measure in (first, lambda *a: seen.append("second"))
+    )
+    threads = [one.start()]
+    assert begun.wait(30)
+    threads.append(two.start())
+    assert two.status == "waiting for another explorer to end"
+    threads[1].join(0.3)
+    assert seen == []
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert seen == ["first", "second"]
+
+
 def test_closing_it_cancels_what_is_measured(case):
     begun, ended = threading.Event(), threading.Event()
 
@@ -257,6 +281,25 @@ def test_a_new_tick_cancels_the_running_measurement_and_the_latest_wins(case, me
     lab.cancel()
     lab.toggles["gemm_epilogue"] = True
     assert len(seen) == 2  # cancelled: nothing is measured until asked again
+
+
+def test_a_measurement_says_that_it_waits_for_one_that_was_abandoned(case):
+    begun, go = threading.Event(), threading.Event()
+
+    def deaf(setting, progress, cancel):
+        begun.set()
+        assert go.wait(30)
+
+    lab = Explorer(case.graph, case.findings, measure=deaf, engine="builtin")
+    threads = [lab.start()]
+    assert begun.wait(30)
+    lab.cancel()
+    threads.append(lab.start())
+    assert lab.status == "waiting for what was abandoned to end"
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert lab.status in ("measured", "not measured")
 
 
 def test_two_measurements_never_run_side_by_side(case):
