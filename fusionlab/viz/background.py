@@ -15,6 +15,7 @@ class Cancel(threading.Event):
 
 
 Job = Callable[[Cancel], Any]
+_INSIDE = threading.local()  # set in a thread whose turn it is: what a job's observers measure in turn is part of it
 _TURN = threading.Lock()  # of the whole process: two explorers of a notebook would measure each other too
 
 
@@ -57,12 +58,14 @@ class Background:
 
     def run(self, job: Job, token: Cancel) -> Any:
         """Runs the job here, after the one before has come to its end; None without running it if it was cancelled meanwhile."""
+        if getattr(_INSIDE, "turn", False):
+            return None if token.is_set() else job(token)
         with _TURN:
-            self._working = True
+            self._working = _INSIDE.turn = True
             try:
                 return None if token.is_set() else job(token)
             finally:
-                self._working = False
+                self._working = _INSIDE.turn = False
 
     def start(self, job: Job, token: Cancel) -> threading.Thread:
         """Runs the job in a thread of its own; what it raises is the job's to tell."""

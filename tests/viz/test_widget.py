@@ -318,6 +318,25 @@ def test_two_measurements_never_run_side_by_side(case):
     assert set(most) == {1}
 
 
+def test_an_observer_of_a_measurement_may_measure(case):
+    calls = []
+
+    def measure(setting, progress, cancel):
+        calls.append(setting.enabled)
+
+    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+
+    def again(change):
+        if len(calls) == 1 and change["new"] == "measured":
+            lab.measure()
+
+    lab.observe(again, "status")
+    thread = lab.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(calls) == 2
+
+
 # Selecting ---------------------------------------------------------------------------------------------------------------------
 
 
