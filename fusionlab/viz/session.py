@@ -31,6 +31,7 @@ from .toggles import Toggles
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
+_MEASURED = ("Timing", "Errors", "Sites", "Memory")
 _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
@@ -82,6 +83,7 @@ class Session:
         self.rates: Device | None = None  # this process's device with measured rates, for the roofline
         self._roofs: dict[Strategy | None, Roofline] = {}
         self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
+        self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
         self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
@@ -353,8 +355,11 @@ class Session:
             return {"query": "", "total": 0, "rows": []}
         return self._hits().to_dict()
 
-    def tabs(self, script: str = "") -> list[dict[str, str]]:
-        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`."""
+    def tabs(self, script: str = "", awaited: bool = False) -> list[dict[str, str]]:
+        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
+
+        While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites.
+        """
         after = self._fused.get(self.setting)
         if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
             after = self.fused_graph()
@@ -364,8 +369,16 @@ class Session:
             shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
             shown.insert(2, {"name": "Sites", "html": shares_html(shares, self._own_code())})
             self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
+        shown = self._drawn_tabs[key]
+        if self.evidence is not None:
+            self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
+        elif awaited and self._last_tabs:
+            shown = [
+                tab | {"html": _stale(self._last_tabs[name])} if (name := tab["name"]) in _MEASURED else tab
+                for tab in shown
+            ]
         told = [{"name": "Ledger", "html": self.ledger.html()}]
-        return self._drawn_tabs[key] + told + ([{"name": "Code", "html": code(script)}] if script else [])
+        return shown + told + ([{"name": "Code", "html": code(script)}] if script else [])
 
     def _own_code(self) -> int:
         """How many sites are on that run anything but what XLA runs anyway."""
@@ -407,6 +420,11 @@ class Session:
             shares=shares,
             roofline=self._under() if self.stage.shown == "before" else None,
         )
+
+
+def _stale(html: str) -> str:
+    """A tab of another setting, while that of this one is measured."""
+    return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
 
 
 def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) -> str:

@@ -177,7 +177,13 @@ class Explorer(anywidget.AnyWidget):
         Raises:
           UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
         """
-        self.session.option(name, option, value)
+        searching = "searching again"
+        self._say(searching, {"running": True, "what": searching, "done": 0, "total": 0})  # seconds, for a long program
+        try:
+            self.session.option(name, option, value)
+        finally:
+            if self.status == searching:
+                self._say("not measured" if self.evidence is None else "measured")
 
     def undo(self) -> bool:
         """Takes the last change of sites or options back; False where there is none."""
@@ -232,6 +238,7 @@ class Explorer(anywidget.AnyWidget):
         """Asks the running measurement to stop, and measures no more; the evidence stays what it was."""
         self.measuring = False
         self._stop()
+        self.refresh()
 
     def close(self) -> None:
         """Takes the explorer off the page for good; a measurement that runs is cancelled."""
@@ -406,7 +413,7 @@ class Explorer(anywidget.AnyWidget):
 
     def _tabs(self) -> list[dict[str, str]]:
         script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""
-        return self.session.tabs(script)
+        return self.session.tabs(script, awaited=self.measuring and self._background.running)
 
     def export(self, suffix: str, name: str) -> str | bytes:
         """The content of a file of this kind (see `save`); `name` is the file's, for the error."""

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -228,3 +229,34 @@ def test_minor_labels_of_a_wide_time_axis_leave_room(evidence):
     from fusionlab.viz.plots import _plain
 
     assert [_plain(v) for v in (2e-3, 0.5, 3.0, 40.0, 20.0, 5e4)] == ["0.002", "0.5", "", "", "20", "50000"]
+
+
+def test_the_last_measurement_stays_dimmed_while_the_next_is_awaited(case, evidence):
+    running, release = threading.Event(), threading.Event()
+
+    def measure(setting, progress, cancel):
+        if len(setting.enabled) == len(case.findings.candidates):
+            return evidence
+        running.set()
+        assert release.wait(10)
+        raise ValueError("no such luck")
+
+    def timing():
+        return next(t["html"] for t in lab.tabs if t["name"] == "Timing")
+
+    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+    lab.start().join(10)
+    assert "fl-stale" not in timing()
+    lab.toggles["gemm_epilogue"] = False
+    assert running.wait(10)
+    assert 'class="fl-stale"' in timing()
+    assert "<svg" in timing()
+    assert "Of the sites before this change" in timing()
+    assert lab.evidence is None
+    lab.cancel()
+    assert "<svg" not in timing()
+    lab.toggles["gemm_epilogue"] = True
+    assert "<svg" in timing()
+    lab.toggles["gemm_epilogue"] = False  # no longer measured at every change
+    assert "<svg" not in timing()
+    release.set()

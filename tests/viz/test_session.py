@@ -11,6 +11,7 @@ from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.fusers import Strategy
 from fusionlab.viz.session import Session
 from fusionlab.viz.setting import Setting
+from fusionlab.viz.widget import Explorer
 
 from .conftest import candidate, findings_of, linear_nodes
 
@@ -180,3 +181,19 @@ def test_plots_are_drawn_again_only_when_something_was_measured(session, case, m
     session.toggles["gemm_epilogue"] = False
     assert "gemm_epilogue off" in next(t["html"] for t in session.tabs() if t["name"] == "Ledger")
     assert len(drawn) == 2
+
+
+def test_a_search_again_is_seen_while_it_lasts_and_no_longer(mixed):
+    graph, found = mixed
+    said = []
+    lab = Explorer(
+        graph,
+        found,
+        find=lambda strategy: said.append((lab.status, lab.busy["running"])) or fl.find(graph, passes=strategy),
+    )
+    lab.option("lerp", "reassociate", True)
+    assert said == [("searching again", True)]
+    assert (lab.status, lab.busy["running"]) == ("not measured", False)
+    with pytest.raises(ArgumentError):
+        lab.option("lerp", "reassociate", "perhaps")
+    assert not lab.busy["running"]
