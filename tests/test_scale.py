@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gc
 import time
 import tracemalloc
@@ -19,6 +20,7 @@ from fusionlab.models import transformer
 from fusionlab.viz.dot import dot_of_view
 from fusionlab.viz.pictures import Pictures
 from fusionlab.viz.render import to_svg
+from fusionlab.viz.widget import Explorer
 
 # The bars are those of two idle cores. A shared CI machine is slower by more than a test can know, so the absolute tests
 # allow three times that; what must not change is the ratio.
@@ -223,3 +225,18 @@ def test_structures_are_linear_in_the_program_too():
     seconds = {n: min(s for _, s in found) for n, found in runs.items()}
     print(f"structures of 24 and 96 layers: {seconds[24]:.2f} s and {seconds[96]:.2f} s")
     assert seconds[96] < 4.5 * seconds[24]
+
+
+def test_a_96_layer_train_step_opens_in_the_explorer_within_the_bar_and_counts_no_costs_yet(measured):
+    found = dataclasses.replace(measured[96][0])
+    lab, seconds = timed(
+        lambda: Explorer(found.graph, found, after=lambda setting, f: f.apply(sorted(setting.enabled)))
+    )
+    print(f"opened in {seconds:.2f} s of processor time")
+    assert seconds < SLACK * 3.0
+    assert "_costs" not in vars(found)
+    assert len(lab.session.view()["boxes"]) < 300
+    (group,) = [b["id"] for b in lab.session.view()["boxes"] if b["closed"]][:1]
+    _, seconds = timed(lambda: (lab.session.fold(group), lab.refresh()))
+    print(f"opened a group in {seconds:.2f} s")
+    assert seconds < SLACK * 0.5

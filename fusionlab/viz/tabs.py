@@ -24,6 +24,9 @@ NOT_MEASURED = (
 )
 # Predicting a site's gain fuses it alone and counts the whole program: so many nodes are counted while nobody waits long.
 _PREDICTED_NODES = 100_000
+_COUNTED_AT_ONCE = (
+    20_000  # nodes; those of a longer program are counted when they are asked for, so that it opens at once
+)
 _SCOPES = 24
 
 
@@ -100,14 +103,14 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
     """The program under the roof of a device; without one, what it costs, and why there is no roof."""
     if findings is None:
         return quiet("No program here to count: only a measurement.")
-    costs = _costs(findings)
     if under is None and device is None:
-        return (
-            quiet(
-                "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
-            )
-            + costs
-        )
+        told = "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
+        nodes = findings.graph.node_count
+        if nodes > _COUNTED_AT_ONCE:
+            later = f"What its {nodes:,} nodes cost is told of what is selected, and under the roof: counting all of them takes a while."
+            return quiet(told) + quiet(later)
+        return quiet(told) + _costs(findings)
+    costs = _costs(findings)
     try:
         known = counted(findings, device) if under is None and device is not None else under
     except ArgumentError as error:  # a device whose rates are not known
