@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .device import Device
 from .errors import ArgumentError
 from .evidence.attribution import SiteShares, sites_of
 from .evidence.peaks import measure_peaks
@@ -100,6 +101,8 @@ def make_explorer(
         measure=live.measure,
         shares=live.shares,
         rates=measure_peaks,
+        # On a CPU it takes as long as all the rest, which few ask for there.
+        rates_at_once=Device.current().platform != "cpu",
         after=live.after,
         find=live.find,
         script=live.script,

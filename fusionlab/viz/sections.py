@@ -183,31 +183,3 @@ def residuals_html(view: Mapping[str, Any]) -> str:
         rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
     heads = ["site", "residual", "type", "size", "together", "read by"]
     return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))
-
-
-# Inspector ----------------------------------------------------------------------------------------------------------
-def node_rows(info: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The inspector's lines for a node: (name, text, monospaced)."""
-    rows = [("result", f"{o['name']} {o['type']}, {bytes_text(o['bytes'])}", True) for o in info["outputs"]]
-    rows += [("operand", f"{i['name']} {i['type']} ← {i['from']}", True) for i in info["inputs"]]
-    if info["params"]:
-        rows.append(("params", info["params"], True))
-    if info["scope"]:
-        rows.append(("scope", info["scope"], True))
-    if info["source"]:
-        rows.append(("source", f"{info['source']['where']}  {info['source']['text']}", True))
-    for site in info["sites"]:
-        rows += site_rows(site)
-    return rows
-
-
-def site_rows(site: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The inspector's lines for a candidate or a rejection."""
-    if site["state"] == "declined":
-        rows = [("declined", f"{site['id']} [{site['code']}] {site['matched']}/{site['total']}: {site['text']}", False)]
-        rows += [("backward", _backward_text(site), False)] if site["backward"] else []
-        return rows + ([("edit", site["edit"], False)] if site["edit"] else [])
-    rows = [(site["state"], f"{site['id']}: {site['text']}", False)]
-    rows.append(("nodes", f"{site['nodes_before']} → {site['nodes_after']}", False))
-    rows += [("backward", _backward_text(site), False)] if site["backward"] else []
-    return rows + [(b["name"], f"{b['verdict']}: {b['reason']}", False) for b in site["backends"]]

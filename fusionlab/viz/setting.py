@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from fusionlab.errors import ArgumentError
@@ -123,8 +122,3 @@ def _numbers(evidence: Any) -> list[str]:
     low, high = timing.interval
     times = [seconds(timing.before.median_s), seconds(timing.after.median_s)]
     return [*times, f"{timing.ratio:.2f} [{low:.2f}, {high:.2f}]", f"{timing.what}: {timing.verdict}", error, where]
-
-
-def decided_html(text: str) -> str:
-    """A sentence as HTML, escaped."""
-    return f'<p class="quiet">{escape(text)}</p>'

@@ -116,7 +116,7 @@ class Stage:
         found = self._item(drawn, item)
         if found is None:
             return None
-        if found["kind"] != "node" and found["site"] is not None and found["kind"] == "site":
+        if found["kind"] == "site" and found["site"] is not None:
             return found["site"]
         if found["node"] is not None:
             return f"n{found['node']}"

@@ -46,8 +46,8 @@ class Explorer(anywidget.AnyWidget):
         `progress(what, done, total)`, and should stop once `cancel()` is True.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
-      rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline; called after the first
-        measurement.
+      rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
+      rates_at_once: call it after the first measurement, not only by `measure_rates`.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
       find: `find(strategy) -> Findings` over the same graph, for when an option is changed.
       script: `script(setting, findings) -> str`, a program that does the same.
@@ -98,6 +98,7 @@ class Explorer(anywidget.AnyWidget):
         measure: Callable[[Setting, Progress, Cancel], Any] | None = None,
         shares: Callable[[Setting, Findings, Progress, Cancel], Any] | None = None,
         rates: Callable[[], Device] | None = None,
+        rates_at_once: bool = False,
         after: Callable[[Setting, Findings], Graph] | None = None,
         find: Callable[[Strategy | None], Findings] | None = None,
         script: Callable[[Setting, Findings], str] | None = None,
@@ -108,8 +109,7 @@ class Explorer(anywidget.AnyWidget):
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
         self._script_with = script
-        # On a CPU it takes as long as all the rest, which few ask for there.
-        self._rates_at_once = rates is not None and not str(getattr(findings, "device", "")).count("CPU")
+        self._rates_at_once = rates is not None and rates_at_once
         self._engine, self._formulas = engine, dict(formulas or {})
         self._background = Background()
         self._ready = False
