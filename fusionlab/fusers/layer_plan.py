@@ -1,0 +1,360 @@
+"""The `multi_transformer` op that stands in for a layer that was read: its attributes, its operands out of the site's inputs, and what
+of its results the site makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.canonical import View
+from ..graph.ir import Value
+from ..graph.region import NotARegion, Region, cut, escapes
+from ..kernels import OPS
+from .base import Plan, Search, all_nodes, escape_text
+from .layer_axes import Atoms, Side, Unread, arranged, raw_axes, restored
+from .layer_reading import Layer
+from .outcomes import Candidate
+
+_HEADS = {"h", "g"}
+_PLAIN = {"window": None, "softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
+_STRUCTURAL = ("query", "key", "value", "q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An operand of the op: what it is in the view, and the op's axes, a group of letters for each."""
+
+    side: Side
+    groups: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A further value of the site's: the keys or values of all positions, or of this call."""
+
+    value: Value
+    side: Side
+    of_values: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer cut out of its block.
+
+    Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
+    `masks` (leaf of the region -> leaf of the attention's), `precision` (of its products).
+    """
+
+    layer: Layer
+    region: Region
+    leaves: Mapping[str, Leaf]
+    others: tuple[Made, ...]
+    attention: Candidate
+    masks: Mapping[str, str]
+    precision: Any
+
+    def letters(self, kind: str) -> tuple[str, ...]:
+        return tuple(a for a in self.layer.sizes if a.startswith(kind))
+
+    @property
+    def heads_before_length(self) -> bool:
+        """Whether the caches, or the keys that are given, have heads before positions."""
+        sides = [c.before.shown for c in (self.layer.key_cache,) if c is not None] or [m.side.shown for m in self.others]
+        order = [a for axis in (sides[0] if sides else ()) for a in axis]
+        heads = [i for i, a in enumerate(order) if a in _HEADS]
+        length = [i for i, a in enumerate(order) if a in ("s", "t", "p")]
+        return bool(heads and length) and heads[0] < length[0]
+
+
+def operands_of(layer: Layer) -> dict[str, Leaf]:
+    """Slot -> leaf, of one layer."""
+    batch = tuple(a for a in layer.sizes if a.startswith("b"))
+    key = "g" if "g" in layer.sizes else "h"
+    found: dict[str, Leaf | None] = {"x": Leaf(layer.x, (batch, ("t",), ("e",)))}
+    for name, norm in (("norm1", layer.norm1), ("norm2", layer.norm2)):
+        found[f"{name}_scale"] = norm.scale and Leaf(norm.scale, (("e",),))
+        found[f"{name}_bias"] = norm.bias and Leaf(norm.bias, (("e",),))
+    if layer.fused:
+        columns = tuple(f"n{i}" for i in range(8))
+        found["qkv"] = Leaf(_as_columns(layer.q.w, layer), (("e",), columns))
+        found["qkv_bias"] = layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))
+    else:
+        for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
+            found[slot] = Leaf(product.w, (("e",), *((a,) for a in axes)))
+            found[f"{slot}_bias"] = product.bias and Leaf(product.bias, tuple((a,) for a in axes))
+    found["out"] = Leaf(layer.out.w, (("h",), ("d",), ("e",)))
+    found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
+    for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
+        if product is not None:
+            ends = ("f", "e") if slot == "down" else ("e", "f")
+            found[slot] = Leaf(product.w, tuple((a,) for a in ends))
+            found[f"{slot}_bias"] = product.bias and Leaf(product.bias, ((ends[1],),))
+    if layer.key_cache is not None and layer.value_cache is not None:
+        length = "s" if layer.key_cache.kind == "write" else "p"
+        found["cache_k"] = Leaf(layer.key_cache.before, (batch, (length,), (key,), ("c",)))
+        found["cache_v"] = Leaf(layer.value_cache.before, (batch, (length,), (key,), ("d",)))
+        if layer.key_cache.step is not None:
+            found["step"] = Leaf(Side(layer.key_cache.step, ()), ())
+    return {slot: leaf for slot, leaf in found.items() if leaf is not None}
+
+
+def _as_columns(side: Side, layer: Layer) -> Side:
+    """The one weight of queries, keys and values, with letters of its own for its columns."""
+    shown, count = [], 0
+    for axis in side.shown:
+        if axis == ("e",):
+            shown.append(axis)
+            continue
+        name = f"n{count}"
+        count += 1
+        layer.sizes.setdefault(name, _length(axis, layer.sizes))
+        shown.append((name,))
+    return Side(side.nid, tuple(shown))
+
+
+def _length(atoms: Atoms, sizes: Mapping[str, int]) -> int:
+    length = 1
+    for a in atoms:
+        length *= sizes[a] if isinstance(a, str) else a.total
+    return length
+
+
+# -- the region -------------------------------------------------------------------------------------------------------
+
+
+def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> Site:
+    """The layer cut out of its block.
+
+    Args:
+      view: the block's view with its small sites folded, in which the layer was read.
+      attention: the attention's own site.
+
+    Raises:
+      NotARegion, Unread: it cannot be.
+    """
+    leaves = operands_of(layer)
+    masks = _mask_leaves(attention)
+    base = search.view
+    given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
+    given |= {name: base.ref[value.id].nid for name, value in masks.items()}
+    root = _raw(view, layer.root.nid, None)
+    wide = frozenset({"x", *(n for n in leaves if n.startswith("norm"))})
+    region = cut(base, root, given, through_casts=wide, as_read=frozenset(n for n in masks if masks[n].id in _read_as(attention)))
+    others = _others(view, layer, region)
+    if others:
+        region = cut(base, root, given, through_casts=wide, others=tuple(m.value for m in others))
+    for name, value in masks.items():
+        if region.leaves[name].id != value.id:
+            raise NotARegion(f"its mask {value!r} is read in another form than its attention's")
+    names = {name: name.partition(":")[2] for name in masks}
+    return Site(layer, region, leaves, others, attention, names, _precision(region))
+
+
+def _read_as(attention: Candidate) -> frozenset[int]:
+    return frozenset(v.id for v in attention.leaves.values())
+
+
+def _mask_leaves(attention: Candidate) -> dict[str, Value]:
+    assert attention.region is not None
+    return {f"mask:{n}": v for n, v in attention.region.leaves.items() if n not in _STRUCTURAL}
+
+
+def _raw(view: View, nid: int, dtype: Any) -> Value:
+    """The raw value in the block that first shows a node."""
+    for value in view.values_of.get(nid, ()):
+        if dtype is None or value.dtype == dtype:
+            return value
+    raise NotARegion("one of its operands is no value of the program's own")
+
+
+def _base_id(view: View, base: View, nid: int) -> int:
+    return base.ref[_raw(view, nid, None).id].nid
+
+
+def _others(view: View, layer: Layer, region: Region) -> tuple[Made, ...]:
+    """The keys and values that something beside the layer reads.
+
+    Raises:
+      Unread: anything else of it is read there.
+    """
+    known: dict[int, tuple[Side, bool]] = {}
+    for of_values, cache, own in ((False, layer.key_cache, layer.keys), (True, layer.value_cache, layer.values)):
+        sides = [own] if cache is None else [Side(cache.node, cache.shown)]
+        known.update({side.nid: (side, of_values) for side in sides})
+    found: dict[int, Made] = {}
+    for leak in escapes(region):
+        ref = view.ref.get(leak.value.id)
+        if ref is None or ref.nid not in known or ref.coef != 1:
+            raise Unread(escape_text(leak), ref.nid if ref is not None else layer.attention, "escapes")
+        side, of_values = known[ref.nid]
+        found[leak.value.id] = Made(leak.value, side, of_values)
+    return tuple(found.values())
+
+
+def _precision(region: Region) -> Any:
+    """The precision of its products.
+
+    Raises:
+      Unread: they differ.
+    """
+    found = {str(n.params.get("precision")): n.params.get("precision") for n in all_nodes(region.nodes) if n.primitive == "dot_general"}
+    if len(found) > 1:
+        raise NotARegion(f"its products ask for different precisions: {', '.join(sorted(found))}")
+    return next(iter(found.values()), None)
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def attributes_of(site: Site) -> dict[str, Any]:
+    """The op's attributes.
+
+    Raises:
+      Unread: the attention is one that the op has no room for.
+    """
+    layer, attention = site.layer, site.attention
+    for name, plain in _PLAIN.items():
+        if attention.attrs.get(name, plain) != plain:
+            raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention, "dropout" if "keep" in name else "structure")
+    if layer.norm1.kind != layer.norm2.kind:
+        raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
+    is_causal = bool(attention.attrs.get("is_causal", False))
+    if is_causal and layer.key_cache is not None:
+        raise Unread("its attention hides keys by their place in the cache from its first position on, whatever the step", layer.attention, "mask")
+    active = layer.gate or layer.up
+    return {
+        "layers": 1,
+        "heads": layer.sizes.get("h", 1),
+        "kv_heads": layer.sizes.get("g", layer.sizes.get("h", 1)),
+        "qkv": layer.columns,
+        "pre_norm": layer.pre_norm,
+        "norm": layer.norm1.kind,
+        "epsilons": (layer.norm1.epsilon, layer.norm2.epsilon),
+        "activation": active.activation,
+        "gated": layer.gate is not None,
+        "scale": float(attention.attrs["scale"]),
+        "is_causal": is_causal,
+        "mask_value": float(attention.attrs.get("mask_value", -jnp.inf)),
+        "cache": layer.key_cache.kind if layer.key_cache else None,
+        "cache_layout": "BHSD" if site.heads_before_length else "BSHD",
+        "gives_keys": bool(site.others) and layer.key_cache is None,
+        "precision": site.precision,
+    }
+
+
+def plan_of(search: Search, view: View, site: Site) -> Plan:
+    """The call that stands for a layer."""
+    return _Planner(search, view, site).plan()
+
+
+class _Planner:
+    def __init__(self, search: Search, view: View, site: Site) -> None:
+        self.search, self.view, self.site = search, view, site
+        self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
+        self.where = {v.id: i for i, v in enumerate(site.region.inputs)}
+        self.axes = {slot: self.raw(slot, leaf) for slot, leaf in site.leaves.items()}
+
+    def raw(self, slot: str, leaf: Leaf) -> tuple[Atoms, ...]:
+        return raw_axes(self.view, self.region.leaves[slot], leaf.side.shown)
+
+    def plan(self) -> Plan:
+        attrs = attributes_of(self.site)
+        op = OPS["multi_transformer"]
+        makers = dict(self.makers(attrs))
+        present = tuple(makers)
+        attrs = attrs | {"present": present}
+        results = self.results(attrs)
+
+        def operands(*inputs: Any) -> tuple[Any, ...]:
+            return tuple(make(inputs) for make in makers.values())
+
+        def finish(outs: Any) -> Any:
+            made = tuple(result(outs) for result in results)
+            return made if len(made) > 1 else made[0]
+
+        return Plan(op, attrs | {"implementation": self.search.implementation}, operands, finish, op.formula(**attrs))
+
+    def makers(self, attrs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Sequence[Any]], Any]]]:
+        """Slot -> the operand, of the region's inputs."""
+        shared = ("x", "step")
+        yield "x", self.arranged("x")
+        if self.site.masks:
+            yield from self.masked()
+        if "step" in self.site.leaves:
+            yield "step", self.step
+        for slot in self.site.leaves:
+            if slot in shared:
+                continue
+            made = self.arranged(slot)
+            if slot in ("qkv", "qkv_bias") and attrs["qkv"] == "interleaved":
+                made = self.by_head(made, attrs["heads"])
+            if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
+                batch, length, heads, features = self.site.leaves[slot].groups
+                made = self.arranged(slot, (batch, heads, length, features))
+            yield f"{slot}.0", made
+
+    def arranged(self, slot: str, groups: Any = None) -> Callable[[Sequence[Any]], Any]:
+        have, at = self.axes[slot], self.where[self.region.leaves[slot].id]
+        groups = groups or self.site.leaves[slot].groups
+        return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
+
+    @staticmethod
+    def by_head(made: Callable[[Sequence[Any]], Any], heads: int) -> Callable[[Sequence[Any]], Any]:
+        def split(inputs: Sequence[Any]) -> Any:
+            x = made(inputs)
+            return jnp.reshape(x, (*x.shape[:-1], heads, 3, x.shape[-1] // (3 * heads)))
+
+        return split
+
+    def step(self, inputs: Sequence[Any]) -> Any:
+        """Where the program writes its cache: clamped, as an update of a slice is."""
+        length = self.sizes["s"] - self.sizes.get("t", 1)
+        return jnp.clip(inputs[self.where[self.region.leaves["step"].id]], 0, length).astype(jnp.int32)
+
+    def masked(self) -> Iterator[tuple[str, Callable[[Sequence[Any]], Any]]]:
+        """The mask or bias, made as the attention's own site makes it."""
+        attention, own = self.site.attention, self.site.attention.region
+        assert own is not None
+        of_mask = {own.leaves[theirs].id: self.where[self.region.leaves[mine].id] for mine, theirs in self.site.masks.items()}
+
+        def both(inputs: Sequence[Any]) -> tuple[Any, ...]:
+            given = [inputs[of_mask[v.id]] if v.id in of_mask else jnp.zeros(v.shape, v.dtype) for v in own.inputs]
+            return attention.plan.operands(*given)
+
+        import jax
+
+        shapes = jax.eval_shape(lambda *xs: both(xs), *(v.aval for v in self.region.inputs))
+        if any(s is not None for s in shapes[5:]):
+            raise Unread("its attention drops weights, or has factors on them", self.layer.attention, "dropout")
+        for slot, number in (("bias", 3), ("mask", 4)):
+            shape = shapes[number]
+            if shape is None:
+                continue
+            if len(shape.shape) > 4:
+                raise Unread("its mask has several batch axes", self.layer.attention, "axes")
+            yield slot, lambda inputs, number=number: _rank4(both(inputs)[number])
+
+    def results(self, attrs: Mapping[str, Any]) -> list[Callable[[Sequence[Any]], Any]]:
+        """The region's roots, of the op's results."""
+        batch, sizes = self.site.letters("b"), self.sizes
+        root = self.region.root
+        want = raw_axes(self.view, root, self.layer.root.shown)
+        made = [lambda outs: restored(outs[0], (batch, ("t",), ("e",)), want, root.shape, sizes)]
+        key = "g" if "g" in sizes else "h"
+        for other in self.site.others:
+            length = "t" if self.layer.key_cache is None else "s"
+            middle = ((key,), (length,)) if attrs["cache_layout"] == "BHSD" else ((length,), (key,))
+            groups = (batch, *middle, ("d" if other.of_values else "c",))
+            axes = raw_axes(self.view, other.value, other.side.shown)
+            made.append(
+                lambda outs, g=groups, w=axes, o=other: restored(outs[2 if o.of_values else 1], g, w, o.value.shape, sizes)
+            )
+        return made
+
+
+def _rank4(x: Any) -> Any:
+    return jnp.reshape(x, (*(1,) * (4 - x.ndim), *x.shape))
