@@ -87,6 +87,7 @@ REJECTIONS: dict[str, str] = {
     "named_residual": "a checkpoint_name stands inside the site, and a remat policy may ask for the value it names",
     "region": "the site crosses the boundary of a region (scan, remat, custom rule) and cannot be replaced as one",
     "overlap": "another, larger fusion claims the same nodes",
+    "order": "the site gives several results, and something it reads has to wait for one of them",
     "uncertified": "the site holds a primitive that certification cannot evaluate",
     "slower": "on this device nothing was measured faster than the code that XLA makes of the site as it is written",
     "implementation": "the implementation that was asked for cannot run it here",

@@ -36,6 +36,7 @@ class Pass(Protocol):
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
       options: option name -> (default, meaning), or (default, meaning, choices).
+      whole: where it is there and true, the pass is searched after those that have none, whatever the order they were asked in.
       sample(): a small function and arguments in which it finds a site (for the before/after picture).
     """
 
@@ -64,7 +65,8 @@ class Search:
     """One pass over one block.
 
     Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse),
-    `differentiated` (there is a backward pass in the program).
+    `differentiated` (there is a backward pass in the program), `shared` (for passes to keep what they found: one for all passes and
+    blocks of a search).
     """
 
     graph: Graph
@@ -74,6 +76,7 @@ class Search:
     options: Mapping[str, Any] = field(default_factory=dict)
     implementation: str | None = None
     differentiated: bool = False
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def block(self) -> Any:
@@ -97,7 +100,7 @@ class Plan:
     Attributes:
       op, attrs: the fused op and its attributes.
       operands: region inputs -> the op's operands (None for an absent one).
-      finish: the op's result -> the region's root.
+      finish: the op's result -> the region's root; a tuple of its roots, where it has several.
       formula: what it computes at this site.
       arithmetic: as of a Candidate.
     """
@@ -159,7 +162,9 @@ def propose(
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
-    replacement = Replacement(region.block.path, region.nodes, region.root, region.inputs, plan_call)
+    replacement = Replacement(
+        region.block.path, region.nodes, region.root, region.inputs, plan_call, others=region.others
+    )
     return Candidate(
         id=f"{name}@{anchor.scope}",
         pass_name=name,
@@ -167,6 +172,7 @@ def propose(
         attrs={k: v for k, v in plan.attrs.items() if k != "implementation" and v is not None},
         node_ids=region.node_ids,
         root=region.root,
+        others=region.others,
         leaves=dict(region.leaves),
         block_path=region.block.path,
         nodes_before=len(region.nodes),
@@ -188,13 +194,17 @@ def propose(
 
 def _unfit(region: Region) -> tuple[str, str] | None:
     """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
-    floats = [v.dtype for v in (*region.inputs, region.root) if is_float(v.dtype)]
-    if any(0 in v.shape for v in (*region.inputs, region.root)):
+    values = *region.inputs, *region.roots
+    floats = [v.dtype for v in values if is_float(v.dtype)]
+    if any(0 in v.shape for v in values):
         return "axes", f"{region.root!r} or one of its operands is empty"
+    odd = next((v for v in region.roots if not is_float(v.dtype)), None) if region.others else None
+    if odd is not None:
+        return "dtype", f"{odd!r}, a result of the site, is no float"
     summed = next((n for n in all_nodes(region.nodes) if n.primitive in SUMS_OVER_DEVICES), None)
     if summed is not None:
         return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
-    if not all(has_mesh(v.aval) for v in (*region.inputs, region.root)):
+    if not all(has_mesh(v.aval) for v in values):
         return (
             "region",
             f"{region.root!r} or one of its operands varies along an axis of no mesh around it, or is still to be summed along one",
@@ -224,7 +234,7 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 
 def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
-    verdict = search.certifier.region(region, plan.call, what)
+    verdict = _proved(search, region, plan, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
     program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs]))
     operands = jax.eval_shape(plan.operands, *avals)
@@ -237,6 +247,21 @@ def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
         alone = plan.op.left_alone(*operands, device=search.device, **attrs)
     idle = plan.op.idle(*operands, device=search.device, **attrs)
     return _Facts(verdict, program, residuals, backends, alone, idle)
+
+
+def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
+    """Whether a plan gives every root of a region, in values and in gradients."""
+    if not region.others:
+        return search.certifier.region(region, plan.call, what)
+    for i, root in enumerate(region.roots):
+
+        def one(*inputs: Any, i: int = i) -> Any:
+            return plan.call(*inputs)[i]
+
+        verdict = search.certifier.region(region.of(root), one, (*what, i, len(region.roots)))
+        if not verdict.ok:
+            return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
+    return Verdict(None)
 
 
 def reject(

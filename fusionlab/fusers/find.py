@@ -68,12 +68,13 @@ def _find_in(
     seconds = {"canonicalise": time.perf_counter() - started}
     found: list[Candidate | Rejection] = []
     differentiated = is_differentiated(graph)
-    for pass_, options in passes:
+    shared: dict[Any, Any] = {}
+    for pass_, options in sorted(passes, key=lambda asked: getattr(asked[0], "whole", False)):
         if implementation is not None and implementation not in op_of(pass_).implementations:
             continue
         started = time.perf_counter()
         for view, owner in found_views:
-            search = Search(graph, view, device, certifier, options, implementation, differentiated)
+            search = Search(graph, view, device, certifier, options, implementation, differentiated, shared)
             for item in pass_.search(search):
                 found.append(_inside_rule(item, owner) if owner is not None else item)
         seconds[pass_.name] = time.perf_counter() - started

@@ -24,7 +24,8 @@ class Candidate:
       pass_name, op: the pass that found it; the fused op it becomes.
       attrs: the fused op's attributes at this site (activation, scale, is_causal, ...), JSON-able.
       node_ids: raw nodes the fused op replaces.
-      root: the raw value it produces.
+      root: the raw value it produces, or the first of several.
+      others: the further ones.
       leaves: the raw values it reads, by argument name.
       block_path: the block it stands in ("" = top).
       nodes_before, nodes_after: node count of the site and of what replaces it.
@@ -68,6 +69,12 @@ class Candidate:
     plan: Any = dataclasses.field(default=None, repr=False)
     backward: Pair | None = None
     otherwise: Callable[[], Iterable[Candidate | Rejection]] | None = dataclasses.field(default=None, repr=False)
+    others: tuple[Value, ...] = ()
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All the raw values it produces."""
+        return self.root, *self.others
 
     @property
     def scope(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from ..graph.gradients import first_gradients
+from ..graph.order import SitesWaitError, in_order
 from .outcomes import Candidate, Rejection
 
 
@@ -15,7 +17,22 @@ def settle(
     They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
     is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
     what they would only leave to XLA.
+
+    Of sites with several results that wait for each other's the one with fewer nodes is declined.
     """
+    stuck: dict[int, Rejection] = {}
+    while True:
+        candidates, rejections = _settled([f for f in found if id(f) not in stuck], last)
+        waiting = _waiting(candidates)
+        if waiting is None:
+            return candidates, [*rejections, *stuck.values()]
+        stuck[id(waiting[0])] = _stuck(*waiting)
+
+
+def _settled(
+    found: list[Candidate | Rejection], last: Collection[tuple[str, str]]
+) -> tuple[list[Candidate], list[Rejection]]:
+    """`settle`, but for what waits."""
     taken, lost = _Taken(), {}
     candidates = [c for c in found if isinstance(c, Candidate)]
     for c in sorted(candidates, key=lambda c: (bool(c.idle), (c.pass_name, c.op) in last, -c.nodes_before)):
@@ -36,7 +53,7 @@ class _Taken:
 
     def __init__(self) -> None:
         self.owner: dict[int, Candidate] = {}  # node -> the winner it belongs to
-        self.inner: dict[int, Candidate] = {}  # value made inside a winner and not by its root -> the winner
+        self.inner: dict[int, Candidate] = {}  # value that only exists inside a winner -> the winner
         self.read: dict[int, list[Candidate]] = {}  # value a winner reads -> the winners that do
 
     def add(self, c: Candidate) -> None:
@@ -61,8 +78,9 @@ class _Taken:
 
 
 def _inner_values(c: Candidate) -> list[int]:
-    """The values that a candidate's nodes make, without the one it gives."""
-    return [v.id for n in c.site.nodes for v in n.outputs if v.id != c.root.id]
+    """The values that a candidate's nodes make, without those it gives."""
+    given = {v.id for v in c.roots}
+    return [v.id for n in c.site.nodes for v in n.outputs if v.id not in given]
 
 
 def _with_losers(
@@ -70,6 +88,30 @@ def _with_losers(
 ) -> tuple[list[Candidate], list[Rejection]]:
     kept = [c for c in candidates if id(c) not in lost]
     return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
+
+
+def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] | None:
+    """A candidate of several results that cannot be replaced with the others, and those of several results that it and they wait for."""
+    for block in {c.region.block.path: c.region.block for c in candidates if c.others and c.region}.values():
+        here = [c for c in candidates if c.block_path == block.path]
+        parts = (c.site.backward for c in candidates)
+        pairs = [(i, part) for i, part in enumerate(parts) if part is not None and part.block_path == block.path]
+        try:
+            in_order(block, first_gradients(block, pairs), [c.site for c in here])
+        except SitesWaitError as error:
+            round_ = sorted((here[i] for i in error.numbers), key=lambda c: c.nodes_before)
+            return round_[0], round_[1:]
+    return None
+
+
+def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
+    whose = f"results of {', '.join(o.formula for o in others)}" if others else "the gradients of another site"
+    sentence = f"{c.formula} reads what is made of {whose}, which in turn waits for a result of this one"
+    size = c.nodes_before
+    nodes = c.node_ids
+    return Rejection(
+        c.id, c.pass_name, "order", sentence, tuple(nodes), nodes, size, size, c.source, concepts=c.concepts
+    )
 
 
 def _lost(c: Candidate, winner: Candidate) -> Rejection:

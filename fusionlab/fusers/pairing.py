@@ -11,9 +11,10 @@ from dataclasses import replace
 from ..graph.backward import Backward, Derivatives, Sums, find_backward
 from ..graph.canonical import View
 from ..graph.certify import Certifier
-from ..graph.gradients import BackwardPart, PairsWaitError, first_gradients, in_order
+from ..graph.gradients import BackwardPart, first_gradients
 from ..graph.ir import Block, Graph
 from ..graph.joined import joined_views
+from ..graph.order import PairsWaitError, in_order
 from ..graph.paired import Pairer, Pairing, Unpaired
 from ..graph.region import Region
 from ..graph.scopes import in_backward
@@ -71,6 +72,9 @@ class _Search:
     def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
         """A site with its backward pass; what stands in its place where it needs one and there is none."""
         region = item.region
+        if region is not None and region.others:
+            yield from self.without(item, "it has several results")
+            return
         found = None if region is None else self.backward(region)
         if region is None or found is None:
             yield from self.without(item, "no backward pass of it was found")

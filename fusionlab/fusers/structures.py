@@ -94,7 +94,8 @@ def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
     tiles: dict[str, list[Tile]] = {}
     for c in found.candidates:
         # Inner values that a backward pass reads would not be in the view: those of a site that is fused with it.
-        if c.program is not None and c.region is not None and not escapes(c.region):
+        # A tile has one root.
+        if c.program is not None and c.region is not None and not c.others and not escapes(c.region):
             tile = Tile(c.root, c.site.leaves, c.node_ids, c.program, c)
             tiles.setdefault(c.block_path, []).append(tile)
     return views(found.graph, tiles)

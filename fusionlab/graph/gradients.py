@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,14 +114,6 @@ class Chosen:
         return eqns + more
 
 
-class PairsWaitError(RewriteError):
-    """Pairs each read what is computed from the other's gradients. `number` is that of one of them."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__("backward passes that are to be replaced wait for each other")
-        self.number = number
-
-
 Claims = list[tuple[Key, Share, Block]]  # key of a gradient, where it goes, the block that is in
 
 
@@ -170,35 +162,3 @@ def first_gradients(block: Block, pairs: Pairs) -> dict[int, list[tuple[int, Bac
         first = min(block.position[block.producer[share.value.id].id] for _, share in part.gradients)
         found.setdefault(block.nodes[first].id, []).append((number, part))
     return found
-
-
-def in_order(block: Block, waiting: Mapping[int, Iterable[tuple[int, BackwardPart]]]) -> list[Node]:
-    """The block's nodes in program order, but for what a pair reads where its first gradient is made: that comes before.
-
-    Raises:
-      PairsWaitError: pairs wait for each other.
-    """
-    if not waiting:
-        return list(block.nodes)
-    done: set[int] = set()
-    under_way: set[int] = set()
-    order: list[Node] = []
-    for last in block.nodes:
-        stack = [last]
-        while stack:
-            node = stack[-1]
-            if node.id in done:
-                stack.pop()
-                continue
-            read = [a for a in node.inputs if isinstance(a, Value)]
-            read += [v for _, part in waiting.get(node.id, ()) for v in part.read()]
-            makers = [m for v in read if (m := block.producer.get(v.id)) is not None and m.id not in done]
-            if not makers:
-                done.add(stack.pop().id)
-                order.append(node)
-                continue
-            if node.id in under_way:
-                raise PairsWaitError(next(number for n in stack for number, _ in waiting.get(n.id, ())))
-            under_way.add(node.id)
-            stack += makers
-    return order

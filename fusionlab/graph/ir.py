@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .compat import has_side_effects
 from .scopes import Source, scope_of, source_of
 
 
@@ -109,6 +111,12 @@ class Block:
                 if isinstance(a, Value):
                     users.setdefault(a.id, {})[n.id] = n
         return {vid: tuple(ns.values()) for vid, ns in users.items()}
+
+    @functools.cached_property
+    def effect_before(self) -> dict[int, Node]:
+        """Node with side effects (its id) -> the node of this block whose side effects come just before."""
+        with_effects = [n for n in self.nodes if n.id >= 0 and has_side_effects(n.eqn)]
+        return {n.id: before for before, n in itertools.pairwise(with_effects)}
 
     @functools.cached_property
     def returned(self) -> frozenset[int]:

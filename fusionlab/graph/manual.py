@@ -21,10 +21,20 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None)
     Args:
       fn: arrays -> arrays.
       avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
-      result: the type `fn`'s one result is to have. What varies along fewer mesh axes is made to vary along all of those.
+      result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
+        to vary along all of those.
     """
-    call = fn if result is None else lambda *args: as_varying(fn(*args), result)
-    types = (*avals, *(() if result is None else (result,)))
+    results = result if isinstance(result, list) else [] if result is None else [result]
+
+    def call(*args: Any) -> Any:
+        given = fn(*args)
+        if result is None:
+            return given
+        if not isinstance(result, list):
+            return as_varying(given, result)
+        return [as_varying(x, aval) for x, aval in zip(given, result, strict=True)]
+
+    types = (*avals, *results)
     mesh = next((a.sharding.mesh for a in types if varies(a)), None)
     if mesh is None:
         return jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))

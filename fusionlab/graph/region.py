@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,9 +13,11 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .canonical import ONE, View
+from .compat import has_side_effects
 from .emit import slice_jaxpr
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
+from .order import waits_for_itself
 from .rules import passed_whole
 from .signature import Memo, node_signature
 
@@ -34,11 +36,12 @@ class Region:
 
     Attributes:
       block: where it stands.
-      root: the value it makes.
+      root: the value it makes, or the first of several.
       leaves: leaf name -> the raw value at the cut.
       nodes: nodes the fusion replaces, in program order.
       known: scalar block inputs that are literals at the call, by value id.
       support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
+      others: further values it makes that are read outside.
     """
 
     block: Block
@@ -47,6 +50,7 @@ class Region:
     nodes: tuple[Node, ...]
     support: tuple[Node, ...]
     known: Mapping[int, Any] = field(default_factory=dict)
+    others: tuple[Value, ...] = ()
 
     @property
     def node_ids(self) -> frozenset[int]:
@@ -57,8 +61,29 @@ class Region:
         """The leaf values, each once, in leaf order."""
         return tuple({v.id: v for v in self.leaves.values()}.values())
 
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All the values it makes that are read outside."""
+        return self.root, *self.others
+
+    def of(self, root: Value) -> Region:
+        """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
+        if not self.others:
+            return self
+        made = {v.id: n for n in (*self.nodes, *self.support) for v in n.outputs}
+        stop = {v.id for v in self.inputs}
+        wanted: set[int] = set()
+        stack = [root.id]
+        while stack:
+            node = made.get(stack.pop())
+            if node is not None and node.id not in wanted:
+                wanted.add(node.id)
+                stack += [a.id for a in node.inputs if isinstance(a, Value) and a.id not in stop]
+        nodes, support = (tuple(n for n in ns if n.id in wanted) for ns in (self.nodes, self.support))
+        return replace(self, root=root, others=(), nodes=nodes, support=support)
+
     def jaxpr(self) -> Any:
-        """The region as a closed jaxpr: a function of `inputs`."""
+        """The region as a closed jaxpr: a function of `inputs` that gives the root alone."""
         nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
         return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known)
 
@@ -83,8 +108,9 @@ def cut(
     through_scale: frozenset[str] = frozenset(),
     as_read: frozenset[str] = frozenset(),
     through_casts: frozenset[str] = frozenset(),
+    others: Sequence[Value] = (),
 ) -> Region:
-    """Cuts the raw nodes between `root` and the leaves.
+    """Cuts the raw nodes between `root` (and `others`) and the leaves.
 
     A leaf binds to the raw value the boundary equation reads, looked at through pure views (and, for the leaves named in
     `through_scale`, through multiplications by literals); through a cast only for those in `through_casts`, and only
@@ -97,9 +123,11 @@ def cut(
       through_scale: leaves whose literal factors belong to the region.
       as_read: leaves bound to the very value read, views and all.
       through_casts: leaves bound in the dtype they have before they are widened.
+      others: further raw values the match makes that are read outside of it.
 
     Raises:
-      NotARegion: the region reads something that is no leaf, or two leaves cannot be told apart.
+      NotARegion: the region reads something that is no leaf, two leaves cannot be told apart, a node of it has side effects, or a leaf
+        is made of one of several roots (or would come to be made before side effects that it came after).
     """
     block = view.block
     names_of: dict[int, list[str]] = {}
@@ -108,7 +136,8 @@ def cut(
     inner: dict[int, Node] = {}
     support: dict[int, Node] = {}
     bound: dict[int, dict[int, Value]] = {nid: {} for nid in names_of}
-    stack: list[Value] = [root]
+    stack: list[Value] = [root, *others]
+    roots = {v.id for v in stack}
     seen: set[int] = set()
     while stack:
         value = stack.pop()
@@ -117,7 +146,7 @@ def cut(
         seen.add(value.id)
         ref = view.ref[value.id]
         node = block.producer.get(value.id)
-        if ref.nid in names_of and value.id != root.id:
+        if ref.nid in names_of and value.id not in roots:
             names = names_of[ref.nid]
             base, crossed = value, []
             if not all(n in as_read for n in names):
@@ -131,14 +160,18 @@ def cut(
             continue
         if node is None:
             raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
+        if has_side_effects(node.eqn):
+            raise NotARegion(f"{node!r} inside the site has effects beside its results")
         target = support if is_constant(view, value) else inner
         target[node.id] = node
         stack.extend(a for a in node.inputs if isinstance(a, Value))
     chosen = {name: _one(bound[nid], name) for name, nid in leaves.items()}
     inner.update(dead_with(block, inner, support, chosen.values()))
     support = {i: n for i, n in support.items() if i not in inner}
-    nodes = tuple(inner[i] for i in sorted(inner))
-    return Region(block, root, chosen, nodes, tuple(support[i] for i in sorted(support)), view.known_inputs)
+    if others and (why := waits_for_itself(block, chosen.values(), (root, *others))) is not None:
+        raise NotARegion(why)
+    nodes, kept = (tuple(found[i] for i in sorted(found)) for found in (inner, support))
+    return Region(block, root, chosen, nodes, kept, view.known_inputs, tuple(others))
 
 
 def look_through(
@@ -221,12 +254,13 @@ def _constant_node(view: View, nid: int, known: dict[int, bool]) -> bool:
 
 
 def escapes(region: Region) -> list[Escape]:
-    """Every inner value (not the root) that is read outside the region or returned."""
+    """Every inner value (none of the roots) that is read outside the region or returned."""
     inside = {n.id for n in region.nodes} | {n.id for n in region.support}
+    roots = {v.id for v in region.roots}
     found = []
     for node in region.nodes:
         for value in node.outputs:
-            if value.id == region.root.id:
+            if value.id in roots:
                 continue
             if value.id in region.block.returned:
                 found.append(Escape(value, node, None))

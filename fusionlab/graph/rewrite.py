@@ -16,9 +16,10 @@ from jax.extend import core as jex_core
 from ..errors import RewriteError
 from .compat import rebuild, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
-from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, in_order, summed
+from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
 from .manual import make_jaxpr
+from .order import in_order, last_of
 from .travel import Tree, more_operands, more_results
 
 
@@ -31,8 +32,9 @@ class Replacement:
       nodes: those that disappear.
       root: the value they made; it is made by `fn` now.
       leaves: the values `fn` takes, in order.
-      fn: arrays -> array of the root's shape and dtype.
-      backward: its backward pass, where that is replaced with it.
+      fn: arrays -> array of the root's shape and dtype; where there are `others`, a tuple of that and theirs.
+      backward: its backward pass, where that is replaced with it; never one of a site with `others`.
+      others: further values they made, which `fn` makes too.
     """
 
     block_path: str
@@ -41,13 +43,20 @@ class Replacement:
     leaves: tuple[Value, ...]
     fn: Callable[..., Any]
     backward: BackwardPart | None = None
+    others: tuple[Value, ...] = ()
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All the values they made that are read elsewhere."""
+        return self.root, *self.others
 
 
 def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     """A closed jaxpr that computes `graph` with `replacements` applied.
 
     Raises:
-      RewriteError: a replacement's result differs in shape or dtype from the value it replaces.
+      RewriteError: a replacement's result differs in shape or dtype from the value it replaces; or (SitesWaitError) replacements of
+        several results wait for each other's.
     """
     chosen = tuple(replacements)
     closed = _Emitter(chosen, Tree(graph)).block(graph.top)
@@ -119,20 +128,21 @@ class _Emitter:
 
     def _equations(self, block: Block, env: Env) -> tuple[list, Constants | None]:
         sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
-        at_root = {r.root.id: (i, r) for i, r in sites}
+        at_node = {last_of(block, r.roots).id: (i, r) for i, r in sites}
         # With a backward pass the site's own nodes are left to die: until it is replaced as well something reads them.
         gone = {n.id for _, r in sites if r.backward is None for n in r.nodes}
         claims, waiting = claims_of(pairs), first_gradients(block, pairs)
         eqns: list[Any] = []
         extra: Constants | None = [] if self._may_capture(block) else None
-        for node in in_order(block, waiting):
+        for node in in_order(block, waiting, [r for _, r in sites]):
             for number, part in waiting.get(node.id, ()):
                 eqns += self.chosen.pulled(number, part, node, env, extra)
             if node.id not in gone:
                 eqns.append(self.eqn(node, env))
+            if node.id in at_node:
+                number, r = at_node[node.id]
+                eqns += _spliced(number, r, block.producer[r.root.id], env, extra)
             for value in node.outputs:
-                if value.id in at_root:
-                    eqns += _spliced(*at_root[value.id], node, env, extra)
                 if value.id in claims:
                     eqns += summed(value, claims[value.id], node, env, extra)
         return eqns, extra
@@ -181,18 +191,22 @@ class _Emitter:
 
 
 def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants | None) -> list:
-    """The equations of the fused function, in the place and with the source information of the site's root."""
+    """The equations of the fused function, with the source information of the site's root."""
     if r.backward is not None:
         closed = r.backward.split.forward
     else:
-        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], r.root.aval)
-    eqns, (root, *residuals) = inlined(closed, [env[v.id] for v in r.leaves], source_info(at), extra)
-    if (residuals and r.backward is None) or kind(root.aval) != kind(r.root.aval):
-        raise RewriteError(
-            f"the replacement for {r.root!r} gives {root.aval.str_short()}, needed the same shape and dtype (and, in a "
-            "shard_map, varying along the same mesh axes); this is a bug"
-        )
-    env[r.root.id] = root
+        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], [v.aval for v in r.roots] if r.others else r.root.aval)
+    eqns, made = inlined(closed, [env[v.id] for v in r.leaves], source_info(at), extra)
+    residuals = made[len(r.roots) :]
+    if len(made) < len(r.roots) or (residuals and r.backward is None):
+        raise RewriteError(f"the replacement for {r.roots!r} gives {len(made)} arrays; this is a bug")
+    for value, atom in zip(r.roots, made, strict=False):
+        if kind(atom.aval) != kind(value.aval):
+            raise RewriteError(
+                f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "
+                "shard_map, varying along the same mesh axes); this is a bug"
+            )
+        env[value.id] = atom
     env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
     return eqns
 

@@ -42,7 +42,7 @@ def region_signature(region: Region) -> Any:
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
     leaves = tuple((name, number[v.id], v.shape, str(v.dtype)) for name, v in region.leaves.items())
     body = tuple(node_signature(n, number) for n in nodes)
-    return leaves, body, number.get(region.root.id)
+    return leaves, body, tuple(number.get(v.id) for v in region.roots)
 
 
 def node_signature(node: Node, number: dict[int, Any]) -> Any:

@@ -8,10 +8,12 @@ from .implementation import Residual as Residual
 from .layer_norm import LAYER_NORM
 from .lerp import LERP
 from .matmul import MATMUL
+from .multi_transformer import MULTI_TRANSFORMER
 from .op import Op as Op
 from .op import meaning_of as meaning_of
 from .op import plain_meaning_of as plain_meaning_of
 
 OPS: dict[str, Op] = {
-    op.name: op for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION, LAYER_NORM, LERP, MATMUL, GATED_MATMUL)
+    op.name: op
+    for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION, LAYER_NORM, LERP, MATMUL, GATED_MATMUL, MULTI_TRANSFORMER)
 }
