@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..graph.canonical import View
@@ -46,7 +47,7 @@ class Site:
     """A layer cut out of its block.
 
     Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
-    `masks` (leaf of the region -> leaf of the attention's), `precision` (of its products).
+    `masks` (leaf of the region -> leaf of the attention's), `precisions` (of its products, and of the attention's).
     """
 
     layer: Layer
@@ -55,7 +56,7 @@ class Site:
     others: tuple[Made, ...]
     attention: Candidate
     masks: Mapping[str, str]
-    precision: Any
+    precisions: tuple[Any, Any]
 
     def letters(self, kind: str) -> tuple[str, ...]:
         return tuple(a for a in self.layer.sizes if a.startswith(kind))
@@ -136,6 +137,7 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     Raises:
       NotARegion, Unread: it cannot be.
     """
+    assert attention.region is not None
     leaves = operands_of(layer)
     masks = _mask_leaves(attention)
     base = search.view
@@ -151,7 +153,7 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
         if region.leaves[name].id != value.id:
             raise NotARegion(f"its mask {value!r} is read in another form than its attention's")
     names = {name: name.partition(":")[2] for name in masks}
-    return Site(layer, region, leaves, others, attention, names, _precision(region))
+    return Site(layer, region, leaves, others, attention, names, _precisions(region, attention.region))
 
 
 def _read_as(attention: Candidate) -> frozenset[int]:
@@ -195,16 +197,30 @@ def _others(view: View, layer: Layer, region: Region) -> tuple[Made, ...]:
     return tuple(found.values())
 
 
-def _precision(region: Region) -> Any:
-    """The precision of its products.
+def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
+    """The precision of its products, and of the attention's where that is another.
 
     Raises:
-      Unread: they differ.
+      NotARegion: they differ otherwise.
     """
-    found = {str(n.params.get("precision")): n.params.get("precision") for n in all_nodes(region.nodes) if n.primitive == "dot_general"}
-    if len(found) > 1:
-        raise NotARegion(f"its products ask for different precisions: {', '.join(sorted(found))}")
-    return next(iter(found.values()), None)
+    if region.root.dtype not in (jnp.float32, jnp.float64):
+        return None, None  # 16-bit products are summed in float32 whatever is asked
+    own = attention.node_ids
+    found: list[dict[str, Any]] = [{}, {}]
+    for top in region.nodes:
+        for node in all_nodes([top]):
+            if node.primitive == "dot_general":
+                asked = node.params.get("precision")
+                found[top.id in own][str(asked)] = asked
+    products, inner = found
+    if len(products) > 1 or len(inner) > 1:
+        raise NotARegion(f"its products ask for different precisions: {', '.join(sorted({**products, **inner}))}")
+    one, two = (next(iter(f.values()), None) for f in found)
+    if str(one) == str(two):
+        return one, None
+    if two is None:
+        raise NotARegion(f"its products ask for precision {one}, and those of the attention for none")
+    return one, two
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -242,7 +258,8 @@ def attributes_of(site: Site) -> dict[str, Any]:
         "cache": layer.key_cache.kind if layer.key_cache else None,
         "cache_layout": "BHSD" if site.heads_before_length else "BSHD",
         "gives_keys": bool(site.others) and layer.key_cache is None,
-        "precision": site.precision,
+        "precision": site.precisions[0],
+        "attention_precision": site.precisions[1],
     }
 
 
@@ -325,18 +342,16 @@ class _Planner:
             given = [inputs[of_mask[v.id]] if v.id in of_mask else jnp.zeros(v.shape, v.dtype) for v in own.inputs]
             return attention.plan.operands(*given)
 
-        import jax
-
         shapes = jax.eval_shape(lambda *xs: both(xs), *(v.aval for v in self.region.inputs))
         if any(s is not None for s in shapes[5:]):
             raise Unread("its attention drops weights, or has factors on them", self.layer.attention, "dropout")
-        for slot, number in (("bias", 3), ("mask", 4)):
-            shape = shapes[number]
-            if shape is None:
-                continue
-            if len(shape.shape) > 4:
+        found = [number for number in (3, 4) if shapes[number] is not None]
+        if len(found) > 1:
+            raise Unread("its attention has a mask and a bias", self.layer.attention, "mask")
+        for number in found:
+            if len(shapes[number].shape) > 4:
                 raise Unread("its mask has several batch axes", self.layer.attention, "axes")
-            yield slot, lambda inputs, number=number: _rank4(both(inputs)[number])
+            yield "mask", lambda inputs: _rank4(both(inputs)[number])
 
     def results(self, attrs: Mapping[str, Any]) -> list[Callable[[Sequence[Any]], Any]]:
         """The region's roots, of the op's results."""

@@ -13,12 +13,14 @@ from .gemm_epilogue import GemmEpiloguePass
 from .layer_norm import LayerNormPass
 from .lerp import LerpPass
 from .matmul_schedule import MatmulSchedulePass
+from .multi_transformer import PASSES as LAYER_PASSES
 
 _BUILT_IN: tuple[Pass, ...] = (
     GemmEpiloguePass(),
     DotProductAttentionPass(),
     LayerNormPass(),
     LerpPass(),
+    *LAYER_PASSES,
     MatmulSchedulePass(),
 )
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.

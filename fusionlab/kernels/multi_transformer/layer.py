@@ -56,6 +56,7 @@ class Form:
     gives_keys: bool
     rotary: int | None
     precision: Any
+    attention_precision: Any
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Form:
@@ -169,7 +170,7 @@ def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> t
         is_causal=sight.is_causal,
         scale=form.scale,
         mask_value=form.mask_value,
-        precision=form.precision,
+        precision=form.precision if form.attention_precision is None else form.attention_precision,
         layout="BNTH" if swapped else "BTNH",
     )
     if swapped:

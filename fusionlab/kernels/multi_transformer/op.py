@@ -41,7 +41,8 @@ class MultiTransformer(CompositeOp):
     Attributes: `epsilons`, of both norms, None for one that is not there; `cache`: None (attention over the call's own keys), "append"
     (over those of the cache and then them), "write" (they are written to the cache at `step`; attention over all of it), "prefill" (over
     the own ones, which are written to the cache at 0). Causal, token i sees the keys up to its own; `lengths` hides the keys of this call
-    from that on. `mask_value`: what a bool mask puts in place of a score. `gives_keys`: the keys and values are given back without a cache.
+    from that on. `mask_value`: what a bool mask puts in place of a score. `attention_precision`: that of the
+    attention's products, where it is another than the others'. `gives_keys`: the keys and values are given back without a cache.
 
     Results: (y, k_0, v_0, k_1, v_1, ...) with a cache or `gives_keys`, else (y,). The k_i are all that was attended to ("append"), the
     written cache, or the call's own keys, turned by the rotary angles.
@@ -67,6 +68,7 @@ class MultiTransformer(CompositeOp):
         "gives_keys": False,
         "rotary": None,
         "precision": None,
+        "attention_precision": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": composite_implementation("xla", "norms, products and attention as jnp code", reference.forward),
@@ -82,6 +84,8 @@ class MultiTransformer(CompositeOp):
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = checked(given, self.with_defaults(attrs))
         full["precision"] = canonical_precision(full["precision"])
+        if full["attention_precision"] is not None:
+            full["attention_precision"] = canonical_precision(full["attention_precision"])
         return dict(given), full
 
     def fold(

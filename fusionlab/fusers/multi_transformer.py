@@ -1,0 +1,212 @@
+"""The passes of whole transformer layers -> one `multi_transformer` op each.
+
+They are searched after the others, over a view in which attention, products and norms are folded into the ops they become; see
+layer_reading.py. The anchor is an attention whose queries, keys and values come from projections and whose result goes through one into
+a sum. Which of the four passes a layer belongs to is told by its projections (three, or one) and by whether its keys join a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..graph.canonical import Tile, View
+from ..graph.ir import Node
+from ..graph.region import NotARegion, Region, escapes
+from .base import Pass, Search, anchor_text, propose, reject
+from .dot_product_attention import DotProductAttentionPass
+from .findings import Candidate, Rejection
+from .gemm_epilogue import GemmEpiloguePass
+from .layer_axes import Unread
+from .layer_norm import LayerNormPass
+from .layer_plan import Site, plan_of, site_of
+from .layer_reading import STEPS, Layer, Partial, Reader
+from .overlaps import settle
+from .site import FUSE_FIRST
+
+_PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
+_ANCHORED, _TOLD = 4, 5  # steps of a reading that make an attention this pass's, and one that is told of where nobody named the pass
+_ATTENTION = "dot_product_attention"
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """A block with its small sites folded.
+
+    Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` (attentions that are none);
+    `read` (what was read at each attention, kept for the other passes).
+    """
+
+    view: View
+    attentions: dict[int, Candidate]
+    declined: tuple[Rejection, ...]
+    open: tuple[Candidate, ...]
+    read: dict[int, Layer | Partial] = field(default_factory=dict)
+
+
+def _folded(search: Search) -> _Folded:
+    key = ("layers", search.block.path)
+    if key not in search.shared:
+        search.shared[key] = _fold(search)
+    return search.shared[key]
+
+
+def _fold(search: Search) -> _Folded:
+    # By "xla" a site is found wherever it stands; whether a device gains by it is not asked.
+    alone = replace(search, options={}, implementation="xla")
+    candidates, rejections = settle([item for p in _PIECES for item in p.search(alone)])
+    closed = [c for c in candidates if c.program is not None and c.region is not None and not escapes(c.region)]
+    tiles = [Tile(c.root, c.site.leaves, c.node_ids, c.program, c) for c in closed if c.program is not None]
+    numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
+    known = {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
+    view = View(search.block, known, search.view.outer, tiles)
+    attentions = {
+        nid: found[0].of for nid in view.by_op.get(_ATTENTION, ()) if (found := view.tiles_at.get(nid)) is not None
+    }
+    declined = tuple(r for r in rejections if r.pass_name == _ATTENTION)
+    rest = tuple(c for c in candidates if c.pass_name == _ATTENTION and all(c is not d for d in closed))
+    return _Folded(view, attentions, declined, rest)
+
+
+@dataclass(frozen=True)
+class MultiTransformerPass:
+    """One of the four; see the module docstring."""
+
+    name: str
+    decoder: bool
+    fused: bool
+    op: str = "multi_transformer"
+    whole: bool = True
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def formula(self) -> str:
+        keys = "attention over a cache and the call's own keys" if self.decoder else "attention over the call's own keys"
+        products = "one product for queries, keys and values" if self.fused else "a product each for queries, keys and values"
+        return f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums; {keys}, {products}"
+
+    @property
+    def needs(self) -> str:
+        return (
+            "self-attention, output projection, both residual sums, a layer or RMS norm for each with epsilon up to 0.001, a feed-forward "
+            "with a known activation; nothing inside read elsewhere but keys and values; no dropout, no rotary embedding; forward only"
+        )
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        from .layer_sample import sample
+
+        return sample(self.decoder, self.fused)
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        found = _folded(search)
+        if not (self.decoder or self.fused or search.by_default):
+            for problem in found.declined:
+                yield self.without_attention(search, problem)
+        for attention in found.open:
+            if not search.by_default and not (self.decoder or self.fused):
+                yield self.differentiated(search, attention)
+        for nid, attention in found.attentions.items():
+            if nid not in found.read:
+                found.read[nid] = _read(found.view, nid)
+            layer = found.read[nid]
+            decoder, fused = (
+                (layer.decoder, layer.fused) if isinstance(layer, Partial) else (layer.key_cache is not None, layer.fused)
+            )
+            if (decoder, fused) == (self.decoder, self.fused):
+                outcome = self.outcome(search, found, attention, layer)
+                if outcome is not None:
+                    yield outcome
+
+    def outcome(
+        self, search: Search, found: _Folded, attention: Candidate, layer: Layer | Partial
+    ) -> Candidate | Rejection | None:
+        anchor = _anchor(search, attention)
+        if isinstance(layer, Partial):
+            if layer.steps < (_TOLD if search.by_default else _ANCHORED):
+                return None
+            return self.partial(search, found, anchor, layer)
+        try:
+            site = site_of(search, found.view, layer, attention)
+            plan = plan_of(search, found.view, site)
+        except (Unread, NotARegion) as why:
+            unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
+            nids = (layer.norm1.nid, layer.q.nid, layer.k.nid, layer.v.nid, layer.out.nid, layer.up.nid, layer.down.nid)
+            return self.partial(search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, (*nids, layer.attention)))
+        outcome = propose(search, self.name, site.region, plan, anchor, _notes(site), ("transformer_layer",))
+        return replace(outcome, id=f"{self.name}@{_common_scope(site.region)}")
+
+    def partial(self, search: Search, found: _Folded, anchor: Node, layer: Partial) -> Rejection:
+        """Why a layer that was read in part is none."""
+        nodes = [n for nid in (*layer.nids, layer.why.nid) for n in _raw_nodes(search, found.view, nid)]
+        guilty = _raw_nodes(search, found.view, layer.why.nid)[-1:]
+        where = anchor_text(guilty[0]) if guilty else anchor_text(anchor)
+        sentence = f"{where}: {layer.why}"
+        progress = min(layer.steps, STEPS), STEPS
+        return reject(search, self.name, layer.why.code, sentence, anchor, guilty, nodes, progress, layer.why.edit)
+
+    def without_attention(self, search: Search, problem: Rejection) -> Rejection:
+        """A layer may stand here; its attention is none that the op has."""
+        node = search.graph.node_by_id[max(problem.site_ids)]
+        guilty = [search.graph.node_by_id[i] for i in problem.node_ids]
+        site = [search.graph.node_by_id[i] for i in problem.site_ids]
+        sentence = f"its attention is not fused: {problem.sentence}"
+        return reject(search, self.name, problem.code, sentence, node, guilty, site, (0, STEPS), problem.edit)
+
+    def differentiated(self, search: Search, attention: Candidate) -> Rejection:
+        anchor = _anchor(search, attention)
+        sentence = (
+            f"{anchor_text(anchor)}: inner values of the layer around it are read outside, as by the backward pass of a program that is "
+            f"differentiated already; the op runs forward only, and is its pieces under jax.grad"
+        )
+        nodes = attention.region.nodes if attention.region else [anchor]
+        return reject(search, self.name, "escapes", sentence, anchor, [anchor], nodes, (0, STEPS), FUSE_FIRST)
+
+
+def _read(view: View, nid: int) -> Layer | Partial:
+    try:
+        return Reader(view, nid).read()
+    except Partial as partial:
+        return partial
+
+
+def _anchor(search: Search, attention: Candidate) -> Node:
+    return search.block.producer[attention.root.id]
+
+
+def _raw_nodes(search: Search, view: View, nid: int) -> list[Node]:
+    """The raw nodes of a canonical one: of a site that is folded all of its own."""
+    tiles = view.tiles_at.get(nid, ())
+    if tiles:
+        return [search.graph.node_by_id[i] for i in sorted(tiles[0].node_ids)]
+    producer = search.block.producer
+    return [producer[v.id] for v in view.values_of.get(nid, ()) if v.id in producer][:1]
+
+
+def _common_scope(region: Region) -> str:
+    """The scope that all of a layer's nodes stand in."""
+    shared: list[str] | None = None
+    for node in region.nodes:
+        parts = node.scope.split("/")
+        if shared is None:
+            shared = parts
+        same = [a == b for a, b in zip(shared, parts, strict=False)]
+        shared = shared[: same.index(False) if False in same else len(same)]
+    return "/".join(shared or ())
+
+
+def _notes(site: Site) -> tuple[str, ...]:
+    one = "one weight" if site.layer.fused else "three weights"
+    return (f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",)
+
+
+PASSES = tuple(
+    MultiTransformerPass(f"multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' if fused else ''}", decoder, fused)
+    for decoder in (False, True)
+    for fused in (False, True)
+)
+
+
