@@ -329,8 +329,10 @@ class _Planner:
 
     def step(self, inputs: Sequence[Any]) -> Any:
         """Where the program writes its cache: clamped, as an update of a slice is."""
-        length = self.sizes["s"] - self.sizes.get("t", 1)
-        return jnp.clip(inputs[self.where[self.region.leaves["step"].id]], 0, length).astype(jnp.int32)
+        step, length = inputs[self.where[self.region.leaves["step"].id]], self.sizes["s"]
+        if self.layer.key_cache is not None and self.layer.key_cache.from_the_end:
+            step = jnp.where(step < 0, step + length, step)
+        return jnp.clip(step, 0, length - self.sizes.get("t", 1)).astype(jnp.int32)
 
     def masked(self) -> Iterator[tuple[str, Callable[[Sequence[Any]], Any]]]:
         """The mask or bias, made as the attention's own site makes it."""

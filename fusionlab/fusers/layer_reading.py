@@ -15,8 +15,14 @@ from ..graph.labelled import Labelled, labels_of
 from .layer_axes import Atoms, Cut, Shown, Side, Unread, Walk, number_of, renamed, slot_of
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
+_CODES = {
+    "name": "named_residual",
+    "stop_gradient": "stop_gradient",
+    "custom_jvp_call": "custom_rule",
+    "custom_vjp_call": "custom_rule",
+}  # of what stands where the op has something else
+_HELD = {"name": "names a value inside the layer, which a remat policy may ask for", "stop_gradient": "stops a gradient inside the layer"}
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
-_NEW_KEYS = {"s": "t", "g": "g"}
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Cache:
-    """How the keys (or values) of a call join those before: `kind` is "append" or "write", `node` makes all of them."""
+    """How the keys (or values) of a call join those before: `kind` is "append" or "write", `node` makes all of them, `step` is where they are
+    written, counted from the end where it is negative and `from_the_end`.
+    """
 
     kind: str
     node: int
     shown: Shown
     before: Side
     step: int | None
+    from_the_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,11 +122,15 @@ class Reader(Walk):
         self.steps = 0
         self.decoder = self.is_fused = False
         self.met: list[int] = [attention]
+        self.held: int | None = None
 
     def read(self) -> Layer:
         try:
             return self._read()
         except Unread as why:
+            op = self.node(why.nid).op
+            if why.code == "structure" and op in _CODES:
+                why = Unread(f"{op} {_HELD.get(op, 'stands inside the layer')}", why.nid, _CODES[op])
             raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met)) from None
 
     def _read(self) -> Layer:
@@ -133,7 +146,10 @@ class Reader(Walk):
         q, k, v, columns = self.projections(sides["query"], keys, values)
         source = self.common_source(q, k, v)
         out = self.output(node, names)
-        return self.around(source, (q, k, v, columns), (keys, values), (key_cache, value_cache), out)
+        layer = self.around(source, (q, k, v, columns), (keys, values), (key_cache, value_cache), out)
+        if self.held is not None:
+            raise Unread(f"{self.node(self.held).op} stands inside", self.held)
+        return layer
 
     # -- the attention --------------------------------------------------------------------------------------------
 
@@ -216,7 +232,8 @@ class Reader(Walk):
         before = self._part(node, old, shape, atoms)
         if at.nid == ONE:
             raise Unread(f"a cache is written at the fixed position {at.coef}", node.id)
-        return Cache("write", node.id, side.shown, before, at.nid), fresh
+        step = self.before_wrapping(at.nid, int(shape[moving[0]]))
+        return Cache("write", node.id, side.shown, before, at.nid if step is None else step, step is not None), fresh
 
     def _part(self, node: CNode, edge: Any, shape: Any, atoms: list[Atoms]) -> Side:
         found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
@@ -229,6 +246,21 @@ class Reader(Walk):
                 raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
             found[source] = own
         return Side(edge.nid, tuple(found))
+
+    def before_wrapping(self, nid: int, length: int) -> int | None:
+        """The index of which this is `where(index < 0, index + length, index)`, as JAX has it of any index; None where it is not."""
+        node = self.node(nid)
+        if node.op != "select" or len(node.operands) != 3:
+            return None
+        negative, index, wrapped = node.operands
+        test, added = self.node(negative.nid), self.node(wrapped.nid)
+        if test.op != "gt" or added.op != "iadd" or len(test.operands) != 2 or len(added.operands) != 2:
+            return None
+        zero, tested = test.operands
+        numbers = [o.coef for o in added.operands if o.nid == ONE]
+        plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
+        whole = zero.nid == ONE and zero.coef == 0 and tested.coef == 1 and index.coef == 1 and negative.coef == wrapped.coef == 1
+        return index.nid if whole and numbers == [length] and plain == [index.nid] and tested.nid == index.nid else None
 
     def same_cache(self, keys: Cache | None, values: Cache | None) -> None:
         """Keys and values join their caches alike."""
@@ -245,7 +277,7 @@ class Reader(Walk):
 
     def product(self, side: Side, feature: str, base: str = "e") -> Product:
         """The product that makes a value with the axis `feature` from its weight, through views."""
-        made = self.up(side)
+        made = self.through(self.up(side))
         node = self.node(made.nid)
         known = dict(zip(labels_of(node) or (), made.shown, strict=False))
         if node.op == "gemm_epilogue" and isinstance(node.params, Labelled):
@@ -265,6 +297,16 @@ class Reader(Walk):
         x, w, bias = (None if i is None else self.operand(node, made.shown, i, new) for i in slots)
         assert x is not None and w is not None
         return Product(node.id, made, x, self.up(w, parts=False), bias and self.up(bias, parts=False), activation)
+
+    def through(self, side: Side) -> Side:
+        """Past what a layer may not have, so that it is told at the end that it is a layer but for that."""
+        while self.node(side.nid).op in _HELD:
+            self.held = self.held or side.nid
+            edge = self.node(side.nid).operands[0]
+            if len(self.node(side.nid).operands) != 1 or edge.axes != tuple(range(len(side.shown))):
+                break
+            side = self.up(Side(edge.nid, side.shown))
+        return side
 
     def _has(self, edge: Any, known: dict[int, Atoms], feature: str) -> bool:
         return any(_holds(atom, feature) for x in edge.axes for atom in known.get(x, ()))
