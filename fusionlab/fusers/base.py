@@ -136,8 +136,12 @@ def propose(
     anchor: Node,
     notes: Sequence[str] = (),
     concepts: Sequence[str] = (),
+    proof: Verdict | None = None,
 ) -> Any:
-    """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`."""
+    """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`.
+
+    `proof` is the outcome of certification where the region is put together of others that were certified.
+    """
     if not search.gradient:
         plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
     problem = _unfit(region)
@@ -151,7 +155,7 @@ def propose(
         search.implementation,
         search.device,
     )
-    facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan))
+    facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan, proof))
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
@@ -232,9 +236,9 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
             yield from all_nodes(block.nodes)
 
 
-def _facts(search: Search, region: Region, plan: Plan) -> _Facts:
+def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
-    verdict = _proved(search, region, plan, what)
+    verdict = proof or _proved(search, region, plan, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
     program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs]))
     operands = jax.eval_shape(plan.operands, *avals)
@@ -310,6 +314,16 @@ def escape_text(escape: Escape) -> str:
 def option(search: Search, pass_: Pass, key: str) -> Any:
     """An option's value: as given, or the default."""
     return search.options.get(key, pass_.options[key][0])
+
+
+def has_gradient(pass_: Pass) -> bool:
+    """Whether a pass brings a `_grad` with it: one of a forward op that dissolves under `jax.grad` does not."""
+    return not getattr(pass_, "forward_only", False)
+
+
+def found_at(pass_name: str, view: View) -> tuple[str, str, str]:
+    """Where `Search.shared` has what a pass found in a block."""
+    return "found", pass_name, view.block.path
 
 
 def choices_of(pass_: Pass, name: str) -> list[Any] | None:

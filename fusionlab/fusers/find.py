@@ -15,7 +15,7 @@ from ..graph.certify import Certifier
 from ..graph.ir import Graph, Node
 from ..graph.views import views
 from ..kernels import plain_meaning_of
-from .base import GRADIENT, Pass, Search
+from .base import GRADIENT, Pass, Search, found_at, has_gradient
 from .findings import Candidate, Findings, Rejection
 from .linear_groups import grouped
 from .matmul_schedule import routes_of
@@ -75,8 +75,8 @@ def _find_in(
         started = time.perf_counter()
         for view, owner in found_views:
             search = Search(graph, view, device, certifier, options, implementation, differentiated, shared)
-            for item in pass_.search(search):
-                found.append(_inside_rule(item, owner) if owner is not None else item)
+            items = shared[found_at(pass_.name, view)] = list(pass_.search(search))
+            found += [_inside_rule(item, owner) if owner is not None else item for item in items]
         seconds[pass_.name] = time.perf_counter() - started
     if differentiated:
         started = time.perf_counter()
@@ -87,7 +87,7 @@ def _find_in(
     last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
     candidates, rejections = settle(found, last)
     names = tuple(p.name for p, _ in passes)
-    gradients = tuple(f"{p.name}_grad" for p, options in passes if options.get(GRADIENT, True))
+    gradients = tuple(f"{p.name}_grad" for p, options in passes if has_gradient(p) and options.get(GRADIENT, True))
     found_all = _number(candidates, rejections)
     library = next((o.get("library") for p, o in passes if p.name == "matmul_schedule"), None)
     searched = [(Search(graph, view, device, certifier, {}, implementation), owner) for view, owner in found_views]

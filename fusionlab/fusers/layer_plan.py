@@ -263,14 +263,53 @@ def attributes_of(site: Site) -> dict[str, Any]:
     }
 
 
-def plan_of(search: Search, view: View, site: Site) -> Plan:
-    """The call that stands for a layer."""
-    return _Planner(search, view, site).plan()
+Maker = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, and each of the region's roots of the results."""
+
+    site: Site
+    attrs: Mapping[str, Any]
+    makers: Mapping[str, Maker]
+    results: tuple[Maker, ...]
+
+    def plan(self, implementation: str | None) -> Plan:
+        return plan_by(self.attrs, self.makers, self.results, implementation)
+
+
+def plan_by(
+    attrs: Mapping[str, Any], makers: Mapping[str, Maker], results: Sequence[Maker], implementation: str | None
+) -> Plan:
+    """The plan of a call with these operands, by slot."""
+    op = OPS["multi_transformer"]
+    full = {**attrs, "present": tuple(makers), "implementation": implementation}
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        return tuple(make(inputs) for make in makers.values())
+
+    def finish(outs: Any) -> Any:
+        made = tuple(result(outs) for result in results)
+        return made if len(made) > 1 else made[0]
+
+    return Plan(op, full, operands, finish, op.formula(**full))
+
+
+def planned(view: View, site: Site) -> Planned:
+    """The call that stands for a layer.
+
+    Raises:
+      Unread: the op has no room for something in it.
+    """
+    planner = _Planner(view, site)
+    attrs = attributes_of(site)
+    return Planned(site, attrs, dict(planner.makers(attrs)), tuple(planner.results(attrs)))
 
 
 class _Planner:
-    def __init__(self, search: Search, view: View, site: Site) -> None:
-        self.search, self.view, self.site = search, view, site
+    def __init__(self, view: View, site: Site) -> None:
+        self.view, self.site = view, site
         self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
         self.where = {v.id: i for i, v in enumerate(site.region.inputs)}
         self.axes = {slot: self.raw(slot, leaf) for slot, leaf in site.leaves.items()}
@@ -278,24 +317,7 @@ class _Planner:
     def raw(self, slot: str, leaf: Leaf) -> tuple[Atoms, ...]:
         return raw_axes(self.view, self.region.leaves[slot], leaf.side.shown)
 
-    def plan(self) -> Plan:
-        attrs = attributes_of(self.site)
-        op = OPS["multi_transformer"]
-        makers = dict(self.makers(attrs))
-        present = tuple(makers)
-        attrs = attrs | {"present": present}
-        results = self.results(attrs)
-
-        def operands(*inputs: Any) -> tuple[Any, ...]:
-            return tuple(make(inputs) for make in makers.values())
-
-        def finish(outs: Any) -> Any:
-            made = tuple(result(outs) for result in results)
-            return made if len(made) > 1 else made[0]
-
-        return Plan(op, attrs | {"implementation": self.search.implementation}, operands, finish, op.formula(**attrs))
-
-    def makers(self, attrs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Sequence[Any]], Any]]]:
+    def makers(self, attrs: Mapping[str, Any]) -> Iterator[tuple[str, Maker]]:
         """Slot -> the operand, of the region's inputs."""
         shared = ("x", "step")
         yield "x", self.arranged("x")
@@ -314,13 +336,13 @@ class _Planner:
                 made = self.arranged(slot, (batch, heads, length, features))
             yield f"{slot}.0", made
 
-    def arranged(self, slot: str, groups: Any = None) -> Callable[[Sequence[Any]], Any]:
+    def arranged(self, slot: str, groups: Any = None) -> Maker:
         have, at = self.axes[slot], self.where[self.region.leaves[slot].id]
         groups = groups or self.site.leaves[slot].groups
         return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
 
     @staticmethod
-    def by_head(made: Callable[[Sequence[Any]], Any], heads: int) -> Callable[[Sequence[Any]], Any]:
+    def by_head(made: Maker, heads: int) -> Maker:
         def split(inputs: Sequence[Any]) -> Any:
             x = made(inputs)
             return jnp.reshape(x, (*x.shape[:-1], heads, 3, x.shape[-1] // (3 * heads)))
@@ -334,7 +356,7 @@ class _Planner:
             step = jnp.where(step < 0, step + length, step)
         return jnp.clip(step, 0, length - self.sizes.get("t", 1)).astype(jnp.int32)
 
-    def masked(self) -> Iterator[tuple[str, Callable[[Sequence[Any]], Any]]]:
+    def masked(self) -> Iterator[tuple[str, Maker]]:
         """The mask or bias, made as the attention's own site makes it."""
         attention, own = self.site.attention, self.site.attention.region
         assert own is not None
@@ -355,7 +377,7 @@ class _Planner:
                 raise Unread("its mask has several batch axes", self.layer.attention, "axes")
             yield "mask", lambda inputs: _rank4(both(inputs)[number])
 
-    def results(self, attrs: Mapping[str, Any]) -> list[Callable[[Sequence[Any]], Any]]:
+    def results(self, attrs: Mapping[str, Any]) -> list[Maker]:
         """The region's roots, of the op's results."""
         batch, sizes = self.site.letters("b"), self.sizes
         root = self.region.root

@@ -100,6 +100,10 @@ class Layer:
     def fused(self) -> bool:
         return self.columns != "separate"
 
+    @property
+    def decoder(self) -> bool:
+        return self.key_cache is not None
+
 
 class Partial(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
     """A layer that was read so far only: the steps done, whether it is a decoder and fused as far as known, and why it ends."""

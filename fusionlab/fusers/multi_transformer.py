@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ..graph.canonical import Tile, View
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
-from .base import Pass, Search, anchor_text, propose, reject
+from ..graph.certify import Verdict
+from .base import Pass, Search, anchor_text, found_at, option, propose, reject
 from .dot_product_attention import DotProductAttentionPass
 from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_axes import Unread
 from .layer_norm import LayerNormPass
-from .layer_plan import Site, plan_of, site_of
+from .layer_plan import Site, planned, site_of
 from .layer_reading import STEPS, Layer, Partial, Reader
+from .layer_rows import Found, joined, plan_of_row, rows
 from .overlaps import settle
 from .site import FUSE_FIRST
 
@@ -58,7 +57,7 @@ def _folded(search: Search) -> _Folded:
 def _fold(search: Search) -> _Folded:
     # By "xla" a site is found wherever it stands; whether a device gains by it is not asked.
     alone = replace(search, options={}, implementation="xla")
-    candidates, rejections = settle([item for p in _PIECES for item in p.search(alone)])
+    candidates, rejections = settle([item for p in _PIECES for item in _items(search, alone, p)])
     closed = [c for c in candidates if c.program is not None and c.region is not None and not escapes(c.region)]
     tiles = [Tile(c.root, c.site.leaves, c.node_ids, c.program, c) for c in closed if c.program is not None]
     numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
@@ -72,6 +71,14 @@ def _fold(search: Search) -> _Folded:
     return _Folded(view, attentions, declined, rest)
 
 
+def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
+    """What a pass finds in a block: as it was found already in this search, where all of that is of use here."""
+    known = search.shared.get(found_at(pass_.name, search.view))
+    if known is None or not search.by_default or any(isinstance(i, Rejection) and i.code == "slower" for i in known):
+        return list(pass_.search(alone))
+    return known
+
+
 @dataclass(frozen=True)
 class MultiTransformerPass:
     """One of the four; see the module docstring."""
@@ -81,7 +88,10 @@ class MultiTransformerPass:
     fused: bool
     op: str = "multi_transformer"
     whole: bool = True
-    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    forward_only: bool = True
+    options: dict[str, tuple[Any, str]] = field(
+        default_factory=lambda: {"stacked": (False, "identical layers in a row become one call")}
+    )
 
     @property
     def formula(self) -> str:
@@ -104,40 +114,56 @@ class MultiTransformerPass:
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         found = _folded(search)
         if not (self.decoder or self.fused or search.by_default):
-            for problem in found.declined:
-                yield self.without_attention(search, problem)
-        for attention in found.open:
-            if not search.by_default and not (self.decoder or self.fused):
-                yield self.differentiated(search, attention)
+            yield from (self.without_attention(search, problem) for problem in found.declined)
+            yield from (self.differentiated(search, attention) for attention in found.open)
+        layers: list[Found] = []
         for nid, attention in found.attentions.items():
             if nid not in found.read:
                 found.read[nid] = _read(found.view, nid)
             layer = found.read[nid]
-            decoder, fused = (
-                (layer.decoder, layer.fused) if isinstance(layer, Partial) else (layer.key_cache is not None, layer.fused)
-            )
-            if (decoder, fused) == (self.decoder, self.fused):
-                outcome = self.outcome(search, found, attention, layer)
-                if outcome is not None:
-                    yield outcome
+            if (layer.decoder, layer.fused) != (self.decoder, self.fused):
+                continue
+            outcome = self.outcome(search, found, attention, layer)
+            if isinstance(outcome, Found):
+                layers.append(outcome)
+            elif outcome is not None:
+                yield outcome
+        if not option(search, self, "stacked"):
+            yield from (one.candidate for one in layers)
+            return
+        for row in rows(layers):
+            yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
 
     def outcome(
         self, search: Search, found: _Folded, attention: Candidate, layer: Layer | Partial
-    ) -> Candidate | Rejection | None:
+    ) -> Found | Rejection | None:
         anchor = _anchor(search, attention)
         if isinstance(layer, Partial):
-            if layer.steps < (_TOLD if search.by_default else _ANCHORED):
-                return None
-            return self.partial(search, found, anchor, layer)
+            told = layer.steps >= (_TOLD if search.by_default else _ANCHORED)
+            return self.partial(search, found, anchor, layer) if told else None
         try:
-            site = site_of(search, found.view, layer, attention)
-            plan = plan_of(search, found.view, site)
+            plan = planned(found.view, site_of(search, found.view, layer, attention))
         except (Unread, NotARegion) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
-            nids = (layer.norm1.nid, layer.q.nid, layer.k.nid, layer.v.nid, layer.out.nid, layer.up.nid, layer.down.nid)
-            return self.partial(search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, (*nids, layer.attention)))
-        outcome = propose(search, self.name, site.region, plan, anchor, _notes(site), ("transformer_layer",))
-        return replace(outcome, id=f"{self.name}@{_common_scope(site.region)}")
+            products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
+            nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
+            return self.partial(search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, nids))
+        region = plan.site.region
+        proposed = propose(
+            search, self.name, region, plan.plan(search.implementation), anchor, _notes(plan.site), ("transformer_layer",)
+        )
+        outcome = replace(proposed, id=f"{self.name}@{_common_scope(region)}")
+        return Found(outcome, plan) if isinstance(outcome, Candidate) else outcome
+
+    def stacked(self, search: Search, row: list[Found]) -> Candidate:
+        """A row of layers as one site: each was certified, and a row is one after the other."""
+        region = joined(row)
+        plan = plan_of_row(row, region, search.implementation)
+        first = row[0].candidate
+        notes = (*first.notes, f"{len(row)} identical layers as one call")
+        anchor = _anchor(search, row[-1].candidate)
+        outcome = propose(search, self.name, region, plan, anchor, notes, first.concepts, proof=Verdict(None))
+        return replace(outcome, id=f"{self.name}@{_common_scope(region)}")
 
     def partial(self, search: Search, found: _Folded, anchor: Node, layer: Partial) -> Rejection:
         """Why a layer that was read in part is none."""
@@ -173,8 +199,9 @@ def _read(view: View, nid: int) -> Layer | Partial:
         return partial
 
 
-def _anchor(search: Search, attention: Candidate) -> Node:
-    return search.block.producer[attention.root.id]
+def _anchor(search: Search, site: Candidate) -> Node:
+    """The node that makes a site's result."""
+    return search.block.producer[site.root.id]
 
 
 def _raw_nodes(search: Search, view: View, nid: int) -> list[Node]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
-from .base import BY_DEFAULT, GRADIENT, Pass, check_options
+from .base import BY_DEFAULT, GRADIENT, Pass, check_options, has_gradient
 
 
 class Strategy(Mapping[str, Any]):
@@ -76,8 +76,10 @@ def select(
         passes = [passes]
     chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
     for name, value in chosen.items():
-        if name not in registry and name.removesuffix("_grad") not in registry:
-            raise unknown_name("pass", name, (*registry, *map("{}_grad".format, registry)))
+        forward = registry.get(name.removesuffix("_grad"))
+        if name not in registry and (forward is None or not has_gradient(forward)):
+            gradients = (f"{n}_grad" for n, p in registry.items() if has_gradient(p))
+            raise unknown_name("pass", name, (*registry, *gradients))
         if name not in registry:
             _check_gradient(name, value, chosen)
     result = []

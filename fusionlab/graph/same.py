@@ -59,6 +59,33 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
     return bound
 
 
+def made_alike(block: Block, one: Value, two: Value) -> bool:
+    """Whether two values of a block are made of the same values by the same equations, and so are equal to the bit."""
+    stack: list[tuple[Atom, Atom]] = [(one, two)]
+    known: set[tuple[int, int]] = set()
+    while stack:
+        mine, other = stack.pop()
+        if isinstance(mine, Value) and isinstance(other, Value):
+            if mine.id == other.id or (mine.id, other.id) in known:
+                continue
+            known.add((mine.id, other.id))
+            made, wanted = block.producer.get(mine.id), block.producer.get(other.id)
+            if made is None or wanted is None or has_side_effects(made.eqn) or not _alike(made, wanted):
+                return False
+            if made.outputs.index(mine) != wanted.outputs.index(other):
+                return False
+            stack += zip(made.inputs, wanted.inputs, strict=True)
+        elif isinstance(mine, Literal) and isinstance(other, Literal):
+            numbers = [np.asarray(a.val).astype(a.dtype) for a in (mine, other)]
+            if numbers[0].shape != numbers[1].shape or numbers[0].dtype != numbers[1].dtype:
+                return False
+            if numbers[0].tobytes() != numbers[1].tobytes():
+                return False
+        else:
+            return False
+    return True
+
+
 class _Numbers:
     """What is one number everywhere, made of literals alone, in the program's own arithmetic: differentiation moves that out of loops,
     whose bodies are then given it.
