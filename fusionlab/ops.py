@@ -1,7 +1,7 @@
 """The fused ops themselves, as functions: differentiable, and one named node each in a trace.
 
 They behave as the plain `jax.numpy` code they stand for under jit, grad, vmap, scan, checkpoint and forward mode, and
-refuse a bad argument by its name.
+refuse a bad argument by its name. With `multi_transformer` come its layers' weights, `TransformerLayer`, and what lays those out.
 """
 
 from .kernels.dot_product_attention import dot_product_attention
@@ -10,5 +10,32 @@ from .kernels.gemm_epilogue import gemm_epilogue
 from .kernels.layer_norm import layer_norm
 from .kernels.lerp import lerp
 from .kernels.matmul import matmul
+from .kernels.multi_transformer import (
+    TransformerLayer,
+    multi_transformer,
+    pack_keys,
+    pack_qkv,
+    pack_qkv_bias,
+    rotary_tables,
+    unpack_keys,
+    unpack_qkv,
+    unpack_qkv_bias,
+)
 
-__all__ = ["dot_product_attention", "gated_matmul", "gemm_epilogue", "layer_norm", "lerp", "matmul"]
+__all__ = [
+    "TransformerLayer",
+    "dot_product_attention",
+    "gated_matmul",
+    "gemm_epilogue",
+    "layer_norm",
+    "lerp",
+    "matmul",
+    "multi_transformer",
+    "pack_keys",
+    "pack_qkv",
+    "pack_qkv_bias",
+    "rotary_tables",
+    "unpack_keys",
+    "unpack_qkv",
+    "unpack_qkv_bias",
+]

@@ -20,6 +20,7 @@ from jax.extend import core as jex_core
 from fusionlab.device import Device
 from fusionlab.kernels import cublaslt, launch, plans
 from fusionlab.kernels.choices import CHOICES, Choice, Measured
+from fusionlab.kernels.composite import CompositePrimitive
 from fusionlab.kernels.primitive import FusedPrimitive
 
 from .device_clock import time_on_device
@@ -126,7 +127,9 @@ def calls_in(jaxpr: Any) -> list[Call]:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        if not isinstance(eqn.primitive, FusedPrimitive):
+        if isinstance(eqn.primitive, CompositePrimitive):  # what it will run
+            yield from _inner(eqn.primitive.pieces(eqn.params, [v.aval for v in eqn.invars]))
+        elif not isinstance(eqn.primitive, FusedPrimitive):
             for value in eqn.params.values():
                 yield from _inner(value)
 

@@ -97,7 +97,7 @@ class MultiTransformer(CompositeOp):
             return None
         size = batch_size(values, dims)
         x = names.index("x")
-        own = values[x].shape[0] if dims[x] is None else jnp.moveaxis(values[x], dims[x], 0).shape[1]
+        own = next(n for i, n in enumerate(values[x].shape) if i != dims[x])
         folded = [
             _folded(n, v, d, size, own) if _has_rows(n) else v for n, v, d in zip(names, values, dims, strict=True)
         ]
