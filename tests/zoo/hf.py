@@ -77,16 +77,21 @@ CLASSES: Mapping[str, tuple[str, str, Settings]] = {
 }
 
 
-def build(name: str, masked: bool, config: Transformer, dtype: Any) -> Built:
-    """The built model; with `masked`, a mask over the keys, `int32[batch, length]`, is an input."""
+def network(name: str, config: Transformer, dtype: Any) -> tuple[Any, Any]:
+    """The model of `transformers`, without parameters of its own, and the shapes of its parameters."""
     transformers = importlib.import_module("transformers")
     kind, settings_class, settings = CLASSES[name]
     net = getattr(transformers, kind)(
         getattr(transformers, settings_class)(**settings(config)), dtype=dtype, _do_init=False
     )
+    shape = (config.sizes.batch, 12, 12, 3) if name == "vit" else (config.sizes.batch, config.sizes.length)
+    return net, jax.eval_shape(lambda: net.init_weights(jax.random.key(0), shape))
+
+
+def build(name: str, masked: bool, config: Transformer, dtype: Any) -> Built:
+    """The built model; with `masked`, a mask over the keys, `int32[batch, length]`, is an input."""
+    net, params = network(name, config, dtype)
     sizes = config.sizes
-    shape = (sizes.batch, 12, 12, 3) if name == "vit" else (sizes.batch, sizes.length)
-    params = jax.eval_shape(lambda: net.init_weights(jax.random.key(0), shape))
     inputs = [struct((sizes.batch, 3, 12, 12), dtype)] if name == "vit" else [tokens(config)]
     if masked:
         inputs.append(struct((sizes.batch, sizes.length), jnp.int32))
