@@ -116,6 +116,10 @@ def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
 
 def _lost(c: Candidate, winner: Candidate) -> Rejection:
     why = "which is larger" if winner.nodes_before > c.nodes_before else "which comes first"
+    edit = None
+    if c.idle and not winner.idle:
+        why = f"which is fused by default while this is left as it is: {c.idle}"
+        edit = f"name the pass: passes=[{c.pass_name!r}]"
     size = c.nodes_before
     return Rejection(
         c.id,
@@ -127,6 +131,7 @@ def _lost(c: Candidate, winner: Candidate) -> Rejection:
         size,
         size,
         c.source,
+        edit,
         winner=str(id(winner)),
         concepts=c.concepts,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,13 @@ from jax import lax
 
 import fusionlab as fl
 from fusionlab.device import Device
+from fusionlab.evidence.regions import local_errors
 from fusionlab.fusers.find import find_in
 from fusionlab.fusers.registry import registry
 from fusionlab.graph.trace import trace
+from fusionlab.viz.html import report_html
+from fusionlab.viz.inspecting import inspect
+from fusionlab.viz.view_model import view_model
 
 from .several import GatePass, gate
 
@@ -244,6 +250,9 @@ def test_it_is_no_tile_of_a_structure_and_the_rest_is_seen():
     assert "softmax" in {s.kind for s in found.structures}
 
 
+# -- shown and measured ----------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def registered():
     fl.register(GatePass())
@@ -251,7 +260,69 @@ def registered():
     fl.unregister("gate")
 
 
+def whole(x, w, b, y):
+    h, z = gate(jnp.sin(x), w, b, y)
+    return jnp.cos(z), h.sum(), z
+
+
 def test_fuse_runs_it(registered):
     fused = jax.jit(fl.fuse(in_scan, passes="gate"))
     for want, got in zip(jax.tree.leaves(in_scan(*ARGS)), jax.tree.leaves(fused(*ARGS)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_errors_of_a_site_are_those_of_all_its_results_and_gradients(registered):
+    (one,) = fl.errors_by_site(whole, *ARGS, passes="gate", local=True)
+    assert [leaf.name for leaf in one.leaves] == ["out[0]", "out[1]", "x", "w", "b", "y"]
+    assert one.ok
+    found = fl.find(whole, *ARGS, passes="gate")
+    (site,) = found.candidates
+    wrong = replace(
+        site, site=replace(site.site, fn=lambda *given: (site.site.fn(*given)[0], site.site.fn(*given)[1] * 1.01))
+    )
+    leaves = {leaf.name: leaf.ok for leaf in local_errors(found, wrong, list(ARGS), True).leaves}
+    assert leaves["out[0]"]
+    assert not leaves["out[1]"]
+    assert not leaves["w"]
+    (alone,) = fl.errors_by_site(whole, *ARGS, passes="gate")
+    assert alone.ok
+    assert len([leaf for leaf in alone.leaves if leaf.kind == "output"]) == 3
+
+
+def test_the_site_left_out_is_timed(registered):
+    shares = fl.time_by_site(whole, *ARGS, passes="gate", samples=2, budget_s=2.0)
+    assert [s.site for s in shares.sites] == ["gate@#1"]
+    assert not fl.bisect(whole, *ARGS, passes="gate", samples=2, budget_s=2.0).causes
+
+
+def test_its_kernels_are_told_before_and_after(registered):
+    found = fl.find(whole, *ARGS, passes="gate")
+    (kernels,) = found.kernels()
+    assert kernels.before
+    assert kernels.after
+
+
+def test_all_its_results_are_told(registered):
+    found = fl.find(whole, *ARGS, passes="gate")
+    (site,) = found.candidates
+    z, h = site.roots
+    assert f"gives {z!r}, {h!r}" in found.explain(site.id)
+    html = inspect(found.graph, found, site.id).html
+    for value in (z, h):
+        assert f'data-fl-pick="{value.name}"' in html.partition("gives")[2].partition("nodes")[0]
+    (record,) = view_model(found.graph, found)["sites"]
+    assert (record["root"], record["others"]) == (z.name, [h.name])
+
+
+@pytest.mark.parametrize("fn", [whole, in_scan])
+def test_it_is_drawn_with_an_edge_from_each_result_to_what_reads_it(registered, fn):
+    found = fl.find(fn, *ARGS, passes="gate")
+    for enabled in (None, []):
+        view = view_model(found.graph, found, enabled=enabled, expanded="all")
+        (frame,) = [g for g in view["groups"] if g["site"]]
+        inside = {b["id"] for b in view["boxes"] if b["parent"] == frame["id"]}
+        assert len(inside) == found.candidates[0].nodes_before
+        assert len({e["from"] for e in view["edges"] if e["from"] in inside and e["to"] not in inside}) == 2
+    after = found.apply()
+    assert "tanh" not in {b["lines"][0] for b in view_model(after)["boxes"]}
+    assert "gate@" in report_html(found.graph, found)

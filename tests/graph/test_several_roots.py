@@ -297,6 +297,21 @@ def test_an_effect_that_reads_a_root_early_happens_in_its_turn():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_effects_that_come_before_an_early_reader_come_in_their_order():
+    def fn(x, w):
+        a = jnp.sin(x)
+        reader = jnp.exp(a)
+        io_callback(lambda v: None, None, x.sum(), ordered=False)
+        told = io_callback(lambda v: v, jax.ShapeDtypeStruct((), "float32"), w.sum())
+        return a @ jnp.sqrt(w + 2.0 + 0.0 * told), reader
+
+    graph = trace(fn, X, W)
+    _, new = after(graph, replacement(region(graph.top)))
+    order = [n for n in new.nodes() if n.primitive in ("io_callback", "exp")]
+    assert [n.primitive for n in order] == ["io_callback", "io_callback", "exp"]
+    assert [len(n.outputs) for n in order[:2]] == [0, 1]
+
+
 def test_a_reader_with_effects_that_would_have_to_come_later_than_others_is_refused():
     graph = trace(with_effects([], late_is_read=True), X, W)
     with pytest.raises(NotARegion, match="made after effects that follow from it"):
