@@ -18,7 +18,7 @@ def settle(
     is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
     what they would only leave to XLA.
 
-    Of sites with several results that wait for each other's the one with fewer nodes is declined.
+    Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other.
     """
     stuck: dict[int, Rejection] = {}
     while True:
@@ -99,7 +99,7 @@ def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] |
         try:
             in_order(block, first_gradients(block, pairs), [c.site for c in here])
         except SitesWaitError as error:
-            round_ = sorted((here[i] for i in error.numbers), key=lambda c: c.nodes_before)
+            round_ = sorted((here[i] for i in error.numbers), key=lambda c: (not c.idle, c.nodes_before))
             return round_[0], round_[1:]
     return None
 

@@ -12,10 +12,16 @@ from jax import lax
 
 import fusionlab as fl
 from fusionlab.device import Device
+from fusionlab.dump import write_dump
 from fusionlab.evidence.regions import local_errors
+from fusionlab.fusers.base import Search
 from fusionlab.fusers.find import find_in
+from fusionlab.fusers.overlaps import settle
 from fusionlab.fusers.registry import registry
+from fusionlab.graph.canonical import View
+from fusionlab.graph.certify import Certifier
 from fusionlab.graph.trace import trace
+from fusionlab.kernels import plain_meaning_of
 from fusionlab.viz.html import report_html
 from fusionlab.viz.inspecting import inspect
 from fusionlab.viz.view_model import view_model
@@ -175,6 +181,19 @@ def test_of_sites_that_wait_for_each_other_one_is_declined():
     agree(crossed, found, *ARGS)
 
 
+def test_it_is_the_one_that_is_left_as_it_is_or_else_the_smaller_one():
+    def of(one, other):
+        (kept,), (lost,) = settle([one, other])
+        return kept.node_ids, lost.code
+
+    pass_ = GatePass()
+    view = View(trace(crossed, *ARGS).top)
+    one, other = pass_.search(Search(trace(crossed, *ARGS), view, Device.of("cpu"), Certifier(plain_meaning_of)))
+    larger = replace(other, nodes_before=other.nodes_before + 1)
+    assert of(one, larger) == of(larger, one) == (other.node_ids, "order")
+    assert of(one, replace(larger, idle="slow")) == (one.node_ids, "order")
+
+
 def test_where_a_site_gives_way_what_it_had_taken_is_free_again():
     found = search(crossed, *ARGS, beside=["gemm_epilogue"])
     assert sorted(c.pass_name for c in found.candidates) == ["gate", "gemm_epilogue"]
@@ -238,6 +257,13 @@ def test_passes_of_wholes_are_searched_last_and_all_share_one_dictionary():
     assert len(tables) == 1
     find_in(graph, [(passes[0], {})], Device.of("cpu"))
     assert passes[0].searches[-1].shared is not passes[0].searches[0].shared
+
+
+def test_a_dump_applies_passes_of_wholes_first(tmp_path):
+    asked = [(registry()["gemm_epilogue"], {}), (GatePass(whole=True), {})]
+    write_dump(tmp_path / "dump", trace(gate, *ARGS), asked, Device.of("cpu"))
+    assert "logistic" in (tmp_path / "dump" / "00_gate.after.txt").read_text()
+    assert "tanh" not in (tmp_path / "dump" / "01_gemm_epilogue.before.txt").read_text()
 
 
 def test_it_is_no_tile_of_a_structure_and_the_rest_is_seen():
