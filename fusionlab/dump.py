@@ -9,6 +9,7 @@ from typing import Any
 
 from .device import Device
 from .fusers import Findings, Pass, find_in
+from .fusers.base import is_whole
 from .graph.ir import Graph
 from .graph.text import graph_text
 from .output import output_folder, write_file
@@ -23,12 +24,15 @@ def write_dump(
 ) -> None:
     """Writes `NN_<pass>.before.txt/.dot/.svg`, `NN_<pass>.after.*` and `report.json`, passes applied in order.
 
+    Those of wholes (`Pass.whole`) are applied first.
+
     Raises:
       OutputError: the folder cannot be written; nothing is left half-written.
     """
     with output_folder(folder) as into:
         reports = []
-        for i, (pass_, options) in enumerate(passes):
+        # A pass of wholes would find nothing of what another has rewritten.
+        for i, (pass_, options) in enumerate(sorted(passes, key=lambda asked: not is_whole(asked[0]))):
             found = find_in(graph, [(pass_, options)], device, implementation)
             stem = f"{i:02d}_{pass_.name}"
             _write(into, f"{stem}.before", graph, found)

@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 from fusionlab.fusers import Candidate, Findings
 from fusionlab.graph.emit import slice_jaxpr
 from fusionlab.graph.ir import Block, Node, Value
+from fusionlab.graph.region import Region
 
 from .original import Original
 from .program import Call
@@ -24,7 +25,7 @@ from .trials import SiteErrors
 
 
 def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: bool) -> SiteErrors:
-    """Errors of one site's output and gradients, of the nodes as they are ("before") and of the fused op, both against float64.
+    """Errors of one site's outputs and gradients, of the nodes as they are ("before") and of the fused op, both against float64.
 
     Args:
       found: what the site is one of.
@@ -44,10 +45,11 @@ def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: 
     order = [next(i for i, v in enumerate(inputs) if v.id == leaf.id) for leaf in site.site.leaves]
 
     def fused(*values: Any) -> Any:
-        return site.site.fn(*(values[i] for i in order))
+        given = site.site.fn(*(values[i] for i in order))
+        return tuple(given) if site.others else given
 
     positions = tuple(range(len(inputs)))
-    call = Call(_function(region.jaxpr()), given, {}, positions, len(inputs), tuple(names[v.id] for v in inputs))
+    call = Call(_function(region), given, {}, positions, len(inputs), tuple(names[v.id] for v in inputs))
     original = Original(call, (), None, grad)
     version = Call(fused, given, {}, positions, len(inputs), call.leaf_names)
     forward = original.forward_of(version)
@@ -55,14 +57,16 @@ def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: 
     return SiteErrors(site.id, tuple(original.errors(forward, backward)), drawn=not on_top)
 
 
-def _function(closed: Any) -> Callable[..., Any]:
-    run = jex_core.jaxpr_as_fun(closed)
+def _function(region: Region) -> Callable[..., Any]:
+    """A region's inputs -> its root, or a tuple of its roots where it has several."""
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    run = jex_core.jaxpr_as_fun(slice_jaxpr(region.block, nodes, region.inputs, region.roots, region.known))
 
-    def region(*values: Any) -> Any:
-        (out,) = run(*values)
-        return out
+    def plain(*values: Any) -> Any:
+        outs = run(*values)
+        return tuple(outs) if region.others else outs[0]
 
-    return region
+    return plain
 
 
 def _values(block: Block, wanted: Sequence[Value], arrays: Sequence[Any]) -> tuple[Any, ...]:

@@ -311,6 +311,11 @@ def escape_text(escape: Escape) -> str:
     return f"{anchor_text(escape.node)} {reader}"
 
 
+def is_whole(pass_: Pass) -> bool:
+    """Whether a pass's sites are made of what other passes find, and it is to be searched after them."""
+    return getattr(pass_, "whole", False)
+
+
 def option(search: Search, pass_: Pass, key: str) -> Any:
     """An option's value: as given, or the default."""
     return search.options.get(key, pass_.options[key][0])

@@ -15,7 +15,7 @@ from ..graph.certify import Certifier
 from ..graph.ir import Graph, Node
 from ..graph.views import views
 from ..kernels import plain_meaning_of
-from .base import GRADIENT, Pass, Search, found_at, has_gradient
+from .base import GRADIENT, Pass, Search, found_at, has_gradient, is_whole
 from .findings import Candidate, Findings, Rejection
 from .linear_groups import grouped
 from .matmul_schedule import routes_of
@@ -69,7 +69,7 @@ def _find_in(
     found: list[Candidate | Rejection] = []
     differentiated = is_differentiated(graph)
     shared: dict[Any, Any] = {}
-    for pass_, options in sorted(passes, key=lambda asked: getattr(asked[0], "whole", False)):
+    for pass_, options in sorted(passes, key=lambda asked: is_whole(asked[0])):
         if implementation is not None and implementation not in op_of(pass_).implementations:
             continue
         started = time.perf_counter()

@@ -351,6 +351,7 @@ def _explained(item: Candidate | Rejection | Structure) -> str:
     if isinstance(item, Structure):
         return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
     lines = [str(item), *(f"  {n}" for n in item.notes)]
+    lines += [f"  gives {', '.join(map(repr, item.roots))}"] if item.others else []
     lines += [f"  products in {item.arithmetic}"] if item.arithmetic else []
     lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
     lines += [

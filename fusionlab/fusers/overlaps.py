@@ -18,7 +18,7 @@ def settle(
     is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
     what they would only leave to XLA.
 
-    Of sites with several results that wait for each other's the one with fewer nodes is declined.
+    Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other.
     """
     stuck: dict[int, Rejection] = {}
     while True:
@@ -99,7 +99,7 @@ def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] |
         try:
             in_order(block, first_gradients(block, pairs), [c.site for c in here])
         except SitesWaitError as error:
-            round_ = sorted((here[i] for i in error.numbers), key=lambda c: c.nodes_before)
+            round_ = sorted((here[i] for i in error.numbers), key=lambda c: (not c.idle, c.nodes_before))
             return round_[0], round_[1:]
     return None
 
@@ -116,6 +116,10 @@ def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
 
 def _lost(c: Candidate, winner: Candidate) -> Rejection:
     why = "which is larger" if winner.nodes_before > c.nodes_before else "which comes first"
+    edit = None
+    if c.idle and not winner.idle:
+        why = f"which is fused by default while this is left as it is: {c.idle}"
+        edit = f"name the pass: passes=[{c.pass_name!r}]"
     size = c.nodes_before
     return Rejection(
         c.id,
@@ -127,6 +131,7 @@ def _lost(c: Candidate, winner: Candidate) -> Rejection:
         size,
         size,
         c.source,
+        edit,
         winner=str(id(winner)),
         concepts=c.concepts,
     )

@@ -73,7 +73,7 @@ def _candidate(
         ("arithmetic", text(f"products in {c.arithmetic}") if c.arithmetic else ""),
         ("op", f"{mono(c.op)} {_attrs(c)}"),
         ("reads", ", ".join(f"{text(k)} {_value(v)}" for k, v in c.leaves.items())),
-        ("gives", _value(c.root)),
+        ("gives", ", ".join(map(_value, c.roots))),
         ("nodes", f"{c.nodes_before} → {c.nodes_after}: {pick_nodes(graph, sorted(c.node_ids))}"),
         ("source", source_line(c.source)),
     ]

@@ -151,5 +151,20 @@ def test_it_takes_no_node_from_a_site_that_is_fused():
         assert (lost.pass_name, lost.code) == ("layer_norm", "overlap")
 
 
+def test_a_larger_site_that_is_left_as_it_is_says_so_where_a_smaller_one_has_its_nodes():
+    f = found(device="sm_90")
+    (norm,) = [c for c in f.candidates if c.idle]
+    small = dataclasses.replace(norm, pass_name="mine", formula="mine", idle="", nodes_before=norm.nodes_before - 1)
+    _, (lost,) = settle([norm, small])
+    assert f"mine of mine, which is fused by default while this is left as it is: {norm.idle}" in lost.sentence
+    assert lost.edit == "name the pass: passes=['layer_norm']"
+    smaller = dataclasses.replace(small, idle=norm.idle)  # both are left as they are
+    _, (lost,) = settle([norm, smaller])
+    assert lost.sentence.endswith("which is larger")
+    assert lost.edit is None
+    larger = dataclasses.replace(small, nodes_before=norm.nodes_before + 1)
+    assert settle([norm, larger])[1][0].edit == "name the pass: passes=['layer_norm']"
+
+
 def test_the_demo_does_not_say_that_it_would_run():
     assert ["layer_norm", "1 site", "left as it is"] in [row[:3] for row in _choices(found(device="sm_90"))]

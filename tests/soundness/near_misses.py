@@ -44,6 +44,7 @@ UNREACHED: dict[str, str] = {
     "implementation": "given where an option names one that cannot run the call (tests/fusers/test_gated.py)",
     "slower": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
     "skipped": "given to sites that a user switched off, not to programs",
+    "order": "given to sites of several results (tests/fusers/test_several_results.py)",
 }
 
 
