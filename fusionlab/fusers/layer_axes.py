@@ -21,11 +21,14 @@ from ..graph.labelled import Labelled, labels_of
 
 
 class Unread(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """What a layer has in a place where the op has something else; the message says what, `nid` where."""
+    """What a layer has in a place where the op has something else; the message says what, `nid` where.
 
-    def __init__(self, message: str, nid: int, code: str = "structure", edit: str | None = None) -> None:
+    `about` tells of a norm that is missing: "norm before" or "norm after" the value there.
+    """
+
+    def __init__(self, message: str, nid: int, code: str = "structure", edit: str | None = None, about: str = "") -> None:
         super().__init__(message)
-        self.nid, self.code, self.edit = nid, code, edit
+        self.nid, self.code, self.edit, self.about = nid, code, edit, about
 
 
 @dataclass(frozen=True)

@@ -233,9 +233,11 @@ def attributes_of(site: Site) -> dict[str, Any]:
       Unread: the attention is one that the op has no room for.
     """
     layer, attention = site.layer, site.attention
+    if {"factors", "dropout_key"} & attention.leaves.keys():
+        raise Unread("its attention drops weights, or has factors on them", layer.attention, "dropout")
     for name, plain in _PLAIN.items():
         if attention.attrs.get(name, plain) != plain:
-            raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention, "dropout" if "keep" in name else "structure")
+            raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
     if layer.norm1.kind != layer.norm2.kind:
         raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
     is_causal = bool(attention.attrs.get("is_causal", False))
@@ -367,8 +369,6 @@ class _Planner:
             return attention.plan.operands(*given)
 
         shapes = jax.eval_shape(lambda *xs: both(xs), *(v.aval for v in self.region.inputs))
-        if any(s is not None for s in shapes[5:]):
-            raise Unread("its attention drops weights, or has factors on them", self.layer.attention, "dropout")
         found = [number for number in (3, 4) if shapes[number] is not None]
         if len(found) > 1:
             raise Unread("its attention has a mask and a bias", self.layer.attention, "mask")

@@ -7,6 +7,7 @@ residual sums, the norms and the feed-forward. It only says what a layer could b
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,14 @@ from ..graph.labelled import Labelled, labels_of
 from .layer_axes import Atoms, Cut, Shown, Side, Unread, Walk, number_of, renamed, slot_of
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
+_PRODUCTS = ("gemm_epilogue", "dot")
 _CODES = {
     "name": "named_residual",
     "stop_gradient": "stop_gradient",
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
 }  # of what stands where the op has something else
-_HELD = {"name": "names a value inside the layer, which a remat policy may ask for", "stop_gradient": "stops a gradient inside the layer"}
+_HELD = {"name": "it names a value inside the layer, which a remat policy may ask for", "stop_gradient": "it stops a gradient inside the layer"}
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
 
 
@@ -134,7 +136,7 @@ class Reader(Walk):
         except Unread as why:
             op = self.node(why.nid).op
             if why.code == "structure" and op in _CODES:
-                why = Unread(f"{op} {_HELD.get(op, 'stands inside the layer')}", why.nid, _CODES[op])
+                why = Unread(_HELD.get(op, f"{op} stands inside the layer"), why.nid, _CODES[op])
             raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met)) from None
 
     def _read(self) -> Layer:
@@ -316,13 +318,19 @@ class Reader(Walk):
         return any(_holds(atom, feature) for x in edge.axes for atom in known.get(x, ()))
 
     def projections(self, query: Side, keys: Side, values: Side) -> tuple[Product, Product, Product, str]:
-        found = []
+        if self.sizes.get("s") is not None and not self.decoder and self.sizes["s"] != self.sizes.get("t", 1):
+            raise Unread(
+                f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention", self.attention
+            )
+        found: list[Product] = []
         for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
             self.positioned(side, what)
             one = self.product(side, feature)
             if one.activation != "none":
                 raise Unread(f"the {what} are activated: {one.activation} stands behind their product", one.nid, "activation")
             found.append(one)
+            if one.x.nid != found[0].x.nid:
+                raise Unread(f"queries and {what} are made of different values", one.nid)
             self.steps += 1
         q, k, v = found
         together = len({q.nid, k.nid, v.nid})
@@ -390,21 +398,26 @@ class Reader(Walk):
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
-    def reader(self, side: Side, what: str) -> int:
-        """The one node that reads a value."""
-        users = self.view.users.get(side.nid, ())
-        if len(users) != 1:
-            raise Unread(f"{what} is read by {len(users)} others, needed one", side.nid, "escapes" if users else "structure")
-        return users[0]
+    def reader(self, side: Side, what: str, wanted: Collection[str], needed: str) -> CNode:
+        """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out."""
+        users = [self.node(u) for u in self.view.users.get(side.nid, ())]
+        fit = [n for n in users if n.op in wanted]
+        if len(fit) == 1:
+            return fit[0]
+        if not users:
+            raise Unread(f"nothing reads {what}, needed {needed}", side.nid)
+        if not fit:
+            raise Unread(f"{', '.join(sorted({n.op for n in users}))} reads {what} where the op has {needed}", users[0].id)
+        raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {what}, needed one", side.nid)
 
     def output(self, node: CNode, names: dict[int, str]) -> Product:
         """The product that the attention's heads are given to."""
         side = Side(node.id, tuple((names[x],) for x in node.params.labels))
-        while True:
-            user = self.node(self.reader(side, "the attention's result"))
-            if user.op != "reshape":
-                break
+        what, ends = "the attention's result", ("the output projection",)
+        user = self.reader(side, what, {"reshape", *_PRODUCTS}, *ends)
+        while user.op == "reshape":
             side = self.after_reshape(user, side.shown)
+            user = self.reader(side, what, {"reshape", *_PRODUCTS}, *ends)
         found = self.consumed(user, side, "e")
         if found is None:
             raise Unread(f"{user.op} reads the attention's result where the op has the output projection", user.id)
@@ -470,11 +483,15 @@ class Reader(Walk):
         self.met.append(nid)
         return Norm(nid, sides["x"], str(dict(node.params.traits)["kind"]), epsilon, sides.get("scale"), sides.get("bias"))
 
-    def added(self, side: Side, what: str) -> tuple[Side, Side]:
-        """The sum that reads a value, and what it adds to it."""
-        node = self.node(self.reader(side, what))
-        if node.op != "sum":
-            raise Unread(f"{node.op} reads {what} where the op adds what the layer reads", node.id)
+    def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
+        """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
+        users = [self.node(u) for u in self.view.users.get(side.nid, ())]
+        fit = [n for n in users if n.op == "sum" and any(o.nid in of for o in n.operands)]
+        return fit[0] if len(fit) == 1 else self.reader(side, what, {"sum"}, "a residual sum")
+
+    def added(self, side: Side, what: str, of: Collection[int]) -> tuple[Side, Side]:
+        """The sum that reads a value, and what it adds to it: one of the nodes `of`, if any."""
+        node = self.sum_of(side, what, of)
         if len(node.operands) != 2 or any(o.coef != 1 for o in node.operands):
             raise Unread(f"{what} is added with a factor, or to more than one value", node.id, "scalar")
         mine = next(i for i, o in enumerate(node.operands) if o.nid == side.nid)
@@ -485,11 +502,17 @@ class Reader(Walk):
         return total, Side(other.nid, tuple(known[x] for x in other.axes))
 
     def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
-        total, rest = self.added(out.out, "the output projection's result")
+        of = {source.nid, *(o.nid for o in self.node(source.nid).operands[:1])}
+        total, rest = self.added(out.out, "the output projection's result", of)
         q, k, v, columns = projected
         pre = rest.nid != source.nid
+        if pre and self.node(source.nid).op != "layer_norm":
+            raise Unread("queries, keys and values read no norm, nor what is added to the attention's result", source.nid, about="norm before")
         if rest.shown != source.shown:
             raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
+        readers = [self.node(u).op for u in self.view.users.get(total.nid, ())]
+        if not pre and "sum" in readers and self.node(source.nid).op == "layer_norm":
+            raise Unread("what is added to the attention's result is its norm's result, needed what that norm was taken of", total.nid)
         self.steps += 1
         if pre:
             norm1, norm2, x, begun = self.norms_before(source, total, rest)
@@ -500,7 +523,7 @@ class Reader(Walk):
         self.steps += 1
         up, gate, down = self.feed_forward(fed, {total.nid} if pre else set())
         self.steps += 1
-        end, rest = self.added(down.out, "the feed-forward's result")
+        end, rest = self.added(down.out, "the feed-forward's result", {total.nid, fed.nid})
         again = total if pre else fed
         if rest != again:
             raise Unread("the feed-forward's result is added to another value than what it was made of", end.nid)
@@ -523,11 +546,15 @@ class Reader(Walk):
             raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
         found = [u for u in self.view.users.get(total.nid, ()) if self.node(u).op == "layer_norm"]
         if len(found) != 1:
-            raise Unread(f"{len(found)} norms read the sum after the attention, needed one", total.nid)
+            raise Unread(f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after")
         return norm1, self.norm(found[0], total.shown), rest, None
 
     def norm_after(self, total: Side) -> Norm:
-        return self.norm(self.reader(total, "the residual sum"), total.shown)
+        try:
+            node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm")
+        except Unread as why:
+            raise Unread(str(why), why.nid, why.code, about="norm after") from None
+        return self.norm(node.id, total.shown)
 
     def feed_forward(self, fed: Side, beside: set[int]) -> tuple[Product, Product | None, Product]:
         """Up (and gate) and down products of what a norm gave."""
@@ -540,6 +567,8 @@ class Reader(Walk):
         (up,) = products
         if up.activation == "none":
             user = self.view.users.get(up.nid, (up.nid,))[0]
+            if self.node(user).op in _CODES:
+                raise Unread("it stands behind the feed-forward's first product", user)
             raise Unread("the feed-forward has no activation that the op knows", user, "activation")
         return up, None, self.last(up.out)
 
@@ -549,8 +578,8 @@ class Reader(Walk):
             raise Unread("two products read the feed-forward's norm, and not one of them is activated", products[0].nid, "activation")
         (gate,) = active
         (up,) = (p for p in products if p is not gate)
-        node = self.node(self.reader(gate.out, "the gate"))
-        if node.op != "prod" or tuple(node.params) != (1.0, 1.0) or {o.nid for o in node.operands} != {gate.nid, up.nid}:
+        node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")
+        if tuple(node.params) != (1.0, 1.0) or {o.nid for o in node.operands} != {gate.nid, up.nid}:
             raise Unread("the gate is not multiplied with the other product", node.id)
         if any(o.coef != 1 for o in node.operands):
             raise Unread("the gate is multiplied by a number", node.id, "scalar")
@@ -562,7 +591,7 @@ class Reader(Walk):
         return up, gate, self.last(self.result(node, known))
 
     def last(self, side: Side) -> Product:
-        node = self.node(self.reader(side, "the feed-forward's inner value"))
+        node = self.reader(side, "the feed-forward's inner value", _PRODUCTS, "its second product")
         down = self.consumed(node, side, "e")
         if down is None:
             raise Unread(f"{node.op} reads the feed-forward's inner value where the op has the second product", node.id)

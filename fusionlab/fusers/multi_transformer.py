@@ -21,14 +21,15 @@ from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_axes import Unread
 from .layer_norm import LayerNormPass
-from .layer_plan import Site, planned, site_of
+from .layer_plan import Site as LayerSite
+from .layer_plan import planned, site_of
 from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .overlaps import settle
-from .site import FUSE_FIRST
+from .site import FUSE_FIRST, Site
 
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
-_ANCHORED, _TOLD = 4, 5  # steps of a reading that make an attention this pass's, and one that is told of where nobody named the pass
+_TOLD = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
 
 
@@ -36,13 +37,15 @@ _ATTENTION = "dot_product_attention"
 class _Folded:
     """A block with its small sites folded.
 
-    Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` (attentions that are none);
+    Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` and `norms` (attentions and norms that
+    are none); `open` (attentions whose inner values are read outside);
     `read` (what was read at each attention, kept for the other passes).
     """
 
     view: View
     attentions: dict[int, Candidate]
     declined: tuple[Rejection, ...]
+    norms: tuple[Rejection, ...]
     open: tuple[Candidate, ...]
     read: dict[int, Layer | Partial] = field(default_factory=dict)
 
@@ -66,9 +69,9 @@ def _fold(search: Search) -> _Folded:
     attentions = {
         nid: found[0].of for nid in view.by_op.get(_ATTENTION, ()) if (found := view.tiles_at.get(nid)) is not None
     }
-    declined = tuple(r for r in rejections if r.pass_name == _ATTENTION)
+    declined, norms = (tuple(r for r in rejections if r.pass_name == name) for name in (_ATTENTION, "layer_norm"))
     rest = tuple(c for c in candidates if c.pass_name == _ATTENTION and all(c is not d for d in closed))
-    return _Folded(view, attentions, declined, rest)
+    return _Folded(view, attentions, declined, norms, rest)
 
 
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
@@ -139,7 +142,7 @@ class MultiTransformerPass:
     ) -> Found | Rejection | None:
         anchor = _anchor(search, attention)
         if isinstance(layer, Partial):
-            told = layer.steps >= (_TOLD if search.by_default else _ANCHORED)
+            told = layer.steps >= _TOLD or not search.by_default
             return self.partial(search, found, anchor, layer) if told else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
@@ -169,10 +172,21 @@ class MultiTransformerPass:
         """Why a layer that was read in part is none."""
         nodes = [n for nid in (*layer.nids, layer.why.nid) for n in _raw_nodes(search, found.view, nid)]
         guilty = _raw_nodes(search, found.view, layer.why.nid)[-1:]
-        where = anchor_text(guilty[0]) if guilty else anchor_text(anchor)
-        sentence = f"{where}: {layer.why}"
-        progress = min(layer.steps, STEPS), STEPS
-        return reject(search, self.name, layer.why.code, sentence, anchor, guilty, nodes, progress, layer.why.edit)
+        why, progress = layer.why, (min(layer.steps, STEPS), STEPS)
+        declined = _norm_near(found, guilty, why.about) if why.about else None
+        if declined is not None:
+            guilty = [search.graph.node_by_id[i] for i in declined.node_ids]
+            sentence, code, edit = f"its norm is not fused: {declined.sentence}", declined.code, declined.edit
+        else:
+            sentence, code, edit = f"{anchor_text(guilty[0] if guilty else anchor)}: {why}", why.code, why.edit
+            if code == "structure" and self.is_random(search, found, layer):
+                code = "dropout"
+        return reject(search, self.name, code, sentence, anchor, guilty, nodes, progress, edit)
+
+    def is_random(self, search: Search, found: _Folded, layer: Partial) -> bool:
+        site = Site(self, search, search.block.nodes[0])
+        site.view = found.view
+        return site.is_random(layer.why.nid)
 
     def without_attention(self, search: Search, problem: Rejection) -> Rejection:
         """A layer may stand here; its attention is none that the op has."""
@@ -213,6 +227,17 @@ def _raw_nodes(search: Search, view: View, nid: int) -> list[Node]:
     return [producer[v.id] for v in view.values_of.get(nid, ()) if v.id in producer][:1]
 
 
+def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
+    """The nearest norm that was declined before or after a node, in program order."""
+    if not at:
+        return None
+    here = at[0].id
+    before = [r for r in found.norms if min(r.site_ids) <= here] if about == "norm before" else []
+    after = [r for r in found.norms if max(r.site_ids) >= here] if about == "norm after" else []
+    near = [max(before, key=lambda r: max(r.site_ids))] if before else [min(after, key=lambda r: min(r.site_ids))] if after else []
+    return near[0] if near else None
+
+
 def _common_scope(region: Region) -> str:
     """The scope that all of a layer's nodes stand in."""
     shared: list[str] | None = None
@@ -225,7 +250,7 @@ def _common_scope(region: Region) -> str:
     return "/".join(shared or ())
 
 
-def _notes(site: Site) -> tuple[str, ...]:
+def _notes(site: LayerSite) -> tuple[str, ...]:
     one = "one weight" if site.layer.fused else "three weights"
     return (f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",)
 
