@@ -15,6 +15,7 @@ from ..graph.canonical import View
 from ..graph.ir import Value
 from ..graph.region import NotARegion, Region, cut, escapes
 from ..kernels import OPS
+from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread, arranged, raw_axes, restored
 from .layer_reading import Layer
@@ -145,19 +146,28 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     given |= {name: base.ref[value.id].nid for name, value in masks.items()}
     root = _raw(view, layer.root.nid, None)
     wide = frozenset({"x", *(n for n in leaves if n.startswith("norm"))})
-    region = cut(base, root, given, through_casts=wide, as_read=frozenset(n for n in masks if masks[n].id in _read_as(attention)))
+    region = _cut(base, root, given, wide, masks, ())
     others = _others(view, layer, region)
     if others:
-        region = cut(base, root, given, through_casts=wide, others=tuple(m.value for m in others))
-    for name, value in masks.items():
-        if region.leaves[name].id != value.id:
-            raise NotARegion(f"its mask {value!r} is read in another form than its attention's")
+        region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
     names = {name: name.partition(":")[2] for name in masks}
     return Site(layer, region, leaves, others, attention, names, _precisions(region, attention.region))
 
 
-def _read_as(attention: Candidate) -> frozenset[int]:
-    return frozenset(v.id for v in attention.leaves.values())
+def _cut(
+    base: View,
+    root: Value,
+    given: Mapping[str, int],
+    wide: frozenset[str],
+    masks: Mapping[str, Value],
+    others: tuple[Value, ...],
+) -> Region:
+    """The region, with masks bound to the values that the attention's own site has them bound to: as they are read, or without views."""
+    for as_read in (frozenset[str](), frozenset(masks)):
+        region = cut(base, root, given, through_casts=wide, as_read=as_read, others=others)
+        if all(region.leaves[name].id == value.id for name, value in masks.items()):
+            return region
+    raise NotARegion(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
 
 
 def _mask_leaves(attention: Candidate) -> dict[str, Value]:
@@ -305,7 +315,7 @@ def planned(view: View, site: Site) -> Planned:
       Unread: the op has no room for something in it.
     """
     planner = _Planner(view, site)
-    attrs = attributes_of(site)
+    attrs = attributes_of(site) | {"turned": planner.turned}
     return Planned(site, attrs, dict(planner.makers(attrs)), tuple(planner.results(attrs)))
 
 
@@ -330,9 +340,7 @@ class _Planner:
         for slot in self.site.leaves:
             if slot in shared:
                 continue
-            made = self.arranged(slot)
-            if slot in ("qkv", "qkv_bias") and attrs["qkv"] == "interleaved":
-                made = self.by_head(made, attrs["heads"])
+            made = self.as_it_lies(slot) or self.arranged(slot)
             if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
                 batch, length, heads, features = self.site.leaves[slot].groups
                 made = self.arranged(slot, (batch, heads, length, features))
@@ -343,13 +351,31 @@ class _Planner:
         groups = groups or self.site.leaves[slot].groups
         return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
 
-    @staticmethod
-    def by_head(made: Maker, heads: int) -> Maker:
-        def split(inputs: Sequence[Any]) -> Any:
-            x = made(inputs)
-            return jnp.reshape(x, (*x.shape[:-1], heads, 3, x.shape[-1] // (3 * heads)))
+    @property
+    def turned(self) -> tuple[str, ...]:
+        """The weights that lie [out, in], as the op has them named."""
+        return tuple(slot for slot in TURNED if slot in self.site.leaves and self.lies(slot) == "turned")
 
-        return split
+    def lies(self, slot: str) -> str | None:
+        """How a weight's letters stand in the program's array: as the op has them, "turned", or otherwise (None)."""
+        value, leaf = self.region.leaves[slot], self.site.leaves[slot]
+        have = [a for axis in self.axes[slot] for a in axis]
+        wanted = [a for group in leaf.groups for a in group if a in have]
+        ends = [a for group in leaf.groups[-1:] if slot == "out" for a in group] or [a for a in leaf.groups[0]]
+        turned = [*ends, *(a for a in wanted if a not in ends)] if slot == "out" else [*(a for a in wanted if a not in ends), *ends]
+        matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
+        fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
+        if not fits:
+            return None
+        return "plain" if have == wanted else "turned" if have == turned else None
+
+    def as_it_lies(self, slot: str) -> Maker | None:
+        """The weight or bias itself, where the op takes it as it lies."""
+        at = self.where[self.region.leaves[slot].id]
+        if slot in TURNED and self.lies(slot) is not None:
+            return lambda inputs: inputs[at]
+        value = self.region.leaves[slot]
+        return (lambda inputs: inputs[at]) if slot.endswith("_bias") and len(value.shape) == 1 else None
 
     def step(self, inputs: Sequence[Any]) -> Any:
         """Where the program writes its cache: clamped, as an update of a slice is."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...errors import ArgumentError, unknown_name
@@ -52,7 +53,7 @@ class Sizes:
 
 
 def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-    """The attributes in canonical form.
+    """The attributes in canonical form, and the size of a head with them.
 
     Raises:
       ArgumentError: names the operand or attribute, what it is and what was needed.
@@ -60,8 +61,9 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """
     full = _checked_names(full)
     _check_present(given, full)
+    given = {name: _by_letters(name, a, full) for name, a in given.items()}
     sizes = _sizes(given, full)
-    full |= {"heads": sizes.h, "kv_heads": sizes.g, "scale": _scale(full["scale"], sizes.d)}
+    full |= {"heads": sizes.h, "kv_heads": sizes.g, "scale": _scale(full["scale"], sizes.d), "head_size": sizes.d}
     _check_shared(given, full, sizes)
     for i in range(full["layers"]):
         _check_layer(given, full, sizes, i)
@@ -86,6 +88,9 @@ def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
     for name in ("pre_norm", "gated", "is_causal", "gives_keys"):
         if not isinstance(full[name], bool):
             raise refused(f"{name} is {full[name]!r}, needed True or False")
+    if not isinstance(full["turned"], tuple | list) or not set(full["turned"]) <= set(TURNED):
+        raise refused(f"turned is {full['turned']!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]")
+    full["turned"] = tuple(slot for slot in TURNED if slot in full["turned"])
     full["layers"] = _count("layers", full["layers"])
     for name in ("heads", "kv_heads"):
         full[name] = None if full[name] is None else _count(name, full[name])
@@ -135,6 +140,40 @@ def _scale(scale: Any, size: int) -> float:
     if not math.isfinite(number):
         raise refused(f"scale is {number}, needed a finite number")
     return number
+
+
+# How weights lie.
+
+TURNED = ("q", "k", "v", "qkv", "out", "up", "gate", "down")
+_BY_HEADS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "qkv", "qkv_bias", "out")
+
+
+def _by_letters(name: str, a: Any, full: Mapping[str, Any]) -> Any:
+    """A weight with an axis for each of its letters, whichever way it lies: `turned`, and with heads merged with their entries."""
+    slot = name.partition(".")[0]
+    shape = tuple(a.shape)
+    if slot in full["turned"] and len(shape) > 1:
+        shape = (*shape[1:], shape[0]) if slot == "out" else (shape[-1], *shape[:-1])
+    heads = full["kv_heads"] or full["heads"] if slot[0] in "kv" else full["heads"]
+    if slot in _BY_HEADS and heads is not None:
+        shape = _apart(slot, shape, heads, full["qkv"])
+    return jax.ShapeDtypeStruct(shape, a.dtype)
+
+
+def _apart(slot: str, shape: tuple[int, ...], heads: int, qkv: str) -> tuple[int, ...]:
+    """A shape in which heads and their entries have an axis each, where they are merged."""
+    bias, fused = slot.endswith("_bias"), slot.startswith("qkv")
+    if len(shape) != (1 if bias else 2) or (fused and qkv not in ("interleaved", "packed")):
+        return shape
+    merged = shape[0] if bias or slot == "out" else shape[1]
+    parts = heads * (3 if fused else 1)
+    if fused and qkv == "packed":
+        rows = shape[0]
+        return (3, heads, rows // parts, *shape[1:]) if rows % parts == 0 else shape
+    if merged % parts:
+        return shape
+    apart = (heads, 3, merged // parts) if fused else (heads, merged // heads)
+    return (*apart, *shape[1:]) if bias or slot == "out" else (shape[0], *apart)
 
 
 # Which operands there are.
@@ -203,7 +242,7 @@ def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
     if len(x) != 3:
         raise refused(f"x has shape {x}, rank {len(x)}; needed rank 3, [B, S, E]")
     if len(out) != 3:
-        raise refused(f"out.0 has shape {out}, rank {len(out)}; needed rank 3, [H, D, E]: reshape it")
+        raise refused(f"out.0 has shape {out}, rank {len(out)}; needed [H, D, E], or [H D, E] and heads")
     h, d, _ = out
     if min(*x[1:], h, d) < 1:
         raise refused(f"x has shape {x} and out.0 {out}; needed at least one token, feature, head and entry of a head")
@@ -232,7 +271,7 @@ def _kv_heads(given: Mapping[str, Any], full: Mapping[str, Any], e: int, h: int,
     if full["qkv"] == "separate":
         k = tuple(given["k.0"].shape)
         if len(k) != 3 or k[1] < 1:
-            raise refused(f"k.0 has shape {k}; needed [E, G, D]: reshape it")
+            raise refused(f"k.0 has shape {k}; needed [E, G, D], or [E, G D] and kv_heads")
         return k[1]
     if full["qkv"] in ("interleaved", "packed"):
         return h

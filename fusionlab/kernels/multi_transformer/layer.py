@@ -57,6 +57,8 @@ class Form:
     rotary: int | None
     precision: Any
     attention_precision: Any
+    turned: tuple[str, ...]
+    head_size: int
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Form:
@@ -128,23 +130,33 @@ def _narrow(parameter: Array | None, dtype: Any) -> Array | None:
 
 
 def _linear(
-    pieces: Pieces, x: Array, w: Array, bias: Array | None, form: Form, activation: str = "none", w_contract: int = 0
+    pieces: Pieces, x: Array, w: Weights, slot: str, form: Form, activation: str = "none", contract: int | None = None
 ) -> Array:
-    bias = None if bias is None else bias.astype(x.dtype)
-    numbers: dict[str, Any] = {"activation": activation, "w_contract": w_contract, "precision": form.precision}
-    return pieces.linear(x, w.astype(x.dtype), bias, **numbers)
+    """x @ w[slot] + its bias, the weight as a matrix: [in, out], or [out, in] where it is turned (`contract` 1)."""
+    bias = w.get(f"{slot}_bias")
+    bias = None if bias is None else bias.reshape(-1).astype(x.dtype)
+    contract = int(slot in form.turned) if contract is None else contract
+    weight = _matrix(w[slot], x.shape[-1], contract).astype(x.dtype)
+    return pieces.linear(x, weight, bias, activation=activation, w_contract=contract, precision=form.precision)
+
+
+def _matrix(weight: Array, summed: int, contract: int) -> Array:
+    """A weight with one axis for what is summed over: nothing moves."""
+    return weight.reshape((-1, summed) if contract else (summed, -1))
 
 
 def _feed_forward(pieces: Pieces, x: Array, w: Weights, form: Form) -> Array:
-    linear = functools.partial(_linear, pieces, x, form=form)
+    linear = functools.partial(_linear, pieces, x, w, form=form)
+    alike = ("gate" in form.turned) == ("up" in form.turned)
     if not form.gated:
-        hidden = linear(w["up"], w.get("up_bias"), activation=form.activation)
-    elif "gate_bias" in w or "up_bias" in w:
-        hidden = linear(w["gate"], w.get("gate_bias"), activation=form.activation) * linear(w["up"], w.get("up_bias"))
+        hidden = linear("up", activation=form.activation)
+    elif "gate_bias" in w or "up_bias" in w or not alike:
+        hidden = linear("gate", activation=form.activation) * linear("up")
     else:
         gate, up = w["gate"].astype(x.dtype), w["up"].astype(x.dtype)
-        hidden = pieces.gated(x, gate, up, activation=form.activation, precision=form.precision)
-    return _linear(pieces, hidden, w["down"], w.get("down_bias"), form)
+        turned = int("up" in form.turned)
+        hidden = pieces.gated(x, gate, up, activation=form.activation, w_contract=turned, precision=form.precision)
+    return _linear(pieces, hidden, w, "down", form)
 
 
 # Attention.
@@ -175,30 +187,20 @@ def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> t
     )
     if swapped:
         out = jnp.swapaxes(out, 1, 2)
-    weight = w["out"]
-    merged = out.reshape(*out.shape[:2], weight.shape[0] * weight.shape[1])
-    projected = _linear(pieces, merged, weight.reshape(merged.shape[-1], -1), w.get("out_bias"), form)
-    return projected, [kept_k, kept_v]
+    merged = out.reshape(*out.shape[:2], -1)
+    return _linear(pieces, merged, w, "out", form), [kept_k, kept_v]
 
 
 def _queries_keys_values(pieces: Pieces, x: Array, w: Weights, form: Form) -> tuple[Array, Array, Array]:
     """Each [B, S, its heads, D]. Weights are read as they lie: what reshapes there are move nothing."""
-    linear, lead = functools.partial(_linear, pieces, x, form=form), x.shape[:2]
-    size = w["out"].shape[1]
+    linear, lead, size = functools.partial(_linear, pieces, x, w, form=form), x.shape[:2], form.head_size
     if form.qkv == "separate":
-        biases = (w.get(f"{slot}_bias") for slot in "qkv")
-        flat = (
-            (w[s].reshape(x.shape[-1], -1), None if b is None else b.reshape(-1))
-            for s, b in zip("qkv", biases, strict=True)
-        )
-        q, k, v = (a.reshape(*lead, -1, size) for a in (linear(weight, bias) for weight, bias in flat))
+        q, k, v = (linear(slot).reshape(*lead, -1, size) for slot in "qkv")
         return q, k, v
-    weight, bias = w["qkv"], w.get("qkv_bias")
-    bias = None if bias is None else bias.reshape(-1)
     if form.qkv == "packed":
-        both = linear(weight.reshape(-1, x.shape[-1]), bias, w_contract=1).reshape(*lead, 3, form.heads, size)
+        both = linear("qkv", contract=1).reshape(*lead, 3, form.heads, size)
         return both[:, :, 0], both[:, :, 1], both[:, :, 2]
-    together = linear(weight.reshape(x.shape[-1], -1), bias)
+    together = linear("qkv")
     if form.qkv == "interleaved":
         both = together.reshape(*lead, form.heads, 3, size)
         return both[:, :, :, 0], both[:, :, :, 1], both[:, :, :, 2]

@@ -36,13 +36,15 @@ class MultiTransformer(CompositeOp):
     attention's norm), q [E, H, D], k and v [E, G, D], q_bias, k_bias, v_bias ("separate"); or qkv and qkv_bias, [E, (H + 2 G) D]
     ("concatenated": all queries, then keys, then values), [E, H, 3, D] ("interleaved") or [3, H, D, E] ("packed"); out [H, D, E],
     out_bias [E], norm2_scale, norm2_bias (of the feed-forward's norm), up [E, F], up_bias, gate [E, F], gate_bias, down [F, E], down_bias;
+    heads may be merged with their entries (q [E, H D], out [H D, E]) where `heads` and `kv_heads` are given;
     cache_k and cache_v, [B, past, G, D] (or [B, G, past, D]). Biases and norms' parameters are optional.
 
     Attributes: `epsilons`, of both norms, None for one that is not there; `cache`: None (attention over the call's own keys), "append"
     (over those of the cache and then them), "write" (they are written to the cache at `step`; attention over all of it), "prefill" (over
     the own ones, which are written to the cache at 0). Causal, token i sees the keys up to its own; `lengths` hides the keys of this call
     from that on. `mask_value`: what a bool mask puts in place of a score. `attention_precision`: that of the
-    attention's products, where it is another than the others'. `gives_keys`: the keys and values are given back without a cache.
+    attention's products, where it is another than the others'. `turned`: the weights that are [out, in] (q
+    [H, D, E], out [E, H, D]). `gives_keys`: the keys and values are given back without a cache.
 
     Results: (y, k_0, v_0, k_1, v_1, ...) with a cache or `gives_keys`, else (y,). The k_i are all that was attended to ("append"), the
     written cache, or the call's own keys, turned by the rotary angles.
@@ -69,6 +71,8 @@ class MultiTransformer(CompositeOp):
         "rotary": None,
         "precision": None,
         "attention_precision": None,
+        "turned": (),
+        "head_size": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": composite_implementation("xla", "norms, products and attention as jnp code", reference.forward),
