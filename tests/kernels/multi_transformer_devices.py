@@ -107,7 +107,7 @@ def explicit() -> None:
     """On a mesh with explicit axes, by rows: the results say how they are sharded."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        x, one, caches, steps = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (X, ONE, CACHES, STEPS))
+        x, one, caches = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (X, ONE, CACHES))
         layers = jax.device_put(LAYERS, NamedSharding(mesh, P()))
         got = jax.jit(encode)(x, layers)
         assert got.sharding.spec[0] == "d"
