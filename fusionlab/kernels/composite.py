@@ -106,6 +106,7 @@ class CompositeOp(Op):
     def call(self, *operands: Any, present: Sequence[str], **attrs: Any) -> tuple[Array, ...]:
         """Binds the op: one named node in a trace. `present`: the operands' names, in order; an operand that is None is left out."""
         names = tuple(present)
+        self._check_names(operands, names)
         given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
         if full["implementation"] is not None:
             self.chosen("call", given, Device.current(), full)
@@ -120,22 +121,26 @@ class CompositeOp(Op):
     def reference(self, *operands: Any, present: Sequence[str], **attrs: Any) -> tuple[Array, ...]:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
         names = tuple(present)
+        self._check_names(operands, names)
         given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
         return tuple(self.implementations["xla"].forward(**given, residuals=False, **full))
 
     def _prepared(
         self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        names = attrs.get("present")
-        if names is None or len(names) != len(operands):
+        names = attrs.get("present", ())
+        self._check_names(operands, names)
+        given = {name: a for name, a in zip(names, operands, strict=True) if a is not None}
+        present, full = self.prepare(given, {k: v for k, v in attrs.items() if k != "present"})
+        return present, full | {"present": tuple(present)}
+
+    def _check_names(self, operands: Sequence[Any], names: Sequence[str]) -> None:
+        if len(names) != len(operands):
             raise ArgumentError(
                 f"{self.name}: {len(operands)} operands and present={names!r}, needed a name for each operand, in order"
             )
         if twice := [n for n in names if names.count(n) > 1]:
             raise ArgumentError(f"{self.name}: {twice[0]} is given twice, needed each operand once")
-        given = {name: a for name, a in zip(names, operands, strict=True) if a is not None}
-        present, full = self.prepare(given, {k: v for k, v in attrs.items() if k != "present"})
-        return present, full | {"present": tuple(present)}
 
     def _marks(self, params: Mapping[str, Any], values: Sequence[Array]) -> dict[str, Any]:
         """JAX's cue that the lowering has to know the devices, where a piece needs it."""

@@ -244,7 +244,8 @@ def _written(cache: Array, new: Array, step: Any, axis: int) -> Array:
     """The cache with `new` at `step` along an axis; where there is a step for each row, at its own."""
     if jnp.ndim(step):
         return jax.vmap(functools.partial(_written, axis=axis - 1))(cache, new, step)
-    starts = [step if i == axis else 0 for i in range(cache.ndim)]
+    first = jnp.zeros_like(step)  # of the step's dtype, as all starts have to be
+    starts = [step if i == axis else first for i in range(cache.ndim)]
     # As the primitive has it: a start out of range is moved until the slice fits, none is counted from the end.
     return lax.dynamic_update_slice(cache, new, starts, allow_negative_indices=False)
 

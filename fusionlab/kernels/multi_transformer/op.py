@@ -122,20 +122,24 @@ class MultiTransformer(CompositeOp):
         activation: str = "gelu_tanh",
         gated: bool = False,
         is_causal: bool = False,
+        epsilons: tuple[float | None, float | None] = (1e-5, 1e-5),
         cache: str | None = None,
         qkv: str = "separate",
         **_: Any,
     ) -> str:
         """ "2 layers: a = x + attend(layer_norm(x)), y = a + mlp(layer_norm(a)), mlp gelu_tanh, causal, cache write"."""
-        n = f"{norm}_norm"
-        one = (
-            f"a = x + attend({n}(x)), y = a + mlp({n}(a))"
-            if pre_norm
-            else f"a = {n}(x + attend(x)), y = {n}(a + mlp(a))"
-        )
+        first, second = (f"{norm}_norm" if e is not None else "" for e in epsilons)
+        if pre_norm:
+            one = f"a = x + attend({_normed(first, 'x')}), y = a + mlp({_normed(second, 'a')})"
+        else:
+            one = f"a = {_normed(first, 'x + attend(x)')}, y = {_normed(second, 'a + mlp(a)')}"
         told = [f"{one}, mlp {activation}{' gated' * gated}"]
         told += ["causal"] * is_causal + [f"cache {cache}"] * (cache is not None) + [f"qkv {qkv}"] * (qkv != "separate")
         return f"{'layer' if layers == 1 else f'{layers} layers'}: {', '.join(told)}"
+
+
+def _normed(norm: str, what: str) -> str:
+    return f"{norm}({what})" if norm else what
 
 
 def _has_rows(name: str) -> bool:
