@@ -47,7 +47,7 @@ class GateOp:
 class GatePass:
     """Finds `gate`; `finish` is what its plan makes of the op's two results.
 
-    What nodes of the primitive `also` make of h is a result too.
+    What other nodes of the primitive `also` make of h is a result too.
     """
 
     finish: object = staticmethod(lambda out: out)
@@ -75,7 +75,7 @@ class GatePass:
                 continue
             total = block.producer[tanh.inputs[0].id]
             product = block.producer[total.inputs[0].id]
-            more = [n.outputs[0] for n in block.users[h.id] if n.primitive == self.also]
+            more = [n.outputs[0] for n in block.users[h.id] if n.primitive == self.also and n is not node]
             values = dict(zip("xwby", (*product.inputs, total.inputs[1], node.inputs[1]), strict=True))
             try:
                 region = cut(

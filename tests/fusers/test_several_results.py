@@ -124,6 +124,20 @@ def test_every_result_is_certified_in_value_and_gradient(finish, code, told):
     assert told in declined.sentence
 
 
+def test_results_that_are_alike_are_each_certified():
+    def fn(x, w, b, y):
+        h, z = gate(x, w, b, y)
+        return h, z, h * y
+
+    right = search(fn, *ARGS, pass_=GatePass(lambda out: (*out, out[0]), also="mul"))
+    assert len(right.candidates) == 1
+    agree(fn, right, *ARGS)
+    wrong = search(fn, *ARGS, pass_=GatePass(lambda out: (*out, out[0] * 1.01), also="mul"))
+    assert not wrong.candidates
+    assert {r.code for r in wrong.rejections} == {"value"}
+    assert all("of its 3 results number 3" in r.sentence for r in wrong.rejections)
+
+
 def test_proofs_are_remembered_for_sites_that_are_alike():
     def two(x, w, b, y):
         h1, z1 = gate(x, w, b, y)
