@@ -172,10 +172,11 @@ def test_256_steps_do_not_end_in_a_loop(tied, scanned):
     assert np.mean(out[0] == out[1]) < 0.9  # what is said depends on the prompt, not on the position alone
 
 
-def test_the_smallest_margin_is_that_of_the_steps_alone():
+@pytest.mark.parametrize("steps", [1, 6])
+def test_the_smallest_margin_is_that_of_the_steps_alone(steps):
     params, prompt = gpt.init(KEY, TINY), tokens_of(TINY, 2, 5)
-    out = functions(TINY)[2](params, prompt, 6)
-    logits = np_logits(params, jnp.concatenate([prompt, out], 1), TINY.heads)[:, 4:10]
+    out = functions(TINY)[2](params, prompt, steps)
+    logits = np_logits(params, jnp.concatenate([prompt, out], 1), TINY.heads)[:, 4 : 4 + steps]
     best = np.sort(logits, -1)
     want = (best[..., -1] - best[..., -2]).min()
     np.testing.assert_allclose(gpt.smallest_margin(params, prompt, out, config=TINY), want, atol=1e-4)
