@@ -26,7 +26,9 @@ class Unread(Exception):  # noqa: N818 - an answer to the search, not an error o
     `about` tells of a norm that is missing: "norm before" or "norm after" the value there.
     """
 
-    def __init__(self, message: str, nid: int, code: str = "structure", edit: str | None = None, about: str = "") -> None:
+    def __init__(
+        self, message: str, nid: int, code: str = "structure", edit: str | None = None, about: str = ""
+    ) -> None:
         super().__init__(message)
         self.nid, self.code, self.edit, self.about = nid, code, edit, about
 
@@ -100,7 +102,9 @@ class Walk:
         found: list[Atoms] = [()] * len(source.shape)
         for before, after in merged_axes(node):
             atoms = tuple(a for axis in after for a in shown[axis])
-            for axis, part in zip(before, self.parted(atoms, [self._size(source, b) for b in before], node.id), strict=True):
+            for axis, part in zip(
+                before, self.parted(atoms, [self._size(source, b) for b in before], node.id), strict=True
+            ):
                 if axis < 0:
                     raise Unread("a value is repeated along an axis before it is reshaped", node.id, "axes")
                 found[axis] = part

@@ -65,7 +65,9 @@ class Site:
     @property
     def heads_before_length(self) -> bool:
         """Whether the caches, or the keys that are given, have heads before positions."""
-        sides = [c.before.shown for c in (self.layer.key_cache,) if c is not None] or [m.side.shown for m in self.others]
+        sides = [c.before.shown for c in (self.layer.key_cache,) if c is not None] or [
+            m.side.shown for m in self.others
+        ]
         order = [a for axis in (sides[0] if sides else ()) for a in axis]
         heads = [i for i, a in enumerate(order) if a in _HEADS]
         length = [i for i, a in enumerate(order) if a in ("s", "t", "p")]
@@ -252,7 +254,11 @@ def attributes_of(site: Site) -> dict[str, Any]:
         raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
     is_causal = bool(attention.attrs.get("is_causal", False))
     if is_causal and layer.key_cache is not None:
-        raise Unread("its attention hides keys by their place in the cache from its first position on, whatever the step", layer.attention, "mask")
+        raise Unread(
+            "its attention hides keys by their place in the cache from its first position on, whatever the step",
+            layer.attention,
+            "mask",
+        )
     active = layer.gate or layer.up
     return {
         "layers": 1,
@@ -362,7 +368,11 @@ class _Planner:
         have = [a for axis in self.axes[slot] for a in axis]
         wanted = [a for group in leaf.groups for a in group if a in have]
         ends = [a for group in leaf.groups[-1:] if slot == "out" for a in group] or [a for a in leaf.groups[0]]
-        turned = [*ends, *(a for a in wanted if a not in ends)] if slot == "out" else [*(a for a in wanted if a not in ends), *ends]
+        turned = (
+            [*ends, *(a for a in wanted if a not in ends)]
+            if slot == "out"
+            else [*(a for a in wanted if a not in ends), *ends]
+        )
         matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
         fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
         if not fits:
@@ -388,7 +398,9 @@ class _Planner:
         """The mask or bias, made as the attention's own site makes it."""
         attention, own = self.site.attention, self.site.attention.region
         assert own is not None
-        of_mask = {own.leaves[theirs].id: self.where[self.region.leaves[mine].id] for mine, theirs in self.site.masks.items()}
+        of_mask = {
+            own.leaves[theirs].id: self.where[self.region.leaves[mine].id] for mine, theirs in self.site.masks.items()
+        }
 
         def both(inputs: Sequence[Any]) -> tuple[Any, ...]:
             given = [inputs[of_mask[v.id]] if v.id in of_mask else jnp.zeros(v.shape, v.dtype) for v in own.inputs]
@@ -416,7 +428,9 @@ class _Planner:
             groups = (batch, *middle, ("d" if other.of_values else "c",))
             axes = raw_axes(self.view, other.value, other.side.shown)
             made.append(
-                lambda outs, g=groups, w=axes, o=other: restored(outs[2 if o.of_values else 1], g, w, o.value.shape, sizes)
+                lambda outs, g=groups, w=axes, o=other: restored(
+                    outs[2 if o.of_values else 1], g, w, o.value.shape, sizes
+                )
             )
         return made
 

@@ -23,7 +23,10 @@ _CODES = {
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
 }  # of what stands where the op has something else
-_HELD = {"name": "it names a value inside the layer, which a remat policy may ask for", "stop_gradient": "it stops a gradient inside the layer"}
+_HELD = {
+    "name": "it names a value inside the layer, which a remat policy may ask for",
+    "stop_gradient": "it stops a gradient inside the layer",
+}
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
 
 
@@ -205,7 +208,9 @@ class Reader(Walk):
         """One operand of a concatenation along `axis`, or the update of a larger one."""
         found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
         theirs, own = iter(edge.axes), iter(side.shown)
-        made = self.view.values_of[node.id][0].shape if axis < 0 else [2 if d == axis else n for d, n in enumerate(shape)]
+        made = (
+            self.view.values_of[node.id][0].shape if axis < 0 else [2 if d == axis else n for d, n in enumerate(shape)]
+        )
         for size, whole in zip(shape, made, strict=True):
             atoms = next(own) if whole != 1 else ()
             if size == 1:
@@ -265,7 +270,13 @@ class Reader(Walk):
         zero, tested = test.operands
         numbers = [o.coef for o in added.operands if o.nid == ONE]
         plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
-        whole = zero.nid == ONE and zero.coef == 0 and tested.coef == 1 and index.coef == 1 and negative.coef == wrapped.coef == 1
+        whole = (
+            zero.nid == ONE
+            and zero.coef == 0
+            and tested.coef == 1
+            and index.coef == 1
+            and negative.coef == wrapped.coef == 1
+        )
         return index.nid if whole and numbers == [length] and plain == [index.nid] and tested.nid == index.nid else None
 
     def same_cache(self, keys: Cache | None, values: Cache | None) -> None:
@@ -320,14 +331,17 @@ class Reader(Walk):
     def projections(self, query: Side, keys: Side, values: Side) -> tuple[Product, Product, Product, str]:
         if self.sizes.get("s") is not None and not self.decoder and self.sizes["s"] != self.sizes.get("t", 1):
             raise Unread(
-                f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention", self.attention
+                f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention",
+                self.attention,
             )
         found: list[Product] = []
         for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
             self.positioned(side, what)
             one = self.product(side, feature)
             if one.activation != "none":
-                raise Unread(f"the {what} are activated: {one.activation} stands behind their product", one.nid, "activation")
+                raise Unread(
+                    f"the {what} are activated: {one.activation} stands behind their product", one.nid, "activation"
+                )
             found.append(one)
             if one.x.nid != found[0].x.nid:
                 raise Unread(f"queries and {what} are made of different values", one.nid)
@@ -342,8 +356,19 @@ class Reader(Walk):
         return q, k, v, self.columns(q, k, v)
 
     def positioned(self, side: Side, what: str) -> None:
-        """A rotary embedding is told by its name."""
+        """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding.
+
+        Raises:
+          Unread: one of them.
+        """
         node = self.node(self.up(side).nid)
+        products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in _PRODUCTS}
+        if node.op == "prod" and len(products) == 1:
+            raise Unread(
+                f"the {what} are multiplied by a value that is no number known when tracing, as by a scale of each head",
+                node.id,
+                "scalar",
+            )
         if node.op in ("sum", "concatenate", "prod"):
             below = {self.node(o.nid).op for o in node.operands}
             turned = node.op == "concatenate" or "prod" in below or "concatenate" in below
@@ -352,6 +377,13 @@ class Reader(Walk):
                     f"the {what} are changed between their product and the attention, as by a rotary embedding; sites with one are not fused yet",
                     node.id,
                 )
+
+    def up_of(self, edge: Any) -> int:
+        """What an operand is made of, through reshapes."""
+        nid = edge.nid
+        while self.node(nid).op == "reshape":
+            nid = self.node(nid).operands[0].nid
+        return nid
 
     def columns(self, q: Product, k: Product, v: Product) -> str:
         """How one product holds the columns of queries, keys and values."""
@@ -368,7 +400,11 @@ class Reader(Walk):
                 return "concatenated"
             if few == heads and all(b is None or b == 3 * c for b in by_head) and starts == [0, c, 2 * c]:
                 return "interleaved"
-        raise Unread("the columns of its one projection are in another order than queries, keys, values, as a whole or by head", q.nid, "axes")
+        raise Unread(
+            "the columns of its one projection are in another order than queries, keys, values, as a whole or by head",
+            q.nid,
+            "axes",
+        )
 
     def features(self, product: Product) -> Atoms:
         """The columns of a product's weight, outer first, as the product's axes have them."""
@@ -407,7 +443,9 @@ class Reader(Walk):
         if not users:
             raise Unread(f"nothing reads {what}, needed {needed}", side.nid)
         if not fit:
-            raise Unread(f"{', '.join(sorted({n.op for n in users}))} reads {what} where the op has {needed}", users[0].id)
+            raise Unread(
+                f"{', '.join(sorted({n.op for n in users}))} reads {what} where the op has {needed}", users[0].id
+            )
         raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {what}, needed one", side.nid)
 
     def output(self, node: CNode, names: dict[int, str]) -> Product:
@@ -481,7 +519,9 @@ class Reader(Walk):
                 "take a smaller epsilon, if that is what is meant",
             )  # fmt: skip
         self.met.append(nid)
-        return Norm(nid, sides["x"], str(dict(node.params.traits)["kind"]), epsilon, sides.get("scale"), sides.get("bias"))
+        return Norm(
+            nid, sides["x"], str(dict(node.params.traits)["kind"]), epsilon, sides.get("scale"), sides.get("bias")
+        )
 
     def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
@@ -507,12 +547,19 @@ class Reader(Walk):
         q, k, v, columns = projected
         pre = rest.nid != source.nid
         if pre and self.node(source.nid).op != "layer_norm":
-            raise Unread("queries, keys and values read no norm, nor what is added to the attention's result", source.nid, about="norm before")
+            raise Unread(
+                "queries, keys and values read no norm, nor what is added to the attention's result",
+                source.nid,
+                about="norm before",
+            )
         if rest.shown != source.shown:
             raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
         readers = [self.node(u).op for u in self.view.users.get(total.nid, ())]
         if not pre and "sum" in readers and self.node(source.nid).op == "layer_norm":
-            raise Unread("what is added to the attention's result is its norm's result, needed what that norm was taken of", total.nid)
+            raise Unread(
+                "what is added to the attention's result is its norm's result, needed what that norm was taken of",
+                total.nid,
+            )
         self.steps += 1
         if pre:
             norm1, norm2, x, begun = self.norms_before(source, total, rest)
@@ -546,7 +593,9 @@ class Reader(Walk):
             raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
         found = [u for u in self.view.users.get(total.nid, ()) if self.node(u).op == "layer_norm"]
         if len(found) != 1:
-            raise Unread(f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after")
+            raise Unread(
+                f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
+            )
         return norm1, self.norm(found[0], total.shown), rest, None
 
     def norm_after(self, total: Side) -> Norm:
@@ -559,11 +608,15 @@ class Reader(Walk):
     def feed_forward(self, fed: Side, beside: set[int]) -> tuple[Product, Product | None, Product]:
         """Up (and gate) and down products of what a norm gave."""
         readers = [self.node(u) for u in self.view.users.get(fed.nid, ())]
-        products = [p for n in readers if n.op in ("gemm_epilogue", "dot") and (p := self.consumed(n, fed, "f")) is not None]
+        products = [
+            p for n in readers if n.op in ("gemm_epilogue", "dot") and (p := self.consumed(n, fed, "f")) is not None
+        ]
         if len(products) == 2:
             return self.gated(products)
         if len(products) != 1:
-            raise Unread(f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate", fed.nid)
+            raise Unread(
+                f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate", fed.nid
+            )
         (up,) = products
         if up.activation == "none":
             user = self.view.users.get(up.nid, (up.nid,))[0]
@@ -575,7 +628,11 @@ class Reader(Walk):
     def gated(self, products: list[Product]) -> tuple[Product, Product, Product]:
         active = [p for p in products if p.activation != "none"]
         if len(active) != 1:
-            raise Unread("two products read the feed-forward's norm, and not one of them is activated", products[0].nid, "activation")
+            raise Unread(
+                "two products read the feed-forward's norm, and not one of them is activated",
+                products[0].nid,
+                "activation",
+            )
         (gate,) = active
         (up,) = (p for p in products if p is not gate)
         node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")

@@ -120,5 +120,3 @@ def _of_inputs(make: Maker, numbers: Sequence[int | None]) -> Maker:
 def _of_results(result: Maker, layer: int) -> Maker:
     """A layer's root, of the row's results: (y, keys and values of each layer)."""
     return lambda outs: result((outs[0], *outs[1 + 2 * layer : 3 + 2 * layer]))
-
-

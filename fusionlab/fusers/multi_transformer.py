@@ -98,8 +98,12 @@ class MultiTransformerPass:
 
     @property
     def formula(self) -> str:
-        keys = "attention over a cache and the call's own keys" if self.decoder else "attention over the call's own keys"
-        products = "one product for queries, keys and values" if self.fused else "a product each for queries, keys and values"
+        keys = (
+            "attention over a cache and the call's own keys" if self.decoder else "attention over the call's own keys"
+        )
+        products = (
+            "one product for queries, keys and values" if self.fused else "a product each for queries, keys and values"
+        )
         return f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums; {keys}, {products}"
 
     @property
@@ -153,7 +157,13 @@ class MultiTransformerPass:
             return self.partial(search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, nids))
         region = plan.site.region
         proposed = propose(
-            search, self.name, region, plan.plan(search.implementation), anchor, _notes(plan.site), ("transformer_layer",)
+            search,
+            self.name,
+            region,
+            plan.plan(search.implementation),
+            anchor,
+            _notes(plan.site),
+            ("transformer_layer",),
         )
         outcome = replace(proposed, id=f"{self.name}@{_common_scope(region)}")
         return Found(outcome, plan) if isinstance(outcome, Candidate) else outcome
@@ -234,7 +244,13 @@ def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
     here = at[0].id
     before = [r for r in found.norms if min(r.site_ids) <= here] if about == "norm before" else []
     after = [r for r in found.norms if max(r.site_ids) >= here] if about == "norm after" else []
-    near = [max(before, key=lambda r: max(r.site_ids))] if before else [min(after, key=lambda r: min(r.site_ids))] if after else []
+    near = (
+        [max(before, key=lambda r: max(r.site_ids))]
+        if before
+        else [min(after, key=lambda r: min(r.site_ids))]
+        if after
+        else []
+    )
     return near[0] if near else None
 
 
@@ -256,9 +272,9 @@ def _notes(site: LayerSite) -> tuple[str, ...]:
 
 
 PASSES = tuple(
-    MultiTransformerPass(f"multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' if fused else ''}", decoder, fused)
+    MultiTransformerPass(
+        f"multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' if fused else ''}", decoder, fused
+    )
     for decoder in (False, True)
     for fused in (False, True)
 )
-
-

@@ -89,7 +89,9 @@ def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(full[name], bool):
             raise refused(f"{name} is {full[name]!r}, needed True or False")
     if not isinstance(full["turned"], tuple | list) or not set(full["turned"]) <= set(TURNED):
-        raise refused(f"turned is {full['turned']!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]")
+        raise refused(
+            f"turned is {full['turned']!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]"
+        )
     full["turned"] = tuple(slot for slot in TURNED if slot in full["turned"])
     full["layers"] = _count("layers", full["layers"])
     for name in ("heads", "kv_heads"):
