@@ -201,6 +201,12 @@ def test_row_38_prefill_writes_the_cache(dtype):
             assert (cache[:, TOKENS:] == 7).all()
 
 
+def test_row_38_filling_a_cache_without_causality_attends_to_the_text_alone():
+    want = row(tokens(2, 16, 4), parameters(4)[:2], **PRE)[-1][0]
+    y, _ = multi_transformer(jnp.asarray(tokens(2, 16, 4), "float32"), small(), cache=small_caches(24), is_causal=False)
+    close(y, want, 1e-4)
+
+
 @pytest.mark.parametrize(("dtype", "x"), [("float32", 4), ("float16", 8), ("bfloat16", 8)])
 def test_row_38_the_packed_layout_of_keys_round_trips(dtype, x):
     keys = jnp.asarray(np.random.default_rng(0).standard_normal((2, 10, 3, 64)), dtype)
