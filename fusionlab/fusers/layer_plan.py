@@ -308,8 +308,8 @@ def plan_by(
         return tuple(make(inputs) for make in makers.values())
 
     def finish(outs: Any) -> Any:
-        made = tuple(result(outs) for result in results)
-        return made if len(made) > 1 else made[0]
+        made = [result(outs) for result in results]
+        return tuple(made) if len(made) > 1 else made[0]
 
     return Plan(op, full, operands, finish, op.formula(**full))
 

@@ -16,6 +16,7 @@ from ..graph.labelled import Labelled, labels_of
 from .layer_axes import Atoms, Cut, Shown, Side, Unread, Walk, number_of, renamed, slot_of
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
+_JOINED = ("concatenate", "dynamic_update_slice")
 _PRODUCTS = ("gemm_epilogue", "dot")
 _CODES = {
     "name": "named_residual",
@@ -146,13 +147,13 @@ class Reader(Walk):
         node = self.node(self.attention)
         names = self.letters(node)
         sides = {slot: self.of_attention(node, names, slot) for slot in ("query", "key", "value")}
+        self.decoder = any(self.node(sides[slot].nid).op in _JOINED for slot in ("key", "value"))
         key_cache, keys = self.cached(sides["key"])
         value_cache, values = self.cached(sides["value"])
-        self.decoder = key_cache is not None or value_cache is not None
         if (key_cache is None) != (value_cache is None):
             raise Unread("keys and values do not both join a cache", self.attention)
-        self.same_cache(key_cache, value_cache)
         q, k, v, columns = self.projections(sides["query"], keys, values)
+        self.same_cache(key_cache, value_cache)
         source = self.common_source(q, k, v)
         out = self.output(node, names)
         layer = self.around(source, (q, k, v, columns), (keys, values), (key_cache, value_cache), out)
@@ -194,7 +195,8 @@ class Reader(Walk):
     def appended(self, node: CNode, side: Side) -> tuple[Cache, Side]:
         known, _ = node.params
         axis = int(dict(known[2])["dimension"]) if known[0] == "params" else -1
-        (old, new), shapes = node.operands, known[1] if known[0] == "params" else ()
+        old, new = node.operands
+        shapes: tuple[Any, ...] = known[1] if known[0] == "params" else ()
         sides = [self._joined(node, side, edge, shape, axis) for edge, shape in zip((old, new), shapes, strict=False)]
         if len(sides) != 2 or old.coef != 1 or new.coef != 1:
             raise Unread("keys or values are put together in a way that is not known", node.id)

@@ -91,8 +91,8 @@ def joined(row: Sequence[Found]) -> Region:
         leaves |= {f"{n}.{i}": v for n, v in own.items() if n not in shared}
     first, last = row[0].region, row[-1].region
     others = tuple(v for one in row for v in one.region.others)
-    ordered = (tuple(kept[i] for i in sorted(kept)) for kept in (nodes, support))
-    return Region(first.block, last.root, leaves, *ordered, first.known, others)
+    inner, beside = (tuple(kept[i] for i in sorted(kept)) for kept in (nodes, support))
+    return Region(first.block, last.root, leaves, inner, beside, first.known, others)
 
 
 def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None) -> Plan:

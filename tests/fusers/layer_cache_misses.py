@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from . import layer_parts as parts
-from .layer_parts import DECODER, FUSED, SMAX, STEP, B, E, Heads, Miss, Pair, Params, Parts, Program, params
+from .layer_parts import DECODER, ENCODER, FUSED, SMAX, STEP, B, E, Heads, Miss, Pair, Params, Parts, Program, params
 
 Array = jax.Array
 PRE = Parts()
@@ -98,7 +98,7 @@ def misses() -> Iterator[Miss]:
 
     yield decoder("values_one_later", values_one_later, "structure", "different positions")
     yield Miss("own_steps", own_steps, DECODER, "structure", "different positions")
-    yield decoder("attended_before", attended_before, "structure", "another value")
+    yield Miss("attended_before", cached(attended_before), ENCODER, "structure", "another value")
     yield decoder("old_values", old_values, "structure", "cache")
     yield decoder("part_of_the_heads", other_axis, "axes", "along its positions")
     yield decoder("put_in_front", put_in_front, "structure", "projection")
