@@ -208,7 +208,8 @@ def slot_of(node: CNode, name: str) -> int | None:
 def number_of(node: CNode, name: str) -> float:
     """A number that a fused op's node has among its operands."""
     slot = slot_of(node, name)
-    assert slot is not None and node.operands[slot].nid == ONE
+    assert slot is not None
+    assert node.operands[slot].nid == ONE
     return float(node.operands[slot].coef)
 
 

@@ -286,7 +286,7 @@ Maker = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, and each of the region's roots of the results."""
+    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, each root of the region of the results."""
 
     site: Site
     attrs: Mapping[str, Any]
@@ -367,7 +367,7 @@ class _Planner:
         value, leaf = self.region.leaves[slot], self.site.leaves[slot]
         have = [a for axis in self.axes[slot] for a in axis]
         wanted = [a for group in leaf.groups for a in group if a in have]
-        ends = [a for group in leaf.groups[-1:] if slot == "out" for a in group] or [a for a in leaf.groups[0]]
+        ends = [a for group in leaf.groups[-1:] if slot == "out" for a in group] or list(leaf.groups[0])
         turned = (
             [*ends, *(a for a in wanted if a not in ends)]
             if slot == "out"
@@ -410,10 +410,10 @@ class _Planner:
         found = [number for number in (3, 4) if shapes[number] is not None]
         if len(found) > 1:
             raise Unread("its attention has a mask and a bias", self.layer.attention, "mask")
-        for number in found:
-            if len(shapes[number].shape) > 4:
-                raise Unread("its mask has several batch axes", self.layer.attention, "axes")
-            yield "mask", lambda inputs: _rank4(both(inputs)[number])
+        if any(len(shapes[number].shape) > 4 for number in found):
+            raise Unread("its mask has several batch axes", self.layer.attention, "axes")
+        if found:
+            yield "mask", lambda inputs: _rank4(both(inputs)[found[0]])
 
     def results(self, attrs: Mapping[str, Any]) -> list[Maker]:
         """The region's roots, of the op's results."""

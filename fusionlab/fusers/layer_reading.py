@@ -11,39 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..graph.canonical import ONE, CNode, View
+from ..graph.canonical import CNode, View
 from ..graph.labelled import Labelled, labels_of
-from .layer_axes import Atoms, Cut, Shown, Side, Unread, Walk, number_of, renamed, slot_of
+from .layer_axes import Shown, Side, Unread, number_of, slot_of
+from .layer_caches import JOINED, Cache
+from .layer_projections import CODES, HELD, PRODUCTS, Product, ProjectionWalk
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
-_JOINED = ("concatenate", "dynamic_update_slice")
-_PRODUCTS = ("gemm_epilogue", "dot")
-_CODES = {
-    "name": "named_residual",
-    "stop_gradient": "stop_gradient",
-    "custom_jvp_call": "custom_rule",
-    "custom_vjp_call": "custom_rule",
-}  # of what stands where the op has something else
-_HELD = {
-    "name": "it names a value inside the layer, which a remat policy may ask for",
-    "stop_gradient": "it stops a gradient inside the layer",
-}
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
-
-
-@dataclass(frozen=True)
-class Product:
-    """A matrix product with what follows it.
-
-    Attributes: `nid`, `out` (its own axes), `x`, `w`, `bias` (None: none), `activation`.
-    """
-
-    nid: int
-    out: Side
-    x: Side
-    w: Side
-    bias: Side | None
-    activation: str
 
 
 @dataclass(frozen=True)
@@ -54,20 +29,6 @@ class Norm:
     epsilon: float
     scale: Side | None
     bias: Side | None
-
-
-@dataclass(frozen=True)
-class Cache:
-    """How the keys (or values) of a call join those before: `kind` is "append" or "write", `node` makes all of them, `step` is where they are
-    written, counted from the end where it is negative and `from_the_end`.
-    """
-
-    kind: str
-    node: int
-    shown: Shown
-    before: Side
-    step: int | None
-    from_the_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +80,7 @@ class Partial(Exception):  # noqa: N818 - an answer to the search, not an error 
         self.why, self.steps, self.decoder, self.fused, self.nids = why, steps, decoder, fused, nids
 
 
-class Reader(Walk):
+class Reader(ProjectionWalk):
     """Reads the layer around one attention of a view.
 
     Raises (`read`):
@@ -127,27 +88,23 @@ class Reader(Walk):
     """
 
     def __init__(self, view: View, attention: int) -> None:
-        super().__init__(view)
-        self.attention = attention
-        self.steps = 0
-        self.decoder = self.is_fused = False
-        self.met: list[int] = [attention]
-        self.held: int | None = None
+        super().__init__(view, attention)
+        self.met.append(attention)
 
     def read(self) -> Layer:
         try:
             return self._read()
         except Unread as why:
             op = self.node(why.nid).op
-            if why.code == "structure" and op in _CODES:
-                why = Unread(_HELD.get(op, f"{op} stands inside the layer"), why.nid, _CODES[op])
+            if why.code == "structure" and op in CODES:
+                why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, CODES[op])
             raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met)) from None
 
     def _read(self) -> Layer:
         node = self.node(self.attention)
         names = self.letters(node)
         sides = {slot: self.of_attention(node, names, slot) for slot in ("query", "key", "value")}
-        self.decoder = any(self.node(sides[slot].nid).op in _JOINED for slot in ("key", "value"))
+        self.decoder = any(self.node(sides[slot].nid).op in JOINED for slot in ("key", "value"))
         key_cache, keys = self.cached(sides["key"])
         value_cache, values = self.cached(sides["value"])
         if (key_cache is None) != (value_cache is None):
@@ -183,257 +140,6 @@ class Reader(Walk):
             raise Unread(f"its {slot} is multiplied by {edge.coef:g} besides the score scale", edge.nid, "scalar")
         return Side(edge.nid, tuple((names[label],) for label in edge.axes))
 
-    def cached(self, side: Side) -> tuple[Cache | None, Side]:
-        """The cache that keys or values join, if any, and those of this call."""
-        node = self.node(side.nid)
-        if node.op == "concatenate" and len(node.operands) == 2:
-            return self.appended(node, side)
-        if node.op == "dynamic_update_slice":
-            return self.written(node, side)
-        return None, renamed(side, {"s": "t"})
-
-    def appended(self, node: CNode, side: Side) -> tuple[Cache, Side]:
-        known, _ = node.params
-        axis = int(dict(known[2])["dimension"]) if known[0] == "params" else -1
-        old, new = node.operands
-        shapes: tuple[Any, ...] = known[1] if known[0] == "params" else ()
-        sides = [self._joined(node, side, edge, shape, axis) for edge, shape in zip((old, new), shapes, strict=False)]
-        if len(sides) != 2 or old.coef != 1 or new.coef != 1:
-            raise Unread("keys or values are put together in a way that is not known", node.id)
-        self.met.append(node.id)
-        before, fresh = renamed(sides[0], {"s": "p"}), renamed(sides[1], {"s": "t"})
-        self.sizes["p"] = int(shapes[0][axis])
-        self.sizes.setdefault("t", int(shapes[1][axis]))
-        return Cache("append", node.id, side.shown, before, None), fresh
-
-    def _joined(self, node: CNode, side: Side, edge: Any, shape: Any, axis: int) -> Side:
-        """One operand of a concatenation along `axis`, or the update of a larger one."""
-        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
-        theirs, own = iter(edge.axes), iter(side.shown)
-        made = (
-            self.view.values_of[node.id][0].shape if axis < 0 else [2 if d == axis else n for d, n in enumerate(shape)]
-        )
-        for size, whole in zip(shape, made, strict=True):
-            atoms = next(own) if whole != 1 else ()
-            if size == 1:
-                continue
-            source = next(theirs)
-            if source < 0:
-                raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
-            found[source] = atoms
-        return Side(edge.nid, tuple(found))
-
-    def written(self, node: CNode, side: Side) -> tuple[Cache, Side]:
-        known, _ = node.params
-        if known[0] != "params":
-            raise Unread("a cache is written in a way that is not known", node.id)
-        shape, update, *_ = known[1]
-        old, new, *starts = node.operands
-        own = iter(side.shown)
-        atoms = [next(own) if n != 1 else () for n in shape]
-        moving = [d for d, n in enumerate(update) if n != shape[d]]
-        if len(moving) != 1 or atoms[moving[0]] != ("s",) or old.coef != 1 or new.coef != 1:
-            raise Unread("a cache is written otherwise than at one place along its positions", node.id, "axes")
-        at = starts[moving[0]]
-        if any(s.nid != ONE or s.coef != 0 for d, s in enumerate(starts) if d != moving[0]):
-            raise Unread("a cache is written at other than its first head, feature or batch entry", node.id, "axes")
-        if at.coef != 1 and at.nid != ONE:
-            raise Unread("a cache is written at a multiple of a step", node.id)
-        self.met.append(node.id)
-        fresh = renamed(self._part(node, new, update, atoms), {"s": "t"})
-        self.sizes.setdefault("t", int(update[moving[0]]))
-        before = self._part(node, old, shape, atoms)
-        if at.nid == ONE:
-            raise Unread(f"a cache is written at the fixed position {at.coef}", node.id)
-        step = self.before_wrapping(at.nid, int(shape[moving[0]]))
-        return Cache("write", node.id, side.shown, before, at.nid if step is None else step, step is not None), fresh
-
-    def _part(self, node: CNode, edge: Any, shape: Any, atoms: list[Atoms]) -> Side:
-        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
-        theirs = iter(edge.axes)
-        for size, own in zip(shape, atoms, strict=True):
-            if size == 1:
-                continue
-            source = next(theirs)
-            if source < 0:
-                raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
-            found[source] = own
-        return Side(edge.nid, tuple(found))
-
-    def before_wrapping(self, nid: int, length: int) -> int | None:
-        """The index of which this is `where(index < 0, index + length, index)`, as JAX has it of any index; None where it is not."""
-        node = self.node(nid)
-        if node.op != "select" or len(node.operands) != 3:
-            return None
-        negative, index, wrapped = node.operands
-        test, added = self.node(negative.nid), self.node(wrapped.nid)
-        if test.op != "gt" or added.op != "iadd" or len(test.operands) != 2 or len(added.operands) != 2:
-            return None
-        zero, tested = test.operands
-        numbers = [o.coef for o in added.operands if o.nid == ONE]
-        plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
-        whole = (
-            zero.nid == ONE
-            and zero.coef == 0
-            and tested.coef == 1
-            and index.coef == 1
-            and negative.coef == wrapped.coef == 1
-        )
-        return index.nid if whole and numbers == [length] and plain == [index.nid] and tested.nid == index.nid else None
-
-    def same_cache(self, keys: Cache | None, values: Cache | None) -> None:
-        """Keys and values join their caches alike."""
-        if keys is None or values is None:
-            return
-        if keys.kind != values.kind:
-            raise Unread("keys are appended and values are written, or the other way round", values.node)
-        if keys.step != values.step:
-            raise Unread("keys and values are written at different positions", values.node)
-        if keys.before.nid == values.before.nid:
-            raise Unread("keys and values are kept in one cache", values.node)
-
-    # -- the projections ------------------------------------------------------------------------------------------
-
-    def product(self, side: Side, feature: str, base: str = "e") -> Product:
-        """The product that makes a value with the axis `feature` from its weight, through views."""
-        made = self.through(self.up(side))
-        node = self.node(made.nid)
-        known = dict(zip(labels_of(node) or (), made.shown, strict=False))
-        if node.op == "gemm_epilogue" and isinstance(node.params, Labelled):
-            slots = [slot_of(node, "x"), slot_of(node, "w"), slot_of(node, "bias")]
-            activation = str(dict(node.params.traits)["activation"])
-        elif node.op == "dot":
-            w = next((i for i, o in enumerate(node.operands) if self._has(o, known, feature)), None)
-            slots = [None if w is None else 1 - w, w, None]
-            activation = "none"
-        else:
-            raise Unread(f"{node.op} stands where the op has a projection", node.id)
-        if slots[0] is None or slots[1] is None or any(node.operands[i].coef != 1 for i in slots if i is not None):
-            raise Unread("a product is multiplied by a number", node.id, "scalar")
-        self.met.append(node.id)
-        summed = {x for i in slots[:2] for x in node.operands[i].axes} - known.keys()  # type: ignore[index]
-        new = {x: base if n == 0 else f"{base}{n}" for n, x in enumerate(sorted(summed))}
-        x, w, bias = (None if i is None else self.operand(node, made.shown, i, new) for i in slots)
-        assert x is not None and w is not None
-        return Product(node.id, made, x, self.up(w, parts=False), bias and self.up(bias, parts=False), activation)
-
-    def through(self, side: Side) -> Side:
-        """Past what a layer may not have, so that it is told at the end that it is a layer but for that."""
-        while self.node(side.nid).op in _HELD:
-            self.held = self.held or side.nid
-            edge = self.node(side.nid).operands[0]
-            if len(self.node(side.nid).operands) != 1 or edge.axes != tuple(range(len(side.shown))):
-                break
-            side = self.up(Side(edge.nid, side.shown))
-        return side
-
-    def _has(self, edge: Any, known: dict[int, Atoms], feature: str) -> bool:
-        return any(_holds(atom, feature) for x in edge.axes for atom in known.get(x, ()))
-
-    def projections(self, query: Side, keys: Side, values: Side) -> tuple[Product, Product, Product, str]:
-        if self.sizes.get("s") is not None and not self.decoder and self.sizes["s"] != self.sizes.get("t", 1):
-            raise Unread(
-                f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention",
-                self.attention,
-            )
-        found: list[Product] = []
-        for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
-            self.positioned(side, what)
-            one = self.product(side, feature)
-            if one.activation != "none":
-                raise Unread(
-                    f"the {what} are activated: {one.activation} stands behind their product", one.nid, "activation"
-                )
-            found.append(one)
-            if one.x.nid != found[0].x.nid:
-                raise Unread(f"queries and {what} are made of different values", one.nid)
-            self.steps += 1
-        q, k, v = found
-        together = len({q.nid, k.nid, v.nid})
-        self.is_fused = together == 1
-        if together == 3:
-            return q, k, v, "separate"
-        if together == 2:
-            raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
-        return q, k, v, self.columns(q, k, v)
-
-    def positioned(self, side: Side, what: str) -> None:
-        """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding.
-
-        Raises:
-          Unread: one of them.
-        """
-        node = self.node(self.up(side).nid)
-        products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in _PRODUCTS}
-        if node.op == "prod" and len(products) == 1:
-            raise Unread(
-                f"the {what} are multiplied by a value that is no number known when tracing, as by a scale of each head",
-                node.id,
-                "scalar",
-            )
-        if node.op in ("sum", "concatenate", "prod"):
-            below = {self.node(o.nid).op for o in node.operands}
-            turned = node.op == "concatenate" or "prod" in below or "concatenate" in below
-            if turned:
-                raise Unread(
-                    f"the {what} are changed between their product and the attention, as by a rotary embedding; sites with one are not fused yet",
-                    node.id,
-                )
-
-    def up_of(self, edge: Any) -> int:
-        """What an operand is made of, through reshapes."""
-        nid = edge.nid
-        while self.node(nid).op == "reshape":
-            nid = self.node(nid).operands[0].nid
-        return nid
-
-    def columns(self, q: Product, k: Product, v: Product) -> str:
-        """How one product holds the columns of queries, keys and values."""
-        read = [self.strides(self.features(p)) for p in (q, k, v)]
-        (total, *_), c, d = read[0], self.sizes.get("c", 1), self.sizes.get("d", 1)
-        heads, few = self.sizes.get("h", 1), self.sizes.get("g", self.sizes.get("h", 1))
-        starts = [start for _, start, _ in read]
-        inner = [strides for *_, strides in read]
-        dense = all(s.get("c", s.get("d", 1)) == 1 for s in inner)
-        by_head = [s.get("h", s.get("g")) for s in inner]
-        if c == d and dense and total == (heads + 2 * few) * c:
-            one = [b is None or b == c for b in by_head]
-            if all(one) and starts == [0, heads * c, (heads + few) * c]:
-                return "concatenated"
-            if few == heads and all(b is None or b == 3 * c for b in by_head) and starts == [0, c, 2 * c]:
-                return "interleaved"
-        raise Unread(
-            "the columns of its one projection are in another order than queries, keys, values, as a whole or by head",
-            q.nid,
-            "axes",
-        )
-
-    def features(self, product: Product) -> Atoms:
-        """The columns of a product's weight, outer first, as the product's axes have them."""
-        rows = {a for axis in product.x.shown for a in axis}
-        return tuple(a for axis in product.out.shown for a in axis if a not in rows)
-
-    def strides(self, atoms: Atoms) -> tuple[int, int, dict[str, int]]:
-        """(number of entries, where the first is, stride of each letter) of merged letters and cuts."""
-        stride, start, found = 1, 0, {}
-        for atom in reversed(atoms):
-            if isinstance(atom, Cut):
-                inside, first, theirs = self.strides(atom.inner)
-                found.update({a: s * stride for a, s in theirs.items()})
-                start += (atom.start + first) * stride
-            else:
-                found[atom] = stride
-            stride *= self.size(atom)
-        return stride, start, found
-
-    def common_source(self, q: Product, k: Product, v: Product) -> Side:
-        """What all three are made of."""
-        if not q.x.nid == k.x.nid == v.x.nid:
-            raise Unread("queries and keys are made of different values, as in a cross attention", self.attention)
-        if not q.x.shown == k.x.shown == v.x.shown:
-            raise Unread("queries, keys and values read one value along different axes", self.attention, "axes")
-        return q.x
-
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def reader(self, side: Side, what: str, wanted: Collection[str], needed: str) -> CNode:
@@ -454,10 +160,10 @@ class Reader(Walk):
         """The product that the attention's heads are given to."""
         side = Side(node.id, tuple((names[x],) for x in node.params.labels))
         what, ends = "the attention's result", ("the output projection",)
-        user = self.reader(side, what, {"reshape", *_PRODUCTS}, *ends)
+        user = self.reader(side, what, {"reshape", *PRODUCTS}, *ends)
         while user.op == "reshape":
             side = self.after_reshape(user, side.shown)
-            user = self.reader(side, what, {"reshape", *_PRODUCTS}, *ends)
+            user = self.reader(side, what, {"reshape", *PRODUCTS}, *ends)
         found = self.consumed(user, side, "e")
         if found is None:
             raise Unread(f"{user.op} reads the attention's result where the op has the output projection", user.id)
@@ -479,7 +185,8 @@ class Reader(Walk):
         else:
             return None
         ix, iw, ib = slots
-        assert ix is not None and iw is not None
+        assert ix is not None
+        assert iw is not None
         if node.operands[ix].nid != side.nid or any(node.operands[i].coef != 1 for i in slots if i is not None):
             return None
         labels = labels_of(node) or ()
@@ -622,7 +329,7 @@ class Reader(Walk):
         (up,) = products
         if up.activation == "none":
             user = self.view.users.get(up.nid, (up.nid,))[0]
-            if self.node(user).op in _CODES:
+            if self.node(user).op in CODES:
                 raise Unread("it stands behind the feed-forward's first product", user)
             raise Unread("the feed-forward has no activation that the op knows", user, "activation")
         return up, None, self.last(up.out)
@@ -650,14 +357,10 @@ class Reader(Walk):
         return up, gate, self.last(self.result(node, known))
 
     def last(self, side: Side) -> Product:
-        node = self.reader(side, "the feed-forward's inner value", _PRODUCTS, "its second product")
+        node = self.reader(side, "the feed-forward's inner value", PRODUCTS, "its second product")
         down = self.consumed(node, side, "e")
         if down is None:
             raise Unread(f"{node.op} reads the feed-forward's inner value where the op has the second product", node.id)
         if down.activation != "none":
             raise Unread(f"the feed-forward's second product is activated: {down.activation}", node.id, "activation")
         return down
-
-
-def _holds(atom: Any, letter: str) -> bool:
-    return atom == letter or (isinstance(atom, Cut) and any(_holds(a, letter) for a in atom.inner))

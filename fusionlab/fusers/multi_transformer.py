@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..graph.canonical import Tile, View
+from ..graph.certify import Verdict
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
-from ..graph.certify import Verdict
 from .base import Pass, Search, anchor_text, found_at, option, propose, reject
 from .dot_product_attention import DotProductAttentionPass
 from .findings import Candidate, Rejection
