@@ -174,6 +174,9 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
         Ability(
             "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
         ),
+        Ability(
+            "backend composed", True, "whole transformer layers made of the other fused ops; runs wherever JAX runs"
+        ),
         _cuda_backend("cublaslt", "one cuBLASLt call a product", device, cublaslt_missing(), cupy_missing()),
         _cuda_backend("cudnn", "cuDNN's fused attention, as JAX calls it", device, cudnn_missing()),
         _cuda_backend("cuda", "FusionLab's own CUDA kernels", device, cupy_missing()),

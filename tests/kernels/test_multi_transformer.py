@@ -499,15 +499,20 @@ def test_its_formula(attrs, text):
 
 
 def test_its_operations_are_those_of_its_pieces():
-    given, attrs = case("causal", 2)
-    node = trace(bound(given, **attrs), *given.values()).top.nodes[0]
-    assert isinstance(node.eqn.primitive, CompositePrimitive)
-    flops, transcendentals = node.eqn.primitive.arithmetic(node.params, [v.aval for v in node.inputs])
+    def counted(name):
+        given, attrs = case(name, 2)
+        node = trace(bound(given, **attrs), *given.values()).top.nodes[0]
+        assert isinstance(node.eqn.primitive, CompositePrimitive)
+        return node.eqn.primitive.arithmetic(node.params, [v.aval for v in node.inputs])
+
+    (flops, transcendentals), (causal, _) = counted("encoder"), counted("causal")
     rows = B * S
     products = 2 * rows * (E * (H + 2 * G) * D + H * D * E + 2 * E * F)
-    scores = 2 * 2 * B * H * D * S * (S + 1) // 2  # half of the scores are hidden
+    scores = 2 * 2 * B * H * D * S * S
     assert 2 * (products + scores) < flops < 2 * (products + scores) * 1.5
     assert transcendentals > 2 * rows * F
+    hidden = scores * (S - 1) // (2 * S)  # an attention of ours steps over them
+    assert flops - causal >= 2 * hidden
 
 
 def test_what_is_tuned_is_its_pieces():
