@@ -148,6 +148,8 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
         run.sizes.learn(big_out[0], elements)
     shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
     if math.prod(shape) != elements:
+        if len(big_in) == 1:  # an axis that is split: it has to be reduced to what its parts are
+            run.sizes.learn(big_in[0][0], math.prod(shape))
         raise CannotEvaluate(f"reshape {real_in} -> {real_out} at reduced sizes {reduced_in}")
     return shape
 

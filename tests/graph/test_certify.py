@@ -147,6 +147,19 @@ def test_an_attention_with_a_wrong_scale_mask_or_layout_is_refused():
     assert judge(lambda q, k, v: op(*(a.swapaxes(1, 2) for a in (q, k, v)), scale=0.25).swapaxes(1, 2)) == "value"
 
 
+def test_heads_split_off_a_product_are_proved_at_sizes_of_a_real_model():
+    def heads(x, w, b):  # the features are split and never merged again
+        return (x @ w + b).reshape(512, 12, 64)
+
+    def judge(replacement):
+        return verdict(heads, replacement, (512, 768), (768, 768), (768,)).code
+
+    assert judge(lambda x, w, b: jnp.einsum("te,ehd->thd", x, w.reshape(768, 12, 64)) + b.reshape(12, 64)) is None
+    assert judge(lambda x, w, b: (x @ w + b).reshape(512, 64, 12).swapaxes(1, 2)) == "value"
+    assert judge(lambda x, w, b: (x @ w.T + b).reshape(512, 12, 64)) == "value"
+    assert judge(lambda x, w, b: (x @ w).reshape(512, 12, 64)) == "value"
+
+
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 

@@ -206,8 +206,10 @@ def test_merging_rows_learns_the_product_and_uses_it_afterwards():
 
 
 def test_a_split_that_does_not_fit_the_reduced_sizes_is_refused():
-    with pytest.raises(CannotEvaluate, match="reshape"):
+    with pytest.raises(CannotEvaluate, match="axis size 768 would reduce to 7 and to 8"):
         at_reduced(lambda x: x.reshape(512, 12, 64), [(512, 768)], {512: 3, 768: 7, 12: 2, 64: 4})
+    with pytest.raises(CannotEvaluate, match="reshape"):
+        at_reduced(lambda x: x.reshape(12, 16, 128), [(384, 64)], {384: 7, 64: 4, 12: 2, 16: 3, 128: 5})
 
 
 def test_a_slice_is_evaluated_at_full_size_only():
