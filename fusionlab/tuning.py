@@ -15,6 +15,7 @@ from jax.dtypes import float0
 from . import lab
 from .device import Device
 from .evidence.progress import Progress
+from .fusers.strategy import select
 from .graph.trace import bind_static
 from .kernels.choices import CHOICES, Measured, plan_file, read, write
 from .output import check_file
@@ -99,7 +100,7 @@ def share_plan() -> None:
 
 def _named(passes: lab.Passes) -> lab.Passes:
     """All by name where none are: what is left as it is because nothing was measured for it is measured, too."""
-    return [p.name for p in lab._registry().values()] if passes is None else passes
+    return [p.name for p, _ in select(lab._registry(), None)] if passes is None else passes
 
 
 def _calls(

@@ -15,6 +15,7 @@ import fusionlab as fl
 from fusionlab.cli import WORSE, main
 from fusionlab.evidence.record import hardware
 from fusionlab.models.layers import dense
+from tests.asked import by_default
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -99,7 +100,7 @@ def test_find_names_the_fused_site_and_counts_every_pass(run, model):
     assert "dot_product_attention: 0 subgraphs fused, 0 declined" in out
     data = json.loads(run("find", f"{model}:mlp", "--json")[1])
     assert data["counts"]["gemm_epilogue"] == 1
-    assert set(data["counts"]) == {p.name + grad for p in fl.passes() for grad in ("", "_grad")}
+    assert set(data["counts"]) == {p.name + grad for p in by_default() for grad in ("", "_grad")}
     assert data["candidates"][0]["attrs"]["activation"] == "relu"
     assert data["candidates"][0]["source"].startswith("model.py:")
     assert json.loads(run("find", f"{model}:bare", "--json")[1])["counts"]["gemm_epilogue"] == 0

@@ -37,6 +37,8 @@ class Pass(Protocol):
       needs: its conditions, in one line.
       options: option name -> (default, meaning), or (default, meaning, choices).
       whole: where it is there and true, the pass is searched after those that have none, whatever the order they were asked in.
+      named_only: where it is there and true, the pass is asked only by name.
+      forward_only: likewise, that it has no `_grad`.
       sample(): a small function and arguments in which it finds a site (for the before/after picture).
     """
 

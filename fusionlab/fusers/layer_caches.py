@@ -136,7 +136,7 @@ class CacheWalk(Walk):
             return
         if keys.kind != values.kind:
             raise Unread("keys are appended and values are written, or the other way round", values.node)
-        if keys.step != values.step:
+        if (keys.step, keys.from_the_end) != (values.step, values.from_the_end):
             raise Unread("keys and values are written at different positions", values.node)
         if keys.before.nid == values.before.nid:
             raise Unread("keys and values are kept in one cache", values.node)

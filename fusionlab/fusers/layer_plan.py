@@ -11,9 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..errors import ArgumentError, UnknownNameError
 from ..graph.canonical import View
 from ..graph.ir import Value
+from ..graph.manual import make_jaxpr
 from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.signature import region_signature
 from ..kernels import OPS
 from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search, all_nodes, escape_text
@@ -286,12 +289,17 @@ Maker = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, each root of the region of the results."""
+    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, each root of the region of the results.
+
+    `takes` and `gives` are how x and the root lie in the program: the op's batch axes, and each raw axis as letters with their lengths.
+    """
 
     site: Site
     attrs: Mapping[str, Any]
     makers: Mapping[str, Maker]
     results: tuple[Maker, ...]
+    takes: Any
+    gives: Any
 
     def plan(self, implementation: str | None) -> Plan:
         return plan_by(self.attrs, self.makers, self.results, implementation)
@@ -322,7 +330,9 @@ def planned(view: View, site: Site) -> Planned:
     """
     planner = _Planner(view, site)
     attrs = attributes_of(site) | {"turned": planner.turned}
-    return Planned(site, attrs, dict(planner.makers(attrs)), tuple(planner.results(attrs)))
+    root = raw_axes(view, site.region.root, site.layer.root.shown)
+    made = dict(planner.makers(attrs)), tuple(planner.results(attrs))
+    return Planned(site, attrs, *made, planner.sized(planner.axes["x"]), planner.sized(root))
 
 
 class _Planner:
@@ -331,6 +341,9 @@ class _Planner:
         self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
         self.where = {v.id: i for i, v in enumerate(site.region.inputs)}
         self.axes = {slot: self.raw(slot, leaf) for slot, leaf in site.leaves.items()}
+
+    def sized(self, axes: Sequence[Atoms]) -> Any:
+        return self.site.letters("b"), tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
 
     def raw(self, slot: str, leaf: Leaf) -> tuple[Atoms, ...]:
         return raw_axes(self.view, self.region.leaves[slot], leaf.side.shown)
@@ -390,6 +403,7 @@ class _Planner:
     def step(self, inputs: Sequence[Any]) -> Any:
         """Where the program writes its cache: clamped, as an update of a slice is."""
         step, length = inputs[self.where[self.region.leaves["step"].id]], self.sizes["s"]
+        step = step.astype(jnp.int32) if step.dtype.itemsize < 4 else step  # of 8 bits, it may not count to the length
         if self.layer.key_cache is not None and self.layer.key_cache.from_the_end:
             step = jnp.where(step < 0, step + length, step)
         return jnp.clip(step, 0, length - self.sizes.get("t", 1)).astype(jnp.int32)
@@ -413,7 +427,8 @@ class _Planner:
         if any(len(shapes[number].shape) > 4 for number in found):
             raise Unread("its mask has several batch axes", self.layer.attention, "axes")
         if found:
-            yield "mask", lambda inputs: _rank4(both(inputs)[found[0]])
+            keys = self.sizes.get("s", 1)
+            yield "mask", lambda inputs: _over_keys(both(inputs)[found[0]], keys)
 
     def results(self, attrs: Mapping[str, Any]) -> list[Maker]:
         """The region's roots, of the op's results."""
@@ -435,5 +450,32 @@ class _Planner:
         return made
 
 
-def _rank4(x: Any) -> Any:
-    return jnp.reshape(x, (*(1,) * (4 - x.ndim), *x.shape))
+def _over_keys(x: Any, keys: int) -> Any:
+    """A mask as [batch, heads, queries, keys], with every key."""
+    x = jnp.reshape(x, (*(1,) * (4 - x.ndim), *x.shape))
+    return jnp.broadcast_to(x, (*x.shape[:3], keys))
+
+
+def check_fits(search: Search, planned: Planned) -> None:
+    """Whether the op takes the operands, and gives results of the dtypes that the program has.
+
+    Raises:
+      Unread: it does not; the program is left as it is.
+    """
+    region, plan = planned.site.region, planned.plan(search.implementation)
+    key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())), search.implementation)
+    problem = search.certifier.once(key, lambda: _misfit(region, plan))
+    if problem is not None:
+        raise Unread(problem[1], planned.site.layer.attention, problem[0])
+
+
+def _misfit(region: Region, plan: Plan) -> tuple[str, str] | None:
+    """(code, why) the op cannot stand for a region."""
+    try:
+        made = make_jaxpr(plan.call, [v.aval for v in region.inputs]).out_avals
+    except (ArgumentError, UnknownNameError) as error:
+        return "structure", f"the op does not take it: {error}"
+    for root, aval in zip(region.roots, made, strict=True):
+        if (root.shape, root.dtype) != (aval.shape, aval.dtype):
+            return "dtype", f"the op would give {aval.dtype}{list(aval.shape)} for {root!r}"
+    return None

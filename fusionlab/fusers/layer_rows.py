@@ -10,6 +10,7 @@ from ..graph.ir import Node, Value
 from ..graph.order import waits_for_itself
 from ..graph.region import Region
 from ..graph.same import made_alike
+from ..graph.signature import region_signature
 from .base import Plan
 from .layer_plan import Maker, Planned, plan_by
 from .outcomes import Candidate
@@ -51,9 +52,9 @@ def rows(found: Sequence[Found]) -> Iterator[list[Found]]:
 def _joins(one: Found, two: Found) -> bool:
     """Whether two layers are alike, see the same keys, and nothing but the second reads what the first gives."""
     block = one.region.block
-    inside = two.candidate.node_ids | {n.id for n in two.region.support}
+    inside = two.candidate.node_ids  # what is in its support something else reads too
     alone = one.gives.id not in block.returned and all(n.id in inside for n in block.users.get(one.gives.id, ()))
-    if not alone or _kind(one) != _kind(two):
+    if not alone or _kind(one) != _kind(two) or one.planned.gives != two.planned.takes:
         return False
     mine, theirs = one.region.leaves, two.region.leaves
     return all(made_alike(block, mine[n], theirs[n]) for n in mine if _is_shared(n) and n != "x")
@@ -64,9 +65,8 @@ def _is_shared(name: str) -> bool:
 
 
 def _kind(one: Found) -> Any:
-    """What a layer is, whatever its weights."""
-    types = tuple((n, v.shape, str(v.dtype)) for n, v in one.region.leaves.items() if n != "x")
-    return tuple(sorted(one.planned.attrs.items(), key=str)), tuple(one.planned.makers), types
+    """What a layer is, whatever its weights: its equations and all, since masks and steps are made by the first layer's for the row."""
+    return tuple(sorted(one.planned.attrs.items(), key=str)), tuple(one.planned.makers), region_signature(one.region)
 
 
 def _convex(row: list[Found]) -> Iterator[list[Found]]:

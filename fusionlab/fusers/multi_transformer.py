@@ -22,7 +22,7 @@ from .gemm_epilogue import GemmEpiloguePass
 from .layer_axes import Unread
 from .layer_norm import LayerNormPass
 from .layer_plan import Site as LayerSite
-from .layer_plan import planned, site_of
+from .layer_plan import check_fits, planned, site_of
 from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .overlaps import settle
@@ -92,6 +92,9 @@ class MultiTransformerPass:
     op: str = "multi_transformer"
     whole: bool = True
     forward_only: bool = True
+    named_only: bool = (
+        True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
+    )
     options: dict[str, tuple[Any, str]] = field(
         default_factory=lambda: {"stacked": (False, "identical layers in a row become one call")}
     )
@@ -150,6 +153,7 @@ class MultiTransformerPass:
             return self.partial(search, found, anchor, layer) if told else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
+            check_fits(search, plan)
         except (Unread, NotARegion) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)

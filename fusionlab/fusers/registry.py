@@ -20,8 +20,8 @@ _BUILT_IN: tuple[Pass, ...] = (
     DotProductAttentionPass(),
     LayerNormPass(),
     LerpPass(),
-    *LAYER_PASSES,
     MatmulSchedulePass(),
+    *LAYER_PASSES,
 )
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
 _ADDED: dict[str, Pass] = {}

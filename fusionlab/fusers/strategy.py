@@ -71,7 +71,7 @@ def select(
       ArgumentError: a `_grad` without its pass, or with options.
     """
     if passes is None:
-        return [(p, {BY_DEFAULT: True}) for p in registry.values()]
+        return [(p, {BY_DEFAULT: True}) for p in registry.values() if not getattr(p, "named_only", False)]
     if isinstance(passes, str):
         passes = [passes]
     chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 import fusionlab as fl
+from tests.asked import by_default
 
 from .reference import uniform
 
@@ -88,7 +89,7 @@ def test_row_15_two_models_in_two_threads_give_the_same_counts_and_a_fused_graph
         q = jnp.einsum("mk,hkd->mhd", x, W.reshape(4, 3, 4).swapaxes(0, 1))
         return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.einsum("thd,shd->hts", q, q)), q)
 
-    none = {p.name + grad: n for p in fl.passes() for grad, n in (("", 0), ("_grad", "runs under jax.grad"))}
+    none = {p.name + grad: n for p in by_default() for grad, n in (("", 0), ("_grad", "runs under jax.grad"))}
     want = {first: none | {PASS: 2}, second: none | {"dot_product_attention": 1}}
     barrier = threading.Barrier(4)
     seen: dict = {first: [], second: []}
@@ -151,5 +152,5 @@ def test_row_58_every_candidate_is_accepted_or_rejected_with_a_reason_in_order_a
     ]
     assert all(r.sentence in str(found) for r in found.rejections)
     nothing = fl.find(lambda x: jnp.sin(x), X)
-    assert {p.name: nothing.counts()[p.name] for p in fl.passes()} == {p.name: 0 for p in fl.passes()}
-    assert str(nothing).count(": 0 subgraphs fused, 0 declined, nodes 1 -> 1") == len(fl.passes())
+    assert {p.name: nothing.counts()[p.name] for p in by_default()} == {p.name: 0 for p in by_default()}
+    assert str(nothing).count(": 0 subgraphs fused, 0 declined, nodes 1 -> 1") == len(by_default())

@@ -14,6 +14,7 @@ from fusionlab.demo import _choices
 from fusionlab.fusers.overlaps import settle
 from fusionlab.viz.html import report_html
 from fusionlab.viz.view_model import view_model
+from tests.asked import by_default
 
 
 def layer(x, w, v, scale, bias):
@@ -108,7 +109,7 @@ def test_a_blend_is_fused_on_a_gpu_where_something_near_it_was_measured_faster(s
 def test_tune_measures_what_is_left_as_it_is():
     from fusionlab import tuning
 
-    assert set(tuning._named(None)) == {p.name for p in fl.passes()}
+    assert set(tuning._named(None)) == {p.name for p in by_default()}
     assert tuning._named("lerp") == "lerp"
 
 

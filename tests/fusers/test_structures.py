@@ -14,6 +14,7 @@ from fusionlab.fusers.structure_forms import FOLDED, LERP, SOFTMAX
 from fusionlab.fusers.structures import KINDS, folded_views
 from fusionlab.graph.pattern import pattern_of
 from fusionlab.models import transformer
+from tests.asked import by_default
 
 from .checks import normal
 
@@ -142,7 +143,7 @@ def test_a_transformer_layer_is_one_structure_in_every_spelling(spelling, by_hea
 def test_a_transformer_layer_whose_gated_pair_is_one_op(by_heads):
     p = weights(heads=2 if by_heads else None)
     passes = fl.Strategy(
-        **dict.fromkeys((p.name for p in fl.passes()), True) | {"matmul_schedule": {"gated": "concatenated"}}
+        **dict.fromkeys((p.name for p in by_default()), True) | {"matmul_schedule": {"gated": "concatenated"}}
     )
     found = fl.find(lambda p, x: layer(p, x, **SPELLINGS["gated, no biases"]), p, INPUT, passes=passes, device="cpu")
     assert "gated_matmul" in {c.op for c in found.candidates}

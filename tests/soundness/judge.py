@@ -19,11 +19,12 @@ from jax.extend import core as jex_core
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.fusers import find_in, registry
+from fusionlab.fusers import find_in
 from fusionlab.graph.certify import Certifier
 from fusionlab.graph.evaluate import CannotEvaluate, evaluate, is_float, traced_once
 from fusionlab.kernels import meaning_of
 from fusionlab.testing.tolerances import tolerance
+from tests.asked import by_default
 
 from .generator import DRAWS, Program, transformed
 
@@ -163,7 +164,7 @@ def _find(program: Program) -> Any:
     """`fl.find`, with what it learns of the known activations kept for the next program."""
     certifier = Certifier(meaning_of)
     certifier._known.update(_PROFILES)
-    passes = [(p, {}) for p in registry().values()]
+    passes = [(p, {}) for p in by_default()]
     found = find_in(fl.trace(program.fn, *program.avals), passes, Device.current(), certifier=certifier)
     _PROFILES.update((key, known) for key, known in certifier._known.items() if key[0] == "profile")
     return found

@@ -12,10 +12,11 @@ from jax.extend import core as jex_core
 
 import fusionlab as fl
 from fusionlab.errors import REJECTIONS
-from fusionlab.fusers import find_in, registry
+from fusionlab.fusers import find_in
 from fusionlab.fusers.findings import Findings
 from fusionlab.graph.certify import TOLERANCE, Certifier
 from fusionlab.kernels import meaning_of
+from tests.asked import by_default
 
 from .near_miss import NearMiss
 from .near_misses import CORPUS, FORMS, NOTORIOUS, UNREACHED, in_form
@@ -33,7 +34,7 @@ CERTIFIER = Certifier(meaning_of)  # one for all: what it remembers of one near-
 def findings(entry: NearMiss, form: str = "plain") -> Findings:
     """What all passes find in an entry's program."""
     fn, args = in_form(entry, form)
-    passes = [(p, {}) for p in registry().values()]
+    passes = [(p, {}) for p in by_default()]
     return find_in(fl.trace(fn, *args), passes, fl.Device.current(), certifier=CERTIFIER)
 
 
