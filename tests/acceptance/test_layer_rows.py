@@ -108,7 +108,7 @@ def test_row_34_one_projection_and_a_split(form):
 
 @pytest.mark.parametrize(("form", "removed"), [("separate", 60), ("concatenated", 52), ("interleaved", 52)])
 def test_row_35_decoding_with_a_cache(form, removed):
-    fn, args = layer(form, past=128)
+    fn, args = layer(form, past=24)
     site = one_block(fn, args, f"multi_transformer_decoder{'' if form == 'separate' else '_fuse_qkv'}")
     assert site.attrs["cache"] == "append"
     assert len(site.roots) == 3

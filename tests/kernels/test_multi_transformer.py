@@ -533,7 +533,7 @@ def test_docstring_examples_run(module):
 BAD = {
     "x has shape (2, 5), rank 2": {"x": (2, 5)},
     "x has shape (2, 0, 12)": {"x": (2, 0, 12)},
-    "out.0 has shape (12, 12), rank 2; needed rank 3, [H, D, E]: reshape it": {"out.0": (12, 12)},
+    "out.0 has shape (11, 12), rank 2; needed [H, D, E], or [H D, E]": {"out.0": (11, 12)},
     "out.0 has shape (4, 3, 11), needed (4, 3, 12), [H, D, E]": {"out.0": (4, 3, 11)},
     "q.0 has shape (12, 3, 4), needed (12, 4, 3), [E, H, D]": {"q.0": (12, 3, 4)},
     "k.0 has shape (12, 6); needed [E, G, D]": {"k.0": (12, 6)},
