@@ -373,7 +373,7 @@ def test_a_misspelt_implementation_lists_the_valid_ones():
     with pytest.raises(UnknownNameError) as caught:
         fl.fuse(attention, implementation="xla_blockwize")
     assert str(caught.value) == (
-        "unknown implementation 'xla_blockwize'; valid: concatenated, cublaslt, cuda, cudnn, xla, xla_blockwise. "
+        "unknown implementation 'xla_blockwize'; valid: composed, concatenated, cublaslt, cuda, cudnn, xla, xla_blockwise. "
         "Did you mean 'xla_blockwise'?"
     )
 
