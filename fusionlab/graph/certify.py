@@ -29,7 +29,8 @@ from .trials import try_out
 TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2}
 NOISE = 1e-13  # of the largest number that both programs make: what float64 leaves of a sum that cancels
 _FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
-_PRODUCTS = 8  # sizes that are products of others
+_STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
+_PRODUCTS = 16  # sizes that are products of others
 _REDRAWS, _SEEDS = 30, 1000
 _TRUE = (
     0.5,
@@ -117,7 +118,7 @@ def prove_function(
     given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
     told = ["value", *(f"gradient of {n}" for n in names)]
     tolerance = _tolerance((*avals, outs[0]))
-    draws = _DRAWS if _elements(avals) <= _FEW else 1
+    draws = _DRAWS if _elements(avals) <= _FEW else _STEPS if any(map(_is_number, avals)) else 1
 
     inline = traced_once(inline)
     try:
@@ -178,7 +179,7 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
 def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, agree: Callable[..., Verdict]) -> Verdict:
     """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do."""
     inline = traced_once(_on_one_device(inline))
-    draws = _DRAWS if _elements(avals) <= _FEW else 1
+    draws = _DRAWS if _elements(avals) <= _FEW else _STEPS if any(map(_is_number, avals)) else 1
 
     def attempt(products: dict[int, int] | None) -> list[Any]:
         return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
@@ -190,6 +191,10 @@ def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, ag
     return next((v for want, got in pairs if not (v := agree(want, got)).ok), Verdict(None))
 
 
+def _is_number(aval: Any) -> bool:
+    return not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and np.dtype(aval.dtype).kind in "iu"
+
+
 def _elements(avals: Sequence[Any]) -> int:
     return sum(math.prod(a.shape) for a in avals)
 
@@ -199,13 +204,16 @@ def _at_sizes(attempt: Callable[[dict[int, int] | None], Any], avals: Sequence[A
     given None, where those will not do.
     """
     products: dict[int, int] = {}
+    tried: set[tuple[int, int]] = set()
     try:
         while True:
             try:
                 return attempt(products)
             except SizesDifferError as error:
-                if error.real in products or len(products) >= _PRODUCTS:
+                now = (error.real, error.other)  # of a product of products again, once those are known
+                if now in tried or len(tried) >= _PRODUCTS:
                     raise
+                tried.add(now)
                 products[error.real] = error.other
     except CannotEvaluate:
         if _elements(avals) > _REAL_SIZE_LIMIT:
@@ -328,6 +336,7 @@ def _inputs(
         table[size] = next(s for s in itertools.count(3) if s not in used)
         used.add(table[size])
     rng = np.random.default_rng(seed)
+    number = itertools.count(seed)
     args = []
     for a in (*avals, out):
         shape = tuple(table.get(int(s), int(s)) for s in a.shape)
@@ -337,6 +346,8 @@ def _inputs(
             args.append(rng.normal(size=shape))
         elif np.dtype(a.dtype).kind == "b":
             args.append(_mixed(rng.random(size=shape) < true))
+        elif _is_number(a):  # another one in each draw, and another than the next operand's
+            args.append(np.asarray(next(number) % _STEPS, a.dtype))
         else:
             args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
     return table, args

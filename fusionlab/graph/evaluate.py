@@ -20,22 +20,16 @@ from jax.extend import core as jex_core
 
 from .compat import scan_counts, split_closed
 from .literals import fold
+from .numpy_places import PLACED
 from .numpy_rules import BOUND, PLAIN, SHAPED, Array, at_real_sizes, bound, random_bits
 from .numpy_rules import CannotEvaluate as CannotEvaluate
+from .numpy_rules import SizesDifferError as SizesDifferError
 from .numpy_rules import is_float as is_float
 from .scopes import defined_in_jax
 from .trace import FLATTENED
 
 # Equation -> its meaning, a jnp function or a jaxpr; None for what is no primitive of ours.
 Inline = Callable[[Any], Any]
-
-
-class SizesDifferError(CannotEvaluate):
-    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, where it is 2 heads of 32, to 2 times what 32 is reduced to."""
-
-    def __init__(self, real: int, one: int, other: int) -> None:
-        super().__init__(f"axis size {real} would reduce to {one} and to {other}")
-        self.real, self.other = real, other
 
 
 class Sizes:
@@ -160,7 +154,7 @@ class _Run:
             return self.call(child, ins, eqn.invars)
         if name in _CONTROL or name in BOUND or name == "optimization_barrier":
             return self.whole(eqn, ins)
-        rule = SHAPED.get(name)
+        rule = SHAPED.get(name) or PLACED.get(name)
         if rule is not None:
             made = rule(self, eqn, ins)
             return made if isinstance(made, list) else [made]

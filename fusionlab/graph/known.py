@@ -6,7 +6,7 @@ import functools
 
 import jax
 
-from . import cost_rules, numpy_rules, rules
+from . import cost_rules, numpy_places, numpy_rules, rules
 from .trace import FLATTENED
 
 
@@ -20,6 +20,7 @@ def primitive_names() -> frozenset[str]:
         numpy_rules.PLAIN,
         numpy_rules.SHAPED,
         numpy_rules.BOUND,
+        numpy_places.PLACED,
         FLATTENED,
     )
     shown = (name.removesuffix("_p") for name in dir(jax.lax) if name.endswith("_p"))

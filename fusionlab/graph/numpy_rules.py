@@ -1,4 +1,5 @@
-"""What each primitive means in numpy, for `evaluate.py`: two tables, by name. A primitive in neither is not known.
+"""What each primitive means in numpy, for `evaluate.py`: two tables, by name; a third, of positions, is in `numpy_places.py`. A
+primitive in none is not known.
 
 A rule of `PLAIN` takes the operands alone. One of `SHAPED` takes the run (its `sizes`), the equation and the operands: axis sizes
 may be reduced, and a rule that cannot follow them raises `CannotEvaluate`.
@@ -22,6 +23,14 @@ Rule = Callable[[Any, Any, list[Array]], Any]
 
 class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
     """The program holds something the interpreter does not know; the message says what."""
+
+
+class SizesDifferError(CannotEvaluate):
+    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, where it is 2 heads of 32, to 2 times what 32 is reduced to."""
+
+    def __init__(self, real: int, one: int, other: int) -> None:
+        super().__init__(f"axis size {real} would reduce to {one} and to {other}")
+        self.real, self.other = real, other
 
 
 def is_float(dtype: Any) -> bool:
@@ -149,7 +158,7 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
     if math.prod(shape) != elements:
         if len(big_in) == 1:  # an axis that is split: it has to be reduced to what its parts are
-            run.sizes.learn(big_in[0][0], math.prod(shape))
+            raise SizesDifferError(big_in[0][0], elements, math.prod(shape))
         raise CannotEvaluate(f"reshape {real_in} -> {real_out} at reduced sizes {reduced_in}")
     return shape
 
@@ -207,50 +216,8 @@ def _squeeze(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.squeeze(ins[0], axis=tuple(int(d) for d in eqn.params["dimensions"]))
 
 
-def _slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    p = eqn.params
-    steps = p["strides"] or (1,) * ins[0].ndim
-    return ins[0][tuple(map(slice, p["start_indices"], p["limit_indices"], steps))]
-
-
 def _pow_int(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return ins[0] ** (ins[0].dtype.type(eqn.params["y"]) if ins[0].dtype.kind == "f" else eqn.params["y"])
-
-
-def _pad(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    out = np.full(eqn.outvars[0].aval.shape, ins[1])
-    into, source = [], []
-    for (low, _, inner), size, whole in zip(eqn.params["padding_config"], ins[0].shape, out.shape, strict=True):
-        kept = [i for i in range(size) if 0 <= low + i * (inner + 1) < whole]  # a negative padding cuts entries off
-        source.append(kept)
-        into.append([low + i * (inner + 1) for i in kept])
-    out[np.ix_(*into)] = ins[0][np.ix_(*source)]
-    return out
-
-
-def _starts(starts: list[Array], sizes: Any, shape: Any) -> tuple[slice, ...]:
-    """Where a dynamic slice lies: clamped into the array, as XLA does."""
-    at = [min(max(int(i), 0), n - s) for i, s, n in zip(starts, sizes, shape, strict=True)]
-    return tuple(slice(i, i + s) for i, s in zip(at, sizes, strict=True))
-
-
-def _dynamic_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    return ins[0][_starts(ins[1:], eqn.params["slice_sizes"], ins[0].shape)]
-
-
-def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    out = np.array(ins[0])
-    out[_starts(ins[2:], ins[1].shape, out.shape)] = ins[1]
-    return out
-
-
-def _unstack(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
-    return list(np.moveaxis(ins[0], int(eqn.params["axis"]), 0))
-
-
-def _split(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
-    ends = np.cumsum([int(s) for s in eqn.params["sizes"]])[:-1]
-    return np.split(ins[0], ends, int(eqn.params["axis"]))
 
 
 def _cumulative(fn: Callable) -> Rule:
@@ -339,21 +306,12 @@ SHAPED: dict[str, Rule] = {
     "reduce_or": _reduce(np.any),
     "iota": _iota,
     "squeeze": _squeeze,
-    "slice": _unreduced(_slice),
-    "pad": _unreduced(_pad),
-    "concatenate": _unreduced(lambda run, eqn, ins: np.concatenate(ins, int(eqn.params["dimension"]))),
-    "stack": _unreduced(lambda run, eqn, ins: np.stack(ins, int(eqn.params["axis"]))),
-    "rev": _unreduced(lambda run, eqn, ins: np.flip(ins[0], tuple(int(d) for d in eqn.params["dimensions"]))),
-    "dynamic_slice": _unreduced(_dynamic_slice),
-    "dynamic_update_slice": _unreduced(_dynamic_update_slice),
     "cumsum": _unreduced(_cumulative(np.cumsum)),
     "cumprod": _unreduced(_cumulative(np.cumprod)),
     "cummax": _unreduced(_cumulative(np.maximum.accumulate)),
     "reduce_prod": _unreduced(_reduce(np.prod)),
     "bitcast_convert_type": _bitcast,
     "empty2": _empty,
-    "split": _unreduced(_split),
-    "unstack": _unreduced(_unstack),
     "integer_pow": _pow_int,
     "transpose": lambda run, eqn, ins: np.transpose(ins[0], [int(p) for p in eqn.params["permutation"]]),
     "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),

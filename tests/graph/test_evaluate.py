@@ -212,9 +212,74 @@ def test_a_split_that_does_not_fit_the_reduced_sizes_is_refused():
         at_reduced(lambda x: x.reshape(12, 16, 128), [(384, 64)], {384: 7, 64: 4, 12: 2, 16: 3, 128: 5})
 
 
-def test_a_slice_is_evaluated_at_full_size_only():
-    with pytest.raises(CannotEvaluate, match="slice at reduced sizes"):
-        at_reduced(lambda x: x[:, :5], [(512, 8)], {512: 3})
+def halves(x):  # [.., 8] -> [.., 8], the halves changed
+    return jnp.concatenate([-x[..., 4:], x[..., :4]], -1)
+
+
+PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
+    "an axis that stays": (lambda x: x[:, 1:5], (512, 8), {512: 3}, lambda x: x[:, 1:5]),
+    "three parts": (
+        lambda x: jnp.concatenate(jnp.split(x, 3, -1)[::-1], -1),
+        (512, 2304),
+        {512: 3, 768: 4, 2304: 12},
+        lambda x: jnp.concatenate(jnp.split(x, 3, -1)[::-1], -1),
+    ),
+    "a part": (lambda x: x[:, 768:1536], (5, 2304), {768: 4, 2304: 12}, lambda x: x[:, 4:8]),
+    "halves": (halves, (512, 8), {512: 3}, halves),
+    "every second": (lambda x: x[:, 1::2], (5, 128), {128: 6, 64: 3}, lambda x: x[:, 1::2]),
+    "parts of two sizes": (
+        lambda x: jnp.split(x, [512, 768], -1)[1] * 2,
+        (5, 1024),
+        {1024: 8, 512: 4, 256: 2},
+        lambda x: x[:, 4:6] * 2,
+    ),
+    "one written": (
+        lambda x: lax.dynamic_update_slice(x, x[:1] * 2, (2, 0)),
+        (512, 768),
+        {512: 512, 768: 4},
+        lambda x: np.concatenate([x[:2], x[:1] * 2, x[3:]]),
+    ),
+    "one read": (lambda x: lax.dynamic_slice(x, (0, 1), (512, 1)), (512, 768), {512: 3, 768: 4}, lambda x: x[:, 1:2]),
+    "stacked": (lambda x: jnp.stack([x, -x], 1), (512, 8), {512: 3}, lambda x: np.stack([x, -x], 1)),
+    "padded to twice": (
+        lambda x: jnp.pad(x, ((0, 0), (0, 768))),
+        (5, 768),
+        {768: 4, 1536: 8},
+        lambda x: np.pad(x, ((0, 0), (0, 4))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_positions_follow_an_axis_that_is_reduced_in_parts(name):
+    fn, shape, table, small = PLACED[name]
+    got, (x,) = at_reduced(fn, [shape], table)
+    np.testing.assert_allclose(got, small(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["three parts", "a part", "every second", "parts of two sizes", "padded to twice"])
+def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_would_have_to_be(name):
+    fn, shape, table, _ = PLACED[name]
+    largest = max(table)
+    with pytest.raises(CannotEvaluate, match=f"axis size {largest} would reduce to 7 and to {table[largest]}"):
+        at_reduced(fn, [shape], table | {largest: 7})
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda x: x[3:9], "entries 3:9:1 of 512 at reduced sizes"),
+        (lambda x: x[:1], "entries 0:1:1 of 512 at reduced sizes"),
+        (lambda x: jnp.pad(x, ((3, 0), (0, 0))), "reduce"),
+        (lambda x: lax.dynamic_slice(x, (7, 0), (1, 8)), "dynamic_slice at entry 7 of 3 at reduced sizes"),
+        (lambda x: x[::-1], "rev at reduced sizes"),
+        (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, 8)), (511, 0)), "dynamic_update_slice at entry 511 of 3"),
+        (lambda x: jnp.concatenate([x, jnp.ones((1, 8))]), "axis size 513 would reduce to 513 and to 4"),
+    ],
+)
+def test_positions_that_mean_nothing_along_a_reduced_axis_are_refused(fn, said):
+    with pytest.raises(CannotEvaluate, match=said):
+        at_reduced(fn, [(512, 8)], {512: 3})
 
 
 def test_two_reduced_sizes_for_one_axis_size_are_refused():

@@ -1,0 +1,165 @@
+"""The primitives whose parameters are positions along an axis, in numpy: what is cut out of it, joined, or written into it.
+
+An axis may be reduced to fewer entries (see `evaluate.py`). Where it is parts of one size, it has to be reduced to as many parts of
+what they are reduced to: 3 x 768 features to 3 x 4, if 768 are reduced to 4. Where it is not, `SizesDifferError` says what would do.
+Positions that have no such meaning raise `CannotEvaluate`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .numpy_rules import Array, CannotEvaluate, Rule, SizesDifferError, at_real_sizes
+
+_PARTS = 64  # an axis of more parts than that would hardly be reduced
+
+
+def _axis(v: Any, axis: int) -> int:
+    return int(v.aval.shape[axis])
+
+
+def _meets(real: int, reduced: int, wanted: int) -> None:
+    """Raises SizesDifferError where an axis of size `real` is not reduced to `wanted`."""
+    if reduced != wanted:
+        raise SizesDifferError(real, reduced, wanted)
+
+
+def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -> tuple[int, int, int]:
+    """(start, stop, step) of a slice of an axis of size `real`, along what it is reduced to.
+
+    The slice is all of it, or one of several parts of one size, or every `step`-th entry.
+    """
+    if (start, stop, step) == (0, real, 1):
+        return 0, reduced, 1
+    count = len(range(start, stop, step))
+    if reduced == real == run.sizes(real) and run.sizes(count) == count:
+        return start, stop, step
+    if (
+        count == 0
+        or real % count
+        or real > _PARTS * count
+        or (start % count if step == 1 else step * count != real or start >= step)
+    ):
+        raise CannotEvaluate(f"entries {start}:{stop}:{step} of {real} at reduced sizes")
+    small = run.sizes(count)
+    _meets(real, reduced, real // count * small)
+    if step == 1:
+        return start // count * small, (start // count + 1) * small, 1
+    return start, reduced, step
+
+
+def _slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    p, (x,) = eqn.params, ins
+    steps = p["strides"] or (1,) * x.ndim
+    cuts = zip(p["start_indices"], p["limit_indices"], steps, strict=True)
+    parts = [_part(run, _axis(eqn.invars[0], d), x.shape[d], *map(int, cut)) for d, cut in enumerate(cuts)]
+    return x[tuple(slice(*part) for part in parts)]
+
+
+def _pad(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    x, value = ins
+    shape, into, source = [], [], []
+    for d, config in enumerate(eqn.params["padding_config"]):
+        real = (_axis(eqn.invars[0], d), _axis(eqn.outvars[0], d))
+        size, places, kept = _spread(run, real, x.shape[d], *map(int, config))
+        shape.append(size)
+        into.append(places)
+        source.append(kept)
+    out = np.full(shape, value)
+    out[np.ix_(*into)] = x[np.ix_(*source)]
+    return out
+
+
+def _spread(
+    run: Any, real: tuple[int, int], reduced: int, low: int, high: int, inner: int
+) -> tuple[int, Sequence[int], Sequence[int]]:
+    """(size of an axis that is padded, where in it its entries come to lie, which entries do).
+
+    `real` is its size before and after, `reduced` what it is before. Where that is reduced, it becomes a slice of the result.
+    """
+    before, after = real
+    if reduced == before and run.sizes(after) == after:
+        kept = [i for i in range(before) if 0 <= low + i * (inner + 1) < after]  # a negative padding cuts entries off
+        return after, [low + i * (inner + 1) for i in kept], kept
+    if min(low, high) < 0:
+        raise CannotEvaluate("primitive pad at reduced sizes")
+    small = reduced if before == after else run.sizes(after)
+    places = range(*_part(run, after, small, low, low + (before - 1) * (inner + 1) + 1, inner + 1))
+    _meets(before, reduced, len(places))
+    return small, places, range(reduced)
+
+
+def _concatenate(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    axis = int(eqn.params["dimension"])
+    real = _axis(eqn.outvars[0], axis)
+    _meets(real, run.sizes(real), sum(x.shape[axis] for x in ins))
+    return np.concatenate(ins, axis)
+
+
+def _split(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
+    axis = int(eqn.params["axis"])
+    parts = [run.sizes(s) for s in eqn.params["sizes"]]
+    _meets(_axis(eqn.invars[0], axis), ins[0].shape[axis], sum(parts))
+    return np.split(ins[0], list(itertools.accumulate(parts))[:-1], axis)
+
+
+def _stack(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    _meets(len(ins), run.sizes(len(ins)), len(ins))
+    return np.stack(ins, int(eqn.params["axis"]))
+
+
+def _unstack(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
+    axis = int(eqn.params["axis"])
+    real = _axis(eqn.invars[0], axis)
+    _meets(real, ins[0].shape[axis], real)
+    return list(np.moveaxis(ins[0], axis, 0))
+
+
+def _window(eqn: Any, starts: list[Array], real: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> Any:
+    """Where a dynamic slice of the sizes `size` lies in an array of `shape`, clamped into it, as XLA does.
+
+    At reduced sizes a start that would be clamped, and is not in the array of `real` sizes, is another position there.
+    """
+    window = []
+    for start, s, n, whole in zip(starts, size, shape, real, strict=True):
+        at = min(max(int(start), 0), n - s)
+        if n != whole and at != int(start):
+            raise CannotEvaluate(f"primitive {eqn.primitive.name} at entry {int(start)} of {n} at reduced sizes")
+        window.append(slice(at, at + s))
+    return tuple(window)
+
+
+def _dynamic_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    x, *starts = ins
+    real = eqn.invars[0].aval.shape
+    size = [n if s == r else run.sizes(s) for s, r, n in zip(eqn.params["slice_sizes"], real, x.shape, strict=True)]
+    return x[_window(eqn, starts, real, size, x.shape)]
+
+
+def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    x, update, *starts = ins
+    out = np.array(x)
+    out[_window(eqn, starts, eqn.invars[0].aval.shape, update.shape, x.shape)] = update
+    return out
+
+
+def _rev(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    at_real_sizes(run.sizes, eqn)
+    return np.flip(ins[0], tuple(int(d) for d in eqn.params["dimensions"]))
+
+
+PLACED: dict[str, Rule] = {
+    "slice": _slice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "rev": _rev,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "split": _split,
+    "unstack": _unstack,
+}
