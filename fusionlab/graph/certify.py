@@ -118,7 +118,7 @@ def prove_function(
     given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
     told = ["value", *(f"gradient of {n}" for n in names)]
     tolerance = _tolerance((*avals, outs[0]))
-    draws = _DRAWS if _elements(avals) <= _FEW else _STEPS if any(map(_is_number, avals)) else 1
+    draws = _draws(avals)
 
     inline = traced_once(inline)
     try:
@@ -179,7 +179,7 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
 def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, agree: Callable[..., Verdict]) -> Verdict:
     """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do."""
     inline = traced_once(_on_one_device(inline))
-    draws = _DRAWS if _elements(avals) <= _FEW else _STEPS if any(map(_is_number, avals)) else 1
+    draws = _draws(avals)
 
     def attempt(products: dict[int, int] | None) -> list[Any]:
         return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
@@ -189,6 +189,10 @@ def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, ag
     except CannotEvaluate as error:
         return Verdict("uncertified", str(error))
     return next((v for want, got in pairs if not (v := agree(want, got)).ok), Verdict(None))
+
+
+def _draws(avals: Sequence[Any]) -> int:
+    return _DRAWS if _elements(avals) <= _FEW else _STEPS if any(map(_is_number, avals)) else 1
 
 
 def _is_number(aval: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def layer(form, pre=True, past=0, activation=jax.nn.gelu, sizes=FULL, dtype="flo
         q, k, v = project(w, h)
         if cache:
             k, v = jnp.concatenate([cache[0], k], 1), jnp.concatenate([cache[1], v], 1)
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D)
         mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(h.shape)
         return mixed @ w["out"] + w["bo"], (k, v)
 

@@ -163,6 +163,64 @@ def test_heads_split_off_a_product_are_proved_at_sizes_of_a_real_model():
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
+def test_parts_of_a_projection_are_proved_at_sizes_of_a_real_model():
+    def parts(x, w, b):  # [512, 768] @ [768, 3 x 768]
+        q, k, v = jnp.split(x @ w + b, 3, axis=-1)
+        return q * k + v
+
+    def judge(replacement):
+        return verdict(parts, replacement, (512, 768), (768, 2304), (2304,))
+
+    def sliced(x, w, b):
+        q, k, v = ((x @ w + b)[:, i : i + 768] for i in range(0, 2304, 768))
+        return q * k + v
+
+    assert judge(sliced).ok
+    assert judge(lambda x, w, b: parts(x, w.reshape(768, 3, 768).reshape(768, 2304), b)).ok
+    assert judge(lambda x, w, b: sliced(x, jnp.roll(w, 768, 1), jnp.roll(b, 768))).code == "uncertified"
+
+    def interleaved(x, w, b):  # the parts of each of 12 heads side by side
+        q, k, v = jnp.split((x @ w + b).reshape(512, 12, 192), 3, axis=-1)
+        return (q * k + v).reshape(512, 768)
+
+    def exchanged(x, w, b):
+        k, q, v = jnp.split(x @ w + b, 3, axis=-1)
+        return q * v + k
+
+    assert judge(exchanged).code == "value"
+    assert (
+        judge(interleaved).code == "uncertified"
+    )  # 768 is one of 3 parts, or 12 parts of 64: not both at sizes of their own
+
+
+def test_a_step_is_proved_to_be_the_one_that_is_written():
+    """A cache of a real model's size, written at a number that is an operand: each of 0, 1 and 2 is tried."""
+
+    def write(cache, new, step, other):
+        cache = lax.dynamic_update_slice(cache, new, (0, 0, step, 0))
+        seen = lax.broadcasted_iota(jnp.int32, (1, 1, 640, 1), 2) <= step + other
+        return jnp.sum(jnp.where(seen, cache, 0.0), axis=2)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 16, 640, 64), (4, 16, 1, 64))]
+    block = trace(write, *shapes, *[jax.ShapeDtypeStruct((), jnp.int32)] * 2).top
+    view = View(block)
+    leaves = zip(("cache", "new", "step", "other"), block.inputs, strict=True)
+    region = cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in leaves})
+
+    def judge(replacement):
+        return Certifier(meaning_of).region(region, replacement, "test")
+
+    assert judge(write).ok
+    assert judge(lambda cache, new, step, other: write(cache, new, step, other + 0)).ok
+    wrong = {
+        "at 0": lambda cache, new, step, other: write(cache, new, step * 0, step + other),
+        "at the other": lambda cache, new, step, other: write(cache, new, other, step),
+        "one later": lambda cache, new, step, other: write(cache, new, step + 1, other - 1),
+        "not at all": lambda cache, new, step, other: write(cache, new * 0, step, other),
+    }
+    assert {name: judge(fn).code for name, fn in wrong.items()} == dict.fromkeys(wrong, "value")
+
+
 def test_the_same_region_is_proved_once_and_counted():
     certifier = Certifier(meaning_of)
     for _ in range(3):
