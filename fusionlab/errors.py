@@ -79,6 +79,7 @@ REJECTIONS: dict[str, str] = {
     "dropout": "weights are dropped at random inside the site, which the fused op does not do",
     "structure": "the site has the pass's anchor but a later part differs from every example",
     "axes": "the axes are reduced, contracted or batched differently from every example",
+    "rotary": "queries or keys are turned by a rotary embedding otherwise than the fused op turns them",
     "gradient": "values agree but gradients differ from the fused op's",
     "rounding": "the site is the same function written so that it rounds differently, and was not allowed to change that",
     "value": "the fused op does not reproduce the site's values",

@@ -133,7 +133,7 @@ class Walk:
         if known[0] != "params":
             raise Unread(f"{node.op} of a value whose parts are not known", node.id)
         params, (shape, *_) = dict(known[2]), known[1]
-        starts, lengths = _parts(node.op, params, shape, index)
+        starts, lengths = parts_of(node.op, params, shape, index)
         source = node.operands[0]
         found: list[Atoms] = [()] * len(self.node(source.nid).shape)
         own, theirs = iter(range(len(shown))), iter(source.axes)
@@ -189,7 +189,7 @@ class Walk:
         return Side(node.id, tuple(known[label] for label in labels))
 
 
-def _parts(op: str, params: Mapping[str, Any], shape: Sequence[int], index: int) -> tuple[list[int], list[int]]:
+def parts_of(op: str, params: Mapping[str, Any], shape: Sequence[int], index: int) -> tuple[list[int], list[int]]:
     """(starts, lengths) along each raw axis of what a split's result or a slice takes."""
     if op == "split":
         axis, sizes = int(params["axis"]), [int(n) for n in params["sizes"]]

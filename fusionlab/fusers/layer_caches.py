@@ -8,8 +8,6 @@ from typing import Any
 from ..graph.canonical import ONE, CNode, View
 from .layer_axes import Atoms, Shown, Side, Unread, Walk, renamed
 
-JOINED = ("concatenate", "dynamic_update_slice")
-
 
 @dataclass(frozen=True)
 class Cache:
@@ -25,6 +23,12 @@ class Cache:
     from_the_end: bool = False
 
 
+def joins(node: CNode) -> tuple[tuple[Any, ...], int]:
+    """(raw shapes of what a concatenation joins, along which raw axis); ((), -1) where that is not known."""
+    known, _ = node.params
+    return (known[1], int(dict(known[2])["dimension"])) if known[0] == "params" else ((), -1)
+
+
 class CacheWalk(Walk):
     """The part of a reading that is about caches. `met` holds the nodes that belong to the layer."""
 
@@ -35,17 +39,26 @@ class CacheWalk(Walk):
     def cached(self, side: Side) -> tuple[Cache | None, Side]:
         """The cache that keys or values join, if any, and those of this call."""
         node = self.node(side.nid)
-        if node.op == "concatenate" and len(node.operands) == 2:
+        if node.op == "concatenate" and self.joins_cache(side):
             return self.appended(node, side)
         if node.op == "dynamic_update_slice":
             return self.written(node, side)
         return None, renamed(side, {"s": "t"})
 
+    def joins_cache(self, side: Side) -> bool:
+        """Whether keys or values are put together of two along their positions, or written into others."""
+        node = self.node(side.nid)
+        if node.op != "concatenate":
+            return node.op == "dynamic_update_slice"
+        shapes, axis = joins(node)
+        lengths = [sum(s[d] for s in shapes) if d == axis else n for d, n in enumerate(shapes[0] if shapes else ())]
+        own = iter(side.shown)
+        along = [next(own) if n != 1 else () for n in lengths][axis : axis + 1]
+        return len(node.operands) == 2 and along != [("c",)]
+
     def appended(self, node: CNode, side: Side) -> tuple[Cache, Side]:
-        known, _ = node.params
-        axis = int(dict(known[2])["dimension"]) if known[0] == "params" else -1
+        shapes, axis = joins(node)
         old, new = node.operands
-        shapes: tuple[Any, ...] = known[1] if known[0] == "params" else ()
         sides = [self._joined(node, side, edge, shape, axis) for edge, shape in zip((old, new), shapes, strict=False)]
         if len(sides) != 2 or old.coef != 1 or new.coef != 1:
             raise Unread("keys or values are put together in a way that is not known", node.id)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graph.canonical import View
 from ..graph.labelled import Labelled, labels_of
 from .layer_axes import Atoms, Cut, Side, Unread, slot_of
-from .layer_caches import CacheWalk
+from .layer_rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
 CODES = {
@@ -38,11 +38,11 @@ class Product:
     activation: str
 
 
-class ProjectionWalk(CacheWalk):
+class ProjectionWalk(RotaryWalk):
     """The part of a reading that is about the projections.
 
     Attributes: `attention` (canonical node), `steps` (done so far), `decoder`, `is_fused` (as far as known), `held` (a node inside that a
-    fused layer may not have, found on the way).
+    fused layer may not have, found on the way), `rotary` (how queries and keys are turned).
     """
 
     def __init__(self, view: View, attention: int) -> None:
@@ -51,6 +51,7 @@ class ProjectionWalk(CacheWalk):
         self.steps = 0
         self.decoder = self.is_fused = False
         self.held: int | None = None
+        self.rotary: Rotary | None = None
 
     def product(self, side: Side, feature: str, base: str = "e") -> Product:
         """The product that makes a value with the axis `feature` from its weight, through views."""
@@ -95,6 +96,7 @@ class ProjectionWalk(CacheWalk):
                 f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention",
                 self.attention,
             )
+        query, keys = self.turned_alike(query, keys)
         found: list[Product] = []
         for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
             self.positioned(side, what)
@@ -116,8 +118,25 @@ class ProjectionWalk(CacheWalk):
             raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
         return q, k, v, self.columns(q, k, v)
 
+    def turned_alike(self, query: Side, keys: Side) -> tuple[Side, Side]:
+        """What queries and keys are before a rotary embedding, of both or none.
+
+        Raises:
+          Unread: they are not turned alike.
+        """
+        (self.rotary, before), (theirs, keys_before) = self.unturned(query), self.unturned(keys)
+        if (self.rotary is None) != (theirs is None):
+            what, whose = ("queries", query) if theirs is None else ("keys", keys)
+            raise Unread(f"only the {what} are turned by a rotary embedding", whose.nid, "rotary")
+        if self.rotary != theirs:
+            raise Unread("queries and keys are turned by different tables", keys.nid, "rotary")
+        if self.rotary is not None and theirs is not None:
+            self.rotary = replace(self.rotary, products=self.rotary.products | theirs.products)
+        return before, keys_before
+
     def positioned(self, side: Side, what: str) -> None:
-        """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding.
+        """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding in a form that
+        is not read.
 
         Raises:
           Unread: one of them.
@@ -135,8 +154,9 @@ class ProjectionWalk(CacheWalk):
             turned = node.op == "concatenate" or "prod" in below or "concatenate" in below
             if turned:
                 raise Unread(
-                    f"the {what} are changed between their product and the attention, as by a rotary embedding: not fused yet",
+                    f"the {what} are changed between their product and the attention, as by a rotary embedding in another form",
                     node.id,
+                    "rotary",
                 )
 
     def up_of(self, edge: Any) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 from ..graph.canonical import CNode, View
 from ..graph.labelled import Labelled, labels_of
 from .layer_axes import Shown, Side, Unread, number_of, slot_of
-from .layer_caches import JOINED, Cache
+from .layer_caches import Cache
 from .layer_projections import CODES, HELD, PRODUCTS, Product, ProjectionWalk
+from .layer_rotary import Rotary
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
@@ -40,6 +41,7 @@ class Layer:
       q, k, v: their projections; all three the same one in `fused`, whose columns are told by `columns`.
       keys, values: the call's own, as the attention or the cache reads them.
       key_cache, value_cache: None where there is none.
+      rotary: the tables that queries and keys are turned by, if they are.
       attention: the attention's node. out, up, gate, down: the other products. norm1, norm2: the attention's and the feed-forward's.
     """
 
@@ -61,6 +63,7 @@ class Layer:
     down: Product
     pre_norm: bool
     columns: str
+    rotary: Rotary | None
     sizes: dict[str, int]
 
     @property
@@ -104,7 +107,7 @@ class Reader(ProjectionWalk):
         node = self.node(self.attention)
         names = self.letters(node)
         sides = {slot: self.of_attention(node, names, slot) for slot in ("query", "key", "value")}
-        self.decoder = any(self.node(sides[slot].nid).op in JOINED for slot in ("key", "value"))
+        self.decoder = any(self.joins_cache(sides[slot]) for slot in ("key", "value"))
         key_cache, keys = self.cached(sides["key"])
         value_cache, values = self.cached(sides["value"])
         if (key_cache is None) != (value_cache is None):
@@ -291,7 +294,7 @@ class Reader(ProjectionWalk):
         del begun
         return Layer(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
-            pre, columns, self.sizes,
+            pre, columns, self.rotary, self.sizes,
         )  # fmt: skip
 
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side, None]:

@@ -61,7 +61,7 @@ def _joins(one: Found, two: Found) -> bool:
 
 
 def _is_shared(name: str) -> bool:
-    return name in ("x", "step") or name.startswith("mask:")
+    return name in ("x", "step") or name.startswith(("mask:", "table:"))
 
 
 def _kind(one: Found) -> Any:

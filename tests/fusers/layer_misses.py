@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from . import layer_cache_misses
+from . import layer_cache_misses, layer_rotary
 from . import layer_parts as parts
 from .layer_parts import ENCODER, FUSED, D, H, Heads, Miss, Params, Parts, Program, params
 
@@ -342,4 +342,4 @@ def misses() -> Iterator[Miss]:
     yield from layer_cache_misses.misses()
 
 
-MISSES: Mapping[str, Miss] = {miss.name: miss for miss in misses()}
+MISSES: Mapping[str, Miss] = {miss.name: miss for miss in (*misses(), *layer_rotary.misses())}

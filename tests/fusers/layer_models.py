@@ -18,7 +18,7 @@ from tests.zoo import equinox_models, hf, nnx
 from tests.zoo.config import Transformer
 from tests.zoo.model import concrete
 
-from . import layer_variants
+from . import layer_rotary, layer_variants
 from .layer_parts import DECODER, ENCODER, FUSED, PROJECTIONS, SMAX, B, Case, E, H, Program, S, suffix
 
 Array = jax.Array
@@ -124,5 +124,6 @@ def library_cases() -> Iterator[Case]:
 
 
 CASES: Mapping[str, Case] = {
-    case.name: case for case in (*gpt_cases(), *transformer_cases(), *library_cases(), *layer_variants.cases())
+    case.name: case
+    for case in (*gpt_cases(), *transformer_cases(), *library_cases(), *layer_variants.cases(), *layer_rotary.cases())
 }
