@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from ..errors import ArgumentError, UnknownNameError
 from ..graph.canonical import View
+from ..graph.evaluate import narrows
 from ..graph.ir import Value
 from ..graph.manual import make_jaxpr
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.region import NotARegion, Region, cut, escapes, look_through
 from ..graph.signature import region_signature
 from ..kernels import OPS
 from ..kernels.multi_transformer.checks import TURNED
@@ -155,6 +156,7 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     others = _others(view, layer, region)
     if others:
         region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
+    _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
     names = {name: name.partition(":")[2] for name in masks}
     return Site(layer, region, leaves, others, attention, names, _precisions(region, attention.region))
 
@@ -173,6 +175,23 @@ def _cut(
         if all(region.leaves[name].id == value.id for name, value in masks.items()):
             return region
     raise NotARegion(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
+
+
+def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
+    """The op's queries and keys are made of what has the dtype of x. A softmax makes much of little: where the program makes them of
+    something wider, it means to.
+
+    Raises:
+      Unread: it does.
+    """
+    x = region.leaves["x"].dtype
+    for node in region.nodes:
+        read = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == source]
+        if node.primitive != "dot_general" or not read:
+            continue
+        wide = look_through(view, read[0], through_casts=True)[0].dtype
+        if narrows(x, wide):
+            raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
 
 
 def _mask_leaves(attention: Candidate) -> dict[str, Value]:
