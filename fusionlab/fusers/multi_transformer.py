@@ -21,10 +21,11 @@ from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_axes import Unread
 from .layer_norm import LayerNormPass
-from .layer_plan import Site as LayerSite
-from .layer_plan import check_fits, planned, site_of
+from .layer_plan import check_fits, planned
 from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
+from .layer_site import Site as LayerSite
+from .layer_site import site_of
 from .overlaps import settle
 from .site import FUSE_FIRST, Site
 
