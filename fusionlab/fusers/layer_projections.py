@@ -211,6 +211,8 @@ class ProjectionWalk(RotaryWalk):
             raise Unread("queries and keys are made of different values, as in a cross attention", self.attention)
         if not q.x.shown == k.x.shown == v.x.shown:
             raise Unread("queries, keys and values read one value along different axes", self.attention, "axes")
+        if any(a not in ("t", "e") and str(a)[0] != "b" for a in q.x.atoms):
+            raise Unread("its attention has rows along an axis of heads, as of one head alone", self.attention, "axes")
         return q.x
 
 

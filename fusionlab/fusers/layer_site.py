@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..graph.canonical import View
+from ..graph.evaluate import narrows
 from ..graph.ir import Value
-from ..graph.region import NotARegion, Region, cut, escapes
+from ..graph.region import NotARegion, Region, cut, escapes, look_through
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
 from .layer_reading import Layer
@@ -151,8 +152,26 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     others = _others(view, layer, region)
     if others:
         region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
+    _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
     names = {name: name.partition(":")[2] for name in masks}
     return Site(layer, region, leaves, others, attention, names, tables, _precisions(region, attention.region))
+
+
+def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
+    """The op's queries and keys are made of what has the dtype of x. A softmax makes much of little: where the program makes them of
+    something wider, it means to.
+
+    Raises:
+      Unread: it does.
+    """
+    x = region.leaves["x"].dtype
+    for node in region.nodes:
+        read = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == source]
+        if node.primitive != "dot_general" or not read:
+            continue
+        wide = look_through(view, read[0], through_casts=True)[0].dtype
+        if narrows(x, wide):
+            raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
 
 
 def _cut(

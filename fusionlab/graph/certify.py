@@ -6,30 +6,25 @@ float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, a
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from .compat import threefry_key
+from .agreement import Pair, Results, Verdict, agree, tolerance_of
+from .draws import STEPS, inputs_of, is_number, summed_with
 from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
 from .manual import as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
 from .trials import try_out
 
-# Largest relative error allowed. Casts are the identity here, so all that remains is how literals were rounded: two units
-# in the last place of the dtype they were written in, amplified by a handful of operations.
-TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2}
-NOISE = 1e-13  # of the largest number that both programs make: what float64 leaves of a sum that cancels
 _FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
-_STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
+_NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
 _PRODUCTS = 16  # sizes that are products of others
 _REDRAWS, _SEEDS = 30, 1000
 _TRUE = (
@@ -40,18 +35,6 @@ _TRUE = (
     0.15,
 )  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a certification. `code` is None when the proof succeeded, else a rejection code."""
-
-    code: str | None
-    detail: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.code is None
 
 
 @dataclass
@@ -117,15 +100,15 @@ def prove_function(
         )
     given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
     told = ["value", *(f"gradient of {n}" for n in names)]
-    tolerance = _tolerance((*avals, outs[0]))
+    tolerance = tolerance_of((*avals, outs[0]))
     draws = _draws(avals)
 
     inline = traced_once(inline)
     try:
-        pairs = [_evaluated(given, new_ones, avals, outs[0], inline, seed, None) for seed in range(draws)]
+        found = [_evaluated(given, new_ones, avals, outs[0], inline, seed, None) for seed in range(draws)]
+        wrong = next((v for one in found if not (v := agree(tolerance, told, one)).ok), None)
     except CannotEvaluate as error:
         return Verdict("uncertified", f"it cannot be told: {error}")
-    wrong = next((v for want, got in pairs if not (v := _within(tolerance, told, want, got)).ok), None)
     if wrong is not None or ordinary:
         return wrong or Verdict(None)
     return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(None))
@@ -135,11 +118,11 @@ def _tried(
     old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, names: Sequence[str], at: Callable[..., Any]
 ) -> Verdict:
     """As `try_out`; `at` runs it at some sizes."""
-    tolerance = _tolerance((*avals, out))
+    tolerance = tolerance_of((*avals, out))
 
     def attempt(products: dict[int, int] | None) -> str | None:
         def given(seed: int) -> tuple[dict[int, int], list[np.ndarray]]:
-            return _inputs(avals, out, products, seed)
+            return inputs_of(avals, out, products, seed)
 
         return try_out(old, new, given, avals, inline, names, tolerance)
 
@@ -155,7 +138,7 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
     new = with_vjp(replacement, avals, out)
-    return _same(old, new, avals, out, inline, lambda want, got: _agree(region, want, got))
+    return _same(old, new, avals, out, inline, lambda found: _agree(region, found))
 
 
 def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
@@ -168,35 +151,35 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
       groups: (name, number of terms) of each gradient, in the order of both.
     """
 
-    def agree(want: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> Verdict:
-        terms = iter(want)
-        sums = [sum(next(terms) for _ in range(n)) for _, n in groups]
-        return _close(region, [f"gradient of {name}" for name, _ in groups], sums, got[1:])
+    def summed(pair: Pair) -> Pair:
+        terms = iter(pair[0])
+        return [sum(next(terms) for _ in range(n)) for _, n in groups], pair[1][1:]
 
-    return _same(old, new, [v.aval for v in region.inputs], region.root.aval, inline, agree)
+    def close(found: Results) -> Verdict:
+        sums = Results(summed(found.pair), lambda number: summed(found.nudged(number)))
+        return _close(region, [f"gradient of {name}" for name, _ in groups], sums)
+
+    return _same(old, new, [v.aval for v in region.inputs], region.root.aval, inline, close)
 
 
-def _same(old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, agree: Callable[..., Verdict]) -> Verdict:
+def _same(
+    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, close: Callable[[Results], Verdict]
+) -> Verdict:
     """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do."""
     inline = traced_once(_on_one_device(inline))
     draws = _draws(avals)
 
-    def attempt(products: dict[int, int] | None) -> list[Any]:
+    def attempt(products: dict[int, int] | None) -> list[Results]:
         return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
 
     try:
-        pairs = _at_sizes(attempt, avals)
+        return next((v for one in _at_sizes(attempt, avals) if not (v := close(one)).ok), Verdict(None))
     except CannotEvaluate as error:
         return Verdict("uncertified", str(error))
-    return next((v for want, got in pairs if not (v := agree(want, got)).ok), Verdict(None))
 
 
 def _draws(avals: Sequence[Any]) -> int:
-    return _DRAWS if _elements(avals) <= _FEW else _STEPS if any(map(_is_number, avals)) else 1
-
-
-def _is_number(aval: Any) -> bool:
-    return not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and np.dtype(aval.dtype).kind in "iu"
+    return _DRAWS if _elements(avals) <= _FEW else STEPS if any(map(is_number, avals)) else 1
 
 
 def _elements(avals: Sequence[Any]) -> int:
@@ -238,46 +221,42 @@ def _on_one_device(inline: Inline) -> Inline:
 
 def _evaluated(
     old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, seed: int, products: dict[int, int] | None
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+) -> Results:
     """Both programs on the same random inputs: the first drawn on which the old one makes no NaN or infinity, if any is. Those prove
     little (one row of NaN is a gradient full of them), and what a fused op does with them is told by its own tests.
     """
 
     def drawn(number: int) -> tuple[dict[int, int], list[np.ndarray], list[np.ndarray]]:
-        sizes, args = _inputs(avals, out, products, seed + _SEEDS * number, _TRUE[number % len(_TRUE)])
+        sizes, args = inputs_of(avals, out, products, seed + _SEEDS * number, _TRUE[number % len(_TRUE)], weights)
         return sizes, args, evaluate(old, args, Sizes(sizes), inline)
 
+    weights = summed_with(old)
     first = drawn(0)
     again = (drawn(n) for n in range(1, _REDRAWS)) if not all(map(_finite, first[2])) else ()
     sizes, args, want = next((d for d in again if all(map(_finite, d[2]))), first)
-    return want, evaluate(new, args, Sizes(sizes), inline)
+
+    def nudged(number: int) -> Pair:
+        rng = np.random.default_rng(number)
+        moved = [a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in args]
+        return evaluate(old, moved, Sizes(sizes), inline), evaluate(new, moved, Sizes(sizes), inline)
+
+    return Results((want, evaluate(new, args, Sizes(sizes), inline)), nudged)
+
+
+def _is_float64(a: Any) -> bool:
+    return isinstance(a, np.ndarray) and a.dtype == np.float64
 
 
 def _finite(a: np.ndarray) -> bool:
     return not is_float(a.dtype) or bool(np.isfinite(a).all())
 
 
-def _agree(region: Region, want: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> Verdict:
-    return _close(region, ["value", *(f"gradient of {n}" for n in _float_names(region))], want, got)
+def _agree(region: Region, found: Results) -> Verdict:
+    return _close(region, ["value", *(f"gradient of {n}" for n in _float_names(region))], found)
 
 
-def _close(region: Region, names: Sequence[str], want: Sequence[Any], got: Sequence[np.ndarray]) -> Verdict:
-    return _within(_tolerance((*region.inputs, region.root)), names, want, got)
-
-
-def _tolerance(values: Sequence[Any]) -> float:
-    return max(TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in values if is_float(v.dtype))
-
-
-def _within(tolerance: float, names: Sequence[str], want: Sequence[Any], got: Sequence[np.ndarray]) -> Verdict:
-    noise = NOISE * max((_largest(a, finite=True) for a in (*want, *got)), default=0.0)
-    for name, a, b in zip(names, want, got, strict=True):
-        # A gradient that cancels, as of what is added to all keys of a query, is what rounding leaves of it: of either program.
-        error = 0.0 if max(_largest(a), _largest(b)) <= noise else relative_error(a, b)
-        if not error <= tolerance:
-            code = "value" if name == "value" else "gradient"
-            return Verdict(code, f"{name} differs by {error:.2g} relative (allowed {tolerance:.0e})")
-    return Verdict(None)
+def _close(region: Region, names: Sequence[str], found: Results) -> Verdict:
+    return agree(tolerance_of((*region.inputs, region.root)), names, found)
 
 
 def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Sequence[int] | None = None) -> Any:
@@ -300,77 +279,6 @@ def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Seq
         return [value, *pull(ct)]
 
     return make_jaxpr(joint, [*avals, out])
-
-
-def relative_error(want: np.ndarray, got: np.ndarray) -> float:
-    """Largest absolute difference over the largest absolute value; inf where NaN or infinities do not coincide."""
-    want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
-    if want.shape != got.shape:
-        return math.inf
-    finite = np.isfinite(want)
-    same_special = np.array_equal(np.where(finite, 0.0, want), np.where(np.isfinite(got), 0.0, got), equal_nan=True)
-    if not same_special or not np.array_equal(finite, np.isfinite(got)):
-        return math.inf
-    if not finite.any():
-        return 0.0
-    difference = float(np.max(np.abs(want[finite] - got[finite])))
-    return difference / max(float(np.max(np.abs(want[finite]))), 1e-30) if difference else 0.0
-
-
-def _largest(a: Any, finite: bool = False) -> float:
-    """The largest absolute value, of the `finite` ones or of all; NaN counts as infinite."""
-    array = np.abs(np.asarray(a, np.float64))
-    if finite:
-        return float(array.max(initial=0.0, where=np.isfinite(array)))
-    largest = float(array.max(initial=0.0))
-    return largest if math.isfinite(largest) else math.inf
-
-
-def _inputs(
-    avals: Sequence[Any], out: Any, products: dict[int, int] | None, seed: int = 0, true: float = 0.5
-) -> tuple[dict[int, int], list[np.ndarray]]:
-    """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different.
-
-    `products` says what some sizes are reduced to; at the real sizes where it is None. Of two booleans or more both kinds are drawn.
-    """
-    table = dict(products or {})
-    used = {int(s) for a in (*avals, out) for s in a.shape if s <= 4} | set(table.values())
-    sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4 and s not in table})
-    for size in sizes if products is not None else []:
-        table[size] = next(s for s in itertools.count(3) if s not in used)
-        used.add(table[size])
-    rng = np.random.default_rng(seed)
-    number = itertools.count(seed)
-    args = []
-    for a in (*avals, out):
-        shape = tuple(table.get(int(s), int(s)) for s in a.shape)
-        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
-            args.append(_keys(a, rng))
-        elif is_float(a.dtype):
-            args.append(rng.normal(size=shape))
-        elif np.dtype(a.dtype).kind == "b":
-            args.append(_mixed(rng.random(size=shape) < true))
-        elif _is_number(a):  # another one in each draw, and another than the next operand's
-            args.append(np.asarray(next(number) % _STEPS, a.dtype))
-        else:
-            args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
-    return table, args
-
-
-def _keys(aval: Any, rng: np.random.Generator) -> Any:
-    """Random keys of JAX's default generator; of another there is no proof."""
-    if aval.dtype != threefry_key():
-        raise CannotEvaluate(f"an operand of dtype {aval.dtype}")
-    data = rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32)
-    with jax.ensure_compile_time_eval():
-        return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
-
-
-def _mixed(drawn: np.ndarray) -> np.ndarray:
-    """Booleans of both kinds, if there are two or more."""
-    if drawn.size > 1 and (drawn.all() or not drawn.any()):
-        drawn.flat[0] = not drawn.flat[0]
-    return drawn
 
 
 def _float_names(region: Region) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, BackendError, CompileError, MissingDependencyError
-from ..graph.certify import relative_error
+from ..graph.agreement import relative_error
 from ..graph.evaluate import CannotEvaluate, evaluate
 from .arrays import check_dtypes, is_explicitly_sharded
 from .compile import refuses_device

@@ -13,7 +13,8 @@ import fusionlab as fl
 from fusionlab.models import gpt, transformer
 
 PASSES = tuple(f"multi_transformer_{kind}{fused}" for kind in ("encoder", "decoder") for fused in ("", "_fuse_qkv"))
-CONFIG = gpt.Config(layers=3, embed=256, heads=4, vocab=512, longest=320)
+# Untied: a tied model of this width says the same few tokens for ever, and then nothing is compared.
+CONFIG = gpt.Config(layers=3, embed=256, heads=4, vocab=512, longest=320, tied=False)
 
 
 def error(got, want):
@@ -39,15 +40,18 @@ def test_an_encoder_is_right(dtype, allowed, causal):
 @pytest.mark.parametrize("projections", ["separate", "concatenated", "interleaved"])
 def test_what_is_generated_is_the_same(projections, scanned):
     config = gpt.Config(**{**CONFIG.__dict__, "projections": projections, "scanned": scanned})
-    params = gpt.init(jax.random.key(1), config)
+    params = gpt.init(jax.random.key(3), config)
     prompt = jax.random.randint(jax.random.key(2), (2, 16), 0, config.vocab)
     fn = functools.partial(gpt.generate, steps=256, config=config)
     with jax.default_matmul_precision("highest"):
         old = jax.jit(fn)(params, prompt)
         assert len(np.unique(old)) >= 50
         margin = float(gpt.smallest_margin(params, prompt, old, config=config))
-        new = fl.fuse(fn, passes=PASSES)(params, prompt)
-    assert margin > 1e-4
+        fused = fl.fuse(fn, passes=PASSES)
+        new = fused(params, prompt)
+        found = fused.findings(params, prompt)
+    assert sum(found.counts().values()) == (2 if scanned else 6), found
+    assert margin > 1e-3  # 0.012 on a CPU, of logits as large as 50
     np.testing.assert_array_equal(old, new)
 
 

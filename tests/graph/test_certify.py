@@ -10,8 +10,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import fusionlab as fl
+from fusionlab.graph.agreement import relative_error
 from fusionlab.graph.canonical import View
-from fusionlab.graph.certify import Certifier, relative_error
+from fusionlab.graph.certify import Certifier
 from fusionlab.graph.region import NotARegion, constant_array, cut, escapes
 from fusionlab.graph.signature import Memo, region_signature
 from fusionlab.graph.trace import trace
@@ -269,6 +270,51 @@ def test_a_new_certifier_remembers_nothing():
     first.region(region_of(layer, X, W, B), layer, "relu")
     second.region(region_of(layer, X, W, B), layer, "relu")
     assert (second.hits, second.misses) == (0, 1)
+
+
+# -- what rounding leaves ------------------------------------------------------------------------------------------------
+
+
+def tiny(x, w, b):
+    return jnp.tanh(x @ w) + 1e-14 * jnp.tanh(b)
+
+
+def filled(x, w, b):
+    return jnp.where(x > 0, jnp.tanh(x @ w) * b, -1e30)
+
+
+SMALL_ON_PURPOSE = {
+    "a tiny term is dropped": (tiny, lambda x, w, b: jnp.tanh(x @ w) + 0 * b),
+    "a tiny term is another": (tiny, lambda x, w, b: jnp.tanh(x @ w) + 1e-14 * jnp.sin(b)),
+    "beside a large fill": (filled, lambda x, w, b: jnp.where(x > 0, jnp.sin(x @ w) * b, -1e30)),
+    "beside a large fill, a factor": (filled, lambda x, w, b: jnp.where(x > 0, 2 * jnp.tanh(x @ w) * b, -1e30)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_ON_PURPOSE)
+def test_what_is_small_on_purpose_is_not_taken_for_noise(name):
+    original, wrong = SMALL_ON_PURPOSE[name]
+    found = verdict(original, wrong, *SQUARE)
+    assert found.code == "gradient", found
+    assert verdict(original, original, *SQUARE).ok
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
+def test_a_gradient_that_cancels_is_noise(scale):
+    """What is added to all keys of a query does not change its softmax: its gradient is what rounding leaves of a sum."""
+
+    def original(x, w, b):
+        return scale * (jax.nn.softmax(x @ (w + b).T) @ w)
+
+    def right(x, w, b):
+        return scale * (jax.nn.softmax(x @ w.T + (x @ b)[:, None]) @ w)
+
+    def wrong(x, w, b):
+        return scale * (jax.nn.softmax(x @ w.T + (x @ b)[None]) @ w)
+
+    shapes = (30, 20), (40, 20), (20,)
+    assert verdict(original, right, *shapes).ok
+    assert verdict(original, wrong, *((48, 48), (48, 48), (48,))).code == "value"
 
 
 # -- regions ----------------------------------------------------------------------------------------------------------

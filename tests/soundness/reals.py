@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
-from fusionlab.graph.certify import relative_error
+from fusionlab.graph.agreement import relative_error
 from fusionlab.graph.compat import scan_counts
 from fusionlab.graph.evaluate import evaluate, is_float, promote
 from fusionlab.kernels import meaning_of

@@ -14,7 +14,8 @@ import fusionlab as fl
 from fusionlab.errors import REJECTIONS
 from fusionlab.fusers import find_in
 from fusionlab.fusers.findings import Findings
-from fusionlab.graph.certify import TOLERANCE, Certifier
+from fusionlab.graph.agreement import TOLERANCE
+from fusionlab.graph.certify import Certifier
 from fusionlab.kernels import meaning_of
 from tests.asked import by_default
 
