@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-NAMES = ("00_tour", "01_gemm_epilogues", "02_attention", "04_lerp", "05_matmul_routes", "06_own_pass")
+NAMES = ("00_tour", "01_gemm_epilogues", "02_attention", "03_gpt_layers", "04_lerp", "05_matmul_routes", "06_own_pass")
 
 
 def test_the_notebooks_are_those_that_are_run_here():
@@ -45,6 +45,11 @@ def own_pass():
 @pytest.fixture(scope="module")
 def attention():
     return executed("02_attention")
+
+
+@pytest.fixture(scope="module")
+def gpt_layers():
+    return executed("03_gpt_layers")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +176,48 @@ def test_attention_s_numbers_hold(attention):
     (memory,) = [text_of(c) for c in code_cells(attention) if "memory_analysis" in c.source]
     before, after = map(int, re.search(r"'jax.jit': (\d+), 'fl.fuse': (\d+)", memory).groups())
     assert after < before / 6
+
+
+def test_gpt_layers_runs_and_shows_its_story(gpt_layers):
+    cells = code_cells(gpt_layers)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "multi_transformer_encoder: 4 subgraphs fused, 0 declined, nodes 442 -> 47",
+        "causal (gpt.py:293), 98 nodes -> 1",
+        "multi_transformer_decoder: 4 subgraphs fused, 0 declined, nodes 470 -> ",
+        "weights are read as they lie",
+        "[escapes] multi_transformer_encoder@#1",
+        "= add (In[7]:3) is also returned",
+        "multi_transformer_encoder: 1 subgraphs fused, 0 declined, nodes 105 -> 1",
+        "4 identical layers as one call",
+        "of multi_transformer_decoder, which is larger",
+        "composed: chosen, each of its pieces chooses for itself",
+        "packed (3, 4, 8, 32) and back: True",
+        "3 of 4 sites on",
+        "1 of 1 sites on",
+    ):
+        assert said in everything, said
+    after = next(c for c in cells if c.source == "found.apply()")
+    (picture,) = [o.data["text/html"] for o in after.outputs]
+    assert picture.count("multi_transformer</text>") == 1  # of four identical layers one is drawn
+    pictures = [o for c in cells[:-1] for o in c.outputs if {"text/html", "image/svg+xml"} & set(o.get("data", {}))]
+    assert len(pictures) == 3  # before, after, tokens a second
+    widgets = [o for o in cells[-1].outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
+    assert len(widgets) == 1
+
+
+def test_gpt_layers_generate_the_same_tokens(gpt_layers):
+    (told,) = [text_of(c) for c in code_cells(gpt_layers) if "smallest_margin" in c.source]
+    same = re.findall(r": (\d+) of (\d+) tokens are the same", told)
+    assert same == [("512", "512")] * 4
+    distinct = json.loads(re.search(r"distinct tokens of each: (.*)", told)[1])
+    assert min(distinct) >= 50
+    assert float(re.search(r"best two logits: ([\d.e-]+)", told)[1]) > 2e-4
+    (shared,) = [text_of(c) for c in code_cells(gpt_layers) if "memory_analysis" in c.source]
+    cache, alias = re.search(r"cache: (\d+) bytes, shared: (\d+)", shared).groups()
+    assert cache == alias
+    (speed,) = [text_of(c) for c in code_cells(gpt_layers) if "fl.compare" in c.source]
+    assert len(re.findall(r"(?:before|after): [\d,]+ tokens a second", speed)) == 4
 
 
 def test_lerp_runs_and_shows_its_story(lerp):
