@@ -186,26 +186,26 @@ def test_gpt_layers_runs_and_shows_its_story(gpt_layers):
     cells = code_cells(gpt_layers)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
-        "multi_transformer_encoder: 4 subgraphs fused, 0 declined, nodes 442 -> 47",
+        "multi_transformer_encoder: 3 subgraphs fused, 0 declined, nodes 342 -> 44",
         "mlp gelu_tanh, causal (gpt.py:",
         "98 nodes -> 1",
-        "multi_transformer_decoder: 4 subgraphs fused, 0 declined, nodes 470 -> ",
+        "multi_transformer_decoder: 3 subgraphs fused, 0 declined, nodes 364 -> ",
         "weights are read as they lie",
         "[escapes] multi_transformer_encoder@#1",
         "= add (In[7]:3) is also returned",
         "multi_transformer_encoder: 1 subgraphs fused, 0 declined, nodes 105 -> 1",
-        "4 identical layers as one call",
+        "3 identical layers as one call",
         "of multi_transformer_decoder, which is larger",
         "composed: chosen, each of its pieces chooses for itself",
         "packed (3, 4, 8, 32) and back: True",
-        "3 of 4 sites on",
+        "2 of 3 sites on",
         "1 of 1 sites on",
     ):
         assert said in everything, said
     pictures = [o.data["image/svg+xml"] for c in cells for o in c.outputs if "image/svg+xml" in o.get("data", {})]
     before, after, _ = pictures  # and tokens a second
     assert not {"+ ln1", "+ attention", "+ ln2", "+ mlp", "select_n"} - set(words(before))  # a layer, and the mask
-    assert words(after).count("multi_transformer") == 1  # of four identical layers one is drawn
+    assert words(after).count("multi_transformer") == 1  # of three identical layers one is drawn
     assert not {"+ ln1", "+ ln2", "+ mlp", "select_n"} & set(words(after))
     widgets = [o for o in cells[-1].outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
     assert len(widgets) == 1
