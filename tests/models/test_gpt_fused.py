@@ -90,6 +90,7 @@ def test_bfloat16_logits_are_near_those_of_the_unfused_float32_program(config):
 
     Both have the same weights, those of bfloat16, and are given the same tokens, so that an error of one step is not
     one of what is read at the next. bfloat16 itself takes most of the bound: the unfused program is as far off.
+    Of the weights of keys 1 to 6, unrolled and scanned, none is off by more than 9.6e-3; here there is room for another XLA.
     """
     functions = [functools.partial(f, config=config) for f in (gpt.prefill, gpt.decode)]
     params = gpt.init(jax.random.key(2), config, jnp.bfloat16)
