@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-NAMES = ("00_tour", "01_gemm_epilogues", "02_attention", "04_lerp", "05_matmul_routes", "06_own_pass")
+NAMES = ("00_tour", "01_gemm_epilogues", "02_attention", "03_gpt_layers", "04_lerp", "05_matmul_routes", "06_own_pass")
 
 
 def test_the_notebooks_are_those_that_are_run_here():
@@ -48,6 +48,11 @@ def attention():
 
 
 @pytest.fixture(scope="module")
+def gpt_layers():
+    return executed("03_gpt_layers")
+
+
+@pytest.fixture(scope="module")
 def lerp():
     return executed("04_lerp")
 
@@ -64,6 +69,10 @@ def code_cells(notebook):
 def text_of(cell):
     # One line may come in several messages: nothing is put between them.
     return "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+
+
+def words(picture):
+    return re.findall(r">([^<>]+)</text>", picture)
 
 
 def test_the_tour_runs_and_shows_its_story(tour):
@@ -171,6 +180,49 @@ def test_attention_s_numbers_hold(attention):
     (memory,) = [text_of(c) for c in code_cells(attention) if "memory_analysis" in c.source]
     before, after = map(int, re.search(r"'jax.jit': (\d+), 'fl.fuse': (\d+)", memory).groups())
     assert after < before / 6
+
+
+def test_gpt_layers_runs_and_shows_its_story(gpt_layers):
+    cells = code_cells(gpt_layers)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "multi_transformer_encoder: 3 subgraphs fused, 0 declined, nodes 342 -> 44",
+        "mlp gelu_tanh, causal (gpt.py:",
+        "98 nodes -> 1",
+        "multi_transformer_decoder: 3 subgraphs fused, 0 declined, nodes 364 -> ",
+        "weights are read as they lie",
+        "[escapes] multi_transformer_encoder@#1",
+        "= add (In[7]:3) is also returned",
+        "multi_transformer_encoder: 1 subgraphs fused, 0 declined, nodes 105 -> 1",
+        "3 identical layers as one call",
+        "of multi_transformer_decoder, which is larger",
+        "composed: chosen, each of its pieces chooses for itself",
+        "packed (3, 4, 8, 32) and back: True",
+        "2 of 3 sites on",
+        "1 of 1 sites on",
+    ):
+        assert said in everything, said
+    pictures = [o.data["image/svg+xml"] for c in cells for o in c.outputs if "image/svg+xml" in o.get("data", {})]
+    before, after, _ = pictures  # and tokens a second
+    assert not {"+ ln1", "+ attention", "+ ln2", "+ mlp", "select_n"} - set(words(before))  # a layer, and the mask
+    assert words(after).count("multi_transformer") == 3
+    assert not {"+ ln1", "+ ln2", "+ mlp", "select_n"} & set(words(after))
+    widgets = [o for o in cells[-1].outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
+    assert len(widgets) == 1
+
+
+def test_gpt_layers_generate_the_same_tokens(gpt_layers):
+    (told,) = [text_of(c) for c in code_cells(gpt_layers) if "smallest_margin" in c.source]
+    same = re.findall(r": (\d+) of (\d+) tokens are the same", told)
+    assert same == [("512", "512")] * 4
+    distinct = json.loads(re.search(r"distinct tokens of each: (.*)", told)[1])
+    assert min(distinct) >= 50
+    assert float(re.search(r"best two logits: ([\d.e-]+)", told)[1]) > 2e-4
+    (shared,) = [text_of(c) for c in code_cells(gpt_layers) if "memory_analysis" in c.source]
+    cache, alias = re.search(r"cache: (\d+) bytes, shared: (\d+)", shared).groups()
+    assert cache == alias
+    (speed,) = [text_of(c) for c in code_cells(gpt_layers) if "fl.compare" in c.source]
+    assert len(re.findall(r"(?:before|after): [\d,]+ tokens a second", speed)) == 4
 
 
 def test_lerp_runs_and_shows_its_story(lerp):
