@@ -148,6 +148,22 @@ def test_an_attention_with_a_wrong_scale_mask_or_layout_is_refused():
     assert judge(lambda q, k, v: op(*(a.swapaxes(1, 2) for a in (q, k, v)), scale=0.25).swapaxes(1, 2)) == "value"
 
 
+def test_scores_behind_projections_are_not_so_large_that_their_scale_hardly_matters():
+    """Of weights of the order of 1, those of 1024 features would be about 10^6, and any softmax of them is one key's."""
+
+    def layer(x, w, b, scale=1 / 512):
+        h = jnp.sin(x)
+        q, k = h @ w, h @ w.T
+        return jax.nn.softmax(q @ k.T * scale + b) @ h
+
+    def judge(replacement):
+        return verdict(layer, replacement, (512, 1024), (1024, 1024), (512,)).code
+
+    assert judge(lambda x, w, b: layer(x, w * 2, b, 1 / 2048)) is None
+    assert judge(lambda x, w, b: layer(x, w, b, 1.0001 / 512)) == "value"
+    assert judge(lambda x, w, b: layer(x, w, b * 1.0001)) == "value"
+
+
 def test_heads_split_off_a_product_are_proved_at_sizes_of_a_real_model():
     def heads(x, w, b):  # the features are split and never merged again
         return (x @ w + b).reshape(512, 12, 64)
