@@ -215,6 +215,25 @@ def append_program(how: Parts, kv_heads: int = H, length: int = 1) -> Program:
     return fn, (weights, parts.inputs(B, length, E), parts.caches(T, heads=kv_heads))
 
 
+def prefix_program(how: Parts) -> Program:
+    """Keys and values that were learnt stand before the tokens' own, are seen by all of them, and are given back to nobody."""
+    seen = jnp.concatenate([jnp.ones((S, T), bool), parts.causal()], axis=1)
+
+    def fn(weights: list[Params], x: Array, prefix: list[parts.Pair]) -> Array:
+        def layer(p: Params, x: Array, pair: parts.Pair) -> Array:
+            def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+                keys, values = (jnp.concatenate([before, own], 1) for before, own in zip(pair, (k, v), strict=True))
+                return parts.attend(q, keys, values, seen), None
+
+            return parts.run(how, p, x, mix)[0]
+
+        for p, pair in zip(weights, prefix, strict=True):
+            x = layer(p, x, pair)
+        return x
+
+    return fn, ([params(0), params(1)], parts.inputs(), parts.caches(T))
+
+
 def write_program(how: Parts, kv_heads: int = H, length: int = 1, off: int | None = 0) -> Program:
     def fn(weights: list[Params], x: Array, cache: list[parts.Pair], step: Array) -> tuple[Array, list[parts.Pair]]:
         pairs = []
@@ -276,6 +295,8 @@ def decode_cases() -> Iterator[Case]:
         how, sites = Parts(project=project), {DECODER + suffix(name): 2}
         yield Case(f"append/{name}", "decode", partial(append_program, how), sites)
         yield Case(f"write/{name}", "decode", partial(write_program, how), sites)
+        prefix = partial(prefix_program, how)
+        yield Case(f"prefix/{name}", "encode", prefix, sites, note="a prefix of keys and values, as of prefix tuning")
     yield Case("append/post_relu", "decode", partial(append_program, POST_RELU), {DECODER: 2})
     yield Case("write/post_relu", "decode", partial(write_program, POST_RELU), {DECODER: 2})
     yield Case("append/llama", "decode", partial(append_program, LLAMA, G), {DECODER: 2})
