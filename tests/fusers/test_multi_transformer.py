@@ -43,6 +43,7 @@ DAILY = (
         "hf/bert",
     ),
     *("hf/gpt2/prefill", "hf/gpt2/decode", "nnx/gpt", "equinox/gpt", "hand/llama", "append/post_relu", "write/llama"),
+    *("hf/llama", "rotary/by_halves", "rotary/write/by_width", "rotary/made_of_positions/bfloat16", "prefix/separate"),
     *(
         "inside/while",
         "inside/cond",
