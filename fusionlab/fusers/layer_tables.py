@@ -60,7 +60,7 @@ def _table(view: View, base: View, products: frozenset[int], side: Side) -> Tabl
     values = [copies[i] for i in sorted(copies)]
     if len(values) == 1:
         return Table(values[0], side, (values[0],), ())
-    inputs, nodes = _made_of(base.block, values, side.nid)
+    inputs, nodes = _made_of(base, values, side.nid)
     return Table(values[0], side, inputs, nodes)
 
 
@@ -72,22 +72,30 @@ def _read(view: View, base: View, product: int, table: int) -> Iterator[Value]:
             continue
         for a in node.inputs:
             if isinstance(a, Value) and view.ref[a.id].nid == table:
-                yield look_through(base, a, through_casts=True)[0]
+                yield _beneath(base, a)[0]
 
 
-def _made_of(block: Block, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
+def _beneath(base: View, value: Value) -> tuple[Value, list[Node]]:
+    """What a site's operand is bound to where this value is read, and the views between."""
+    return look_through(base, value, through_casts=True)
+
+
+def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
     """(what several copies of one value are all made of, the nodes that make the first of them of it).
 
     Raises:
       Unread: they are made in different ways, by too many nodes, or by what has effects beside its results.
     """
+    block = base.block
     inputs: dict[int, Value] = {}
     nodes: dict[int, Node] = {}
     stack = [list(copies)]
     while stack:
         values = stack.pop()
         if len({v.id for v in values}) == 1:
-            inputs[values[0].id] = values[0]
+            given, views = _beneath(base, values[0])
+            inputs[given.id] = given
+            nodes.update((n.id, n) for n in views)
             continue
         made = [block.producer.get(v.id) for v in values]
         if values[0].id in {v.id for n in nodes.values() for v in n.outputs}:
