@@ -6,14 +6,14 @@ and what both are made of is what the layer reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from ..graph.canonical import View
+from ..graph.canonical import ONE, View
 from ..graph.compat import has_side_effects
 from ..graph.emit import slice_jaxpr
 from ..graph.ir import Block, Literal, Node, Value
@@ -33,9 +33,9 @@ class Table:
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]
 
-    def program(self, block: Block) -> Callable[..., Any]:
-        """(inputs) -> the table."""
-        made = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value))
+    def program(self, block: Block, known: Mapping[int, Any]) -> Callable[..., Any]:
+        """(inputs) -> the table. `known`: scalar block inputs that are literals at the call, by value id."""
+        made = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value, known))
         return lambda *given: made(*given)[0]
 
 
@@ -92,7 +92,11 @@ def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value
     stack = [list(copies)]
     while stack:
         values = stack.pop()
-        if len({v.id for v in values}) == 1:
+        if values[0].id in base.known_inputs:
+            continue
+        if len({v.id for v in values}) == 1 and (
+            base.ref[values[0].id].nid != ONE or values[0].id not in block.producer
+        ):
             given, views = _beneath(base, values[0])
             inputs[given.id] = given
             nodes.update((n.id, n) for n in views)

@@ -371,3 +371,21 @@ def test_narrow_tables_that_are_turned_and_widened_for_queries_and_for_keys_are_
     tables = [a.T.astype(BF16) for a in rotary.tables(length=parts.S)]
     fn, args = turned_by(lambda x, cos, sin: turn(x, cos.T.astype(x.dtype), sin.T.astype(x.dtype)), *tables)
     found_and_close(fn, args, 1)
+
+
+def test_a_number_that_tables_are_made_with_may_be_given_to_a_remat():
+    @jax.checkpoint
+    def one(p, x, positions, base):
+        def turn(x, *_):
+            angles = positions[:, None] * base ** (-jnp.arange(parts.D // 2, dtype=jnp.float32) / parts.D)
+            return halves_turned(x, jnp.cos(angles)[:, None], jnp.sin(angles)[:, None])
+
+        return parts.encode(rotary.turning(PRE, turn), {**p, "cos": x, "sin": x}, x)
+
+    def fn(ws, x, positions):
+        for p in ws:
+            x = one(p, x, positions, 100.0)
+        return x
+
+    args = weights(), parts.inputs(), jnp.arange(parts.S, dtype=jnp.float32)
+    found_and_close(fn, args, 2)
