@@ -278,7 +278,7 @@ def check_fits(search: Search, planned: Planned) -> None:
 def _misfit(region: Region, plan: Plan) -> tuple[str, str] | None:
     """(code, why) the op cannot stand for a region."""
     try:
-        made = make_jaxpr(plan.call, [v.aval for v in region.inputs]).out_avals
+        made = make_jaxpr(plan.call, [v.aval for v in region.inputs], axes=region.summed_over).out_avals
     except (ArgumentError, UnknownNameError) as error:
         return "structure", f"the op does not take it: {error}"
     for root, aval in zip(region.roots, made, strict=True):

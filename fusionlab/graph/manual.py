@@ -6,7 +6,7 @@ a traced program still names its mesh: that is all it takes to be back in a body
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, g
 
 from .compat import has_pending_sums, varies, varying_axes
 
+_ANY = 2  # the size of a mesh axis that is summed over: no equation tells
 
-def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None) -> Any:
+
+def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, axes: Collection[str] = ()) -> Any:
     """`jax.make_jaxpr` at the shapes, dtypes and varying mesh axes of avals; outside every shard_map where none varies.
 
     Args:
@@ -23,6 +25,7 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None)
       avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
       result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
         to vary along all of those.
+      axes: mesh axes that `fn` sums over: the types do not tell in a shard_map that does not check what varies.
     """
     results = result if isinstance(result, list) else [] if result is None else [result]
 
@@ -37,7 +40,8 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None)
     types = (*avals, *results)
     mesh = next((a.sharding.mesh for a in types if varies(a)), None)
     if mesh is None:
-        return jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        bound = [(axis, _ANY) for axis in sorted(axes)]
+        return jax.make_jaxpr(call, axis_env=bound)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
     plain = [a.update(weak_type=False, sharding=_unsharded(mesh, a)) for a in avals]
     return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))

@@ -18,7 +18,7 @@ from .emit import slice_jaxpr
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
 from .order import waits_for_itself
-from .rules import passed_whole
+from .rules import passed_whole, summed_axes
 from .signature import Memo, node_signature
 
 VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims pvary".split())
@@ -65,6 +65,11 @@ class Region:
     def roots(self) -> tuple[Value, ...]:
         """All the values it makes that are read outside."""
         return self.root, *self.others
+
+    @property
+    def summed_over(self) -> frozenset[str]:
+        """The mesh axes that it sums over."""
+        return frozenset(axis for node in (*self.nodes, *self.support) for axis in summed_axes(node))
 
     def of(self, root: Value) -> Region:
         """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
