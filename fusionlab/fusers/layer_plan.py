@@ -262,13 +262,13 @@ def _over_keys(x: Any, keys: int) -> Any:
     return jnp.broadcast_to(x, (*x.shape[:3], keys))
 
 
-def check_fits(search: Search, planned: Planned) -> None:
+def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
     """Whether the op takes the operands, and gives results of the dtypes that the program has.
 
     Raises:
       Unread: it does not; the program is left as it is.
     """
-    region, plan = planned.site.region, planned.plan(search.implementation)
+    region = planned.site.region
     key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())), search.implementation)
     problem = search.certifier.once(key, lambda: _misfit(region, plan))
     if problem is not None:
