@@ -244,7 +244,7 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
     verdict = proof or _proved(search, region, plan, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], axes=region.summed_over))
+    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)

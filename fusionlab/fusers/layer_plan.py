@@ -51,7 +51,7 @@ def attributes_of(site: Site) -> dict[str, Any]:
     return {
         "layers": 1,
         "heads": layer.sizes.get("h", 1),
-        "kv_heads": layer.sizes.get("g", layer.sizes.get("h", 1)),
+        "kv_heads": layer.key_heads,
         "qkv": layer.columns,
         "pre_norm": layer.pre_norm,
         "norm": layer.norm1.kind,
@@ -278,7 +278,7 @@ def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
 def _misfit(region: Region, plan: Plan) -> tuple[str, str] | None:
     """(code, why) the op cannot stand for a region."""
     try:
-        made = make_jaxpr(plan.call, [v.aval for v in region.inputs], axes=region.summed_over).out_avals
+        made = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
     except (ArgumentError, UnknownNameError) as error:
         return "structure", f"the op does not take it: {error}"
     for root, aval in zip(region.roots, made, strict=True):

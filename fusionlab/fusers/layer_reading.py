@@ -77,6 +77,13 @@ class Layer:
     def decoder(self) -> bool:
         return self.key_cache is not None
 
+    @property
+    def key_heads(self) -> int:
+        """Of keys and values: as many as of queries, fewer, or one that they have no axis of."""
+        if "g" in self.sizes:
+            return self.sizes["g"]
+        return self.sizes.get("h", 1) if "h" in self.keys.atoms else 1
+
 
 class Partial(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
     """A layer that was read so far only: the steps done, whether it is a decoder and fused as far as known, and why it ends."""
@@ -292,7 +299,7 @@ class Reader(ProjectionWalk):
         node = self.reader(product.out, "the product", SUMS_OVER_DEVICES, "a sum over devices")
         (raw, *_) = self.view.values_of[node.id]
         params = self.view.block.producer[raw.id].params
-        axes = tuple(sorted(map(str, params["axes"])))
+        axes = tuple(sorted(map(str, params.get("axes", ()))))
         if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
             raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
         if self.axes not in ((), axes) or node.operands[0].coef != 1:

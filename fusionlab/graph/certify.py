@@ -20,7 +20,7 @@ from .compat import varies
 from .devices import COUNT, evaluate_together
 from .draws import STEPS, inputs_of, is_number, summed_with
 from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
-from .manual import as_varying, make_jaxpr
+from .manual import Sums, as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
 from .trials import try_out
@@ -138,10 +138,10 @@ def _tried(
 def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> Verdict:
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
-    axes = region.summed_over
-    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, axes=axes)
-    new = with_vjp(replacement, avals, out, axes=axes)
-    return _same(old, new, avals, out, inline, lambda found: _agree(region, found), axes)
+    sums = region.sums
+    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
+    new = with_vjp(replacement, avals, out, sums=sums)
+    return _same(old, new, avals, out, inline, lambda found: _agree(region, found), sums.axes)
 
 
 def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
@@ -303,11 +303,11 @@ def with_vjp(
     avals: Sequence[Any],
     out: Any,
     wanted: Sequence[int] | None = None,
-    axes: frozenset[str] = frozenset(),
+    sums: Sums | None = None,
 ) -> Any:
     """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
 
-    `avals` and `out` are the types of the arguments and of the value; `axes` the mesh axes that `fn` sums over.
+    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over.
     """
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
 
@@ -323,7 +323,7 @@ def with_vjp(
         value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
         return [value, *pull(ct)]
 
-    return make_jaxpr(joint, [*avals, out], axes=axes)
+    return make_jaxpr(joint, [*avals, out], sums=sums)
 
 
 def _float_names(region: Region) -> list[str]:

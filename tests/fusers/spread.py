@@ -147,7 +147,7 @@ def trials() -> Iterator[Trial]:
         yield Trial(f"{name}/2", partial(decoder, PRE, HEADS, writes), 2, DECODER)
         yield Trial(f"{name}/by_head/4", partial(decoder, BY_HEAD, HEADS, writes), 4, DECODER + "_fuse_qkv")
         yield Trial(
-            f"{name}/llama/8/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 8, DECODER, check_vma=False
+            f"{name}/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 4, DECODER, check_vma=False
         )
 
 
