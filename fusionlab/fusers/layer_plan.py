@@ -161,7 +161,7 @@ class _Planner:
                 "the tables of its rotary embedding differ along some of its batch axes", self.layer.attention, "rotary"
             )
         at = [self.where[self.region.leaves[f"table:{v.id}"].id] for v in table.inputs]
-        program = table.program(self.region.block)
+        program = table.program(self.region.block, self.region.known)
         groups = (self.site.letters("b"), ("t",), (rotary.width if rotary else "c",))
         times = 2 if groups[-1] == ("w",) else 1
 

@@ -58,9 +58,14 @@ class RotaryWalk(CacheWalk):
         if found is None:
             return None, side
         cos, sin, source, nids = found
+        width = _HALF if node.op == "concatenate" else _FEATURE
         for table in (cos, sin):
-            if {a for a in table.atoms if a not in (_FEATURE, _HALF, "t") and not a.startswith("b")}:
+            if any(not isinstance(a, str) or not (a in (width, "t") or a.startswith("b")) for a in table.atoms):
                 raise Unread("heads are turned by tables of their own", node.id, "rotary")
+            if width not in table.atoms:
+                raise Unread(
+                    "all features are turned by one angle, where the op has one for each pair", node.id, "rotary"
+                )
         self.met += nids
         products = frozenset(n for n in nids if self.node(n).op == "prod")
         return Rotary(cos, sin, products), self.up(source)

@@ -145,13 +145,17 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     tables = {} if layer.rotary is None else tables_of(view, base, layer.rotary)
     given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
     given |= {name: base.ref[value.id].nid for name, value in masks.items()}
-    given |= {f"table:{v.id}": base.ref[v.id].nid for table in tables.values() for v in table.inputs}
+    read = {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
+    given |= {name: base.ref[v.id].nid for name, v in read.items()}
     root = _raw(view, layer.root.nid, None)
-    wide = frozenset({"x", *(n for n in leaves if n.startswith("norm"))})
+    wide = frozenset({"x", *read, *(n for n in leaves if n.startswith("norm"))})
     region = _cut(base, root, given, wide, masks, ())
     others = _others(view, layer, region)
     if others:
         region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
+    other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
+    if other is not None:
+        raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
     _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
     names = {name: name.partition(":")[2] for name in masks}
     return Site(layer, region, leaves, others, attention, names, tables, _precisions(region, attention.region))

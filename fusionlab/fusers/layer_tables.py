@@ -6,14 +6,14 @@ and what both are made of is what the layer reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from ..graph.canonical import View
+from ..graph.canonical import ONE, View
 from ..graph.compat import has_side_effects
 from ..graph.emit import slice_jaxpr
 from ..graph.ir import Block, Literal, Node, Value
@@ -33,9 +33,9 @@ class Table:
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]
 
-    def program(self, block: Block) -> Callable[..., Any]:
-        """(inputs) -> the table."""
-        made = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value))
+    def program(self, block: Block, known: Mapping[int, Any]) -> Callable[..., Any]:
+        """(inputs) -> the table. `known`: scalar block inputs that are literals at the call, by value id."""
+        made = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value, known))
         return lambda *given: made(*given)[0]
 
 
@@ -60,7 +60,7 @@ def _table(view: View, base: View, products: frozenset[int], side: Side) -> Tabl
     values = [copies[i] for i in sorted(copies)]
     if len(values) == 1:
         return Table(values[0], side, (values[0],), ())
-    inputs, nodes = _made_of(base.block, values, side.nid)
+    inputs, nodes = _made_of(base, values, side.nid)
     return Table(values[0], side, inputs, nodes)
 
 
@@ -72,22 +72,34 @@ def _read(view: View, base: View, product: int, table: int) -> Iterator[Value]:
             continue
         for a in node.inputs:
             if isinstance(a, Value) and view.ref[a.id].nid == table:
-                yield look_through(base, a, through_casts=True)[0]
+                yield _beneath(base, a)[0]
 
 
-def _made_of(block: Block, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
+def _beneath(base: View, value: Value) -> tuple[Value, list[Node]]:
+    """What a site's operand is bound to where this value is read, and the views between."""
+    return look_through(base, value, through_casts=True)
+
+
+def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
     """(what several copies of one value are all made of, the nodes that make the first of them of it).
 
     Raises:
       Unread: they are made in different ways, by too many nodes, or by what has effects beside its results.
     """
+    block = base.block
     inputs: dict[int, Value] = {}
     nodes: dict[int, Node] = {}
     stack = [list(copies)]
     while stack:
         values = stack.pop()
-        if len({v.id for v in values}) == 1:
-            inputs[values[0].id] = values[0]
+        if values[0].id in base.known_inputs:
+            continue
+        if len({v.id for v in values}) == 1 and (
+            base.ref[values[0].id].nid != ONE or values[0].id not in block.producer
+        ):
+            given, views = _beneath(base, values[0])
+            inputs[given.id] = given
+            nodes.update((n.id, n) for n in views)
             continue
         made = [block.producer.get(v.id) for v in values]
         if values[0].id in {v.id for n in nodes.values() for v in n.outputs}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,22 +86,36 @@ def _scale(summed: Sequence[int], table: Mapping[int, int]) -> float:
 
 
 def summed_with(closed: Any) -> dict[int, tuple[int, ...]]:
-    """Input -> the sizes of the axes that it is first summed over, of those that are multiplied with something computed: weights.
+    """Input -> the sizes of the axes that it is first summed over, of weights: those that are multiplied with something computed, or with
+    another input that is read more often, or has more axes, as tokens do that queries, keys and values are made of.
 
     With weights of the order of 1, the scores of an attention behind a projection would be so large that a softmax of them is one key's
     and hardly hangs on anything: no factor nor mask would be told from another, and gradients would be what rounding leaves of them.
     """
     jaxpr, _ = split_closed(closed)
     came_from: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
-    found: dict[int, tuple[int, ...]] = {}
+    reads: Counter[int] = Counter()
+    products: list[tuple[Any, list[int | None]]] = []
     for eqn in jaxpr.eqns:
         sources = [None if isinstance(a, jex_core.Literal) else came_from.get(a) for a in eqn.invars]
         name = eqn.primitive.name
         if name in _VIEWS and sources[0] is not None:
             came_from.update((v, sources[0]) for v in eqn.outvars)
-        elif name == "dot_general":
-            for side, source in enumerate(sources):
-                if source is not None:  # the first product that reads it counts: of two inputs, neither is a weight
-                    axes = eqn.params["dimension_numbers"][0][side] if None in sources else ()
-                    found.setdefault(source, tuple(int(eqn.invars[side].aval.shape[int(d)]) for d in axes))
+            continue
+        reads.update(s for s in sources if s is not None)
+        if name == "dot_general":
+            products.append((eqn, sources))
+
+    def order_of(source: int) -> tuple[int, int]:
+        return reads[source], len(jaxpr.invars[source].aval.shape)
+
+    found: dict[int, tuple[int, ...]] = {}
+    for eqn, sources in products:
+        for side, source in enumerate(sources):
+            if source is None:
+                continue
+            other = sources[1 - side]
+            weight = other is None or order_of(source) < order_of(other)
+            axes = eqn.params["dimension_numbers"][0][side] if weight else ()  # the first product that reads it counts
+            found.setdefault(source, tuple(int(eqn.invars[side].aval.shape[int(d)]) for d in axes))
     return found

@@ -14,6 +14,7 @@ from jax import lax
 import fusionlab as fl
 
 from . import layer_parts as parts
+from . import layer_rotary as rotary
 from .layer_parts import DECODER, ENCODER, Parts
 from .test_multi_transformer import PASSES, STACKED, close, counts
 
@@ -286,3 +287,105 @@ def test_queries_of_what_is_wider_than_the_input_are_declined():
     """A softmax that is sharp makes much of what queries and keys are rounded by."""
     args = parts.params(), parts.inputs().astype(BF16)
     declined(wide_branches, args, "rounding", "reads float32, where the op has the bfloat16")
+
+
+# -- rotary embeddings ------------------------------------------------------------------------------------------------
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32)
+
+
+def halves_turned(x, cos, sin):
+    left, right = jnp.split(x, 2, -1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def width_turned(x, cos, sin):
+    left, right = jnp.split(x, 2, -1)
+    return x * cos + jnp.concatenate([-right, left], -1) * sin
+
+
+def turned_by(turn, *tables, how=PRE):
+    return rotary.encode_program(rotary.turning(how, turn), tables, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("cos", "sin", "turn"),
+    [
+        (1, parts.D // 2, halves_turned),
+        (parts.D // 2, 1, halves_turned),
+        (1, parts.D, width_turned),
+        (1, 1, width_turned),
+    ],
+)
+def test_a_table_of_one_angle_for_all_features_is_declined(cos, sin, turn):
+    tables = random(parts.S, 1, cos), random(parts.S, 1, sin)
+    declined(*turned_by(turn, *tables), "rotary", "one angle")
+
+
+@pytest.mark.parametrize("turn", [halves_turned, width_turned])
+@pytest.mark.parametrize(
+    "shape", [(parts.S, 2, 1), (parts.S, 1, 4), (2, 1)], ids=["of each", "of heads", "of each alone"]
+)
+def test_queries_and_keys_that_are_turned_together_by_tables_of_their_own_are_declined(turn, shape):
+    def project(p, h):
+        both = parts.linear(p, "qkv", h).reshape(*h.shape[:2], 3, parts.H, parts.D)
+        turned = turn(both[:, :, :2], p["cos"], p["sin"])
+        return turned[:, :, 0], turned[:, :, 1], both[:, :, 2]
+
+    tables = [random(*shape, parts.D // (2 if turn is halves_turned else 1)) for _ in range(2)]
+    fn, args = rotary.encode_program(Parts(project=project), tuple(tables), layers=1)
+    declined(fn, args, "rotary", "tables of their own")
+
+
+def found_and_close(fn, args, count, tolerance=1e-5, kind=ENCODER, passes=PASSES):
+    assert counts(fl.find(fn, *args, passes=passes)) == {kind: count}
+    close(jax.jit(fn)(*args), fl.fuse(fn, passes=passes)(*args), tolerance)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("turn", [rotary.by_width, rotary.by_halves])
+def test_tables_of_a_position_of_each_batch_entry_are_read_as_views_of_what_is_gathered(turn, writes):
+    how = rotary.turning(rotary.LLAMA, turn)
+    step = parts.STEP if writes else parts.T
+
+    def fn(ws, cos, sin, x, cache, step, positions):
+        here = {"cos": cos[positions][:, None], "sin": sin[positions][:, None]}
+        for p, pair in zip(ws, cache, strict=True):
+            x = (
+                parts.write(how, {**p, **here}, x, pair, step)[0]
+                if writes
+                else parts.append(how, {**p, **here}, x, pair)[0]
+            )
+        return x
+
+    ws = [parts.params(seed, kv_heads=parts.G) for seed in range(2)]
+    cache = parts.caches(parts.SMAX if writes else parts.T, heads=parts.G)
+    args = (ws, *rotary.tables(), parts.inputs(parts.B, 1, parts.E), cache, jnp.int32(step), jnp.arange(parts.B) + 3)
+    found_and_close(fn, args, 2, kind=DECODER)
+
+
+@pytest.mark.parametrize("turn", [rotary.by_width, rotary.by_halves])
+def test_narrow_tables_that_are_turned_and_widened_for_queries_and_for_keys_are_read(turn):
+    tables = [a.T.astype(BF16) for a in rotary.tables(length=parts.S)]
+    fn, args = turned_by(lambda x, cos, sin: turn(x, cos.T.astype(x.dtype), sin.T.astype(x.dtype)), *tables)
+    found_and_close(fn, args, 1)
+
+
+def test_a_number_that_tables_are_made_with_may_be_given_to_a_remat():
+    @jax.checkpoint
+    def one(p, x, positions, base):
+        def turn(x, *_):
+            angles = positions[:, None] * base ** (-jnp.arange(parts.D // 2, dtype=jnp.float32) / parts.D)
+            return halves_turned(x, jnp.cos(angles)[:, None], jnp.sin(angles)[:, None])
+
+        return parts.encode(rotary.turning(PRE, turn), {**p, "cos": x, "sin": x}, x)
+
+    def fn(ws, x, positions):
+        for p in ws:
+            x = one(p, x, positions, 100.0)
+        return x
+
+    args = weights(), parts.inputs(), jnp.arange(parts.S, dtype=jnp.float32)
+    found_and_close(fn, args, 2)

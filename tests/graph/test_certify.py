@@ -164,6 +164,30 @@ def test_scores_behind_projections_are_not_so_large_that_their_scale_hardly_matt
     assert judge(lambda x, w, b: layer(x, w, b * 1.0001)) == "value"
 
 
+def test_scores_of_what_is_itself_an_input_are_not_so_large_either():
+    """Layers without a norm before: tokens and weights are both inputs."""
+
+    def own(x, w, b, scale=1 / 512):  # the tokens are read more often than the weight
+        return jax.nn.softmax((x @ w) @ (x @ w.T).T * scale + b) @ x
+
+    def together(x, w, b, scale=1 / 32):  # as often, and they have more axes
+        q, k, v = jnp.split(x @ w, 3, -1)
+        return jax.nn.softmax(q @ k.swapaxes(1, 2) * scale + b) @ v
+
+    def judge(fn, replacement, *shapes):
+        return verdict(fn, replacement, *shapes).code
+
+    for fn, scale, shapes in (
+        (own, 1 / 512, ((512, 1024), (1024, 1024), (512,))),
+        (together, 1 / 32, ((4, 512, 1024), (1024, 3072), (512,))),
+    ):
+        assert (
+            judge(fn, lambda x, w, b, fn=fn: fn(x * 2, w / 2, b) if fn is together else fn(x, -w, b), *shapes) is None
+        )
+        assert judge(fn, lambda x, w, b, fn=fn, s=scale: fn(x, w, b, 1.001 * s), *shapes) == "value"
+        assert judge(fn, lambda x, w, b, fn=fn: fn(x, w, 0 * b), *shapes) == "value"
+
+
 def test_heads_split_off_a_product_are_proved_at_sizes_of_a_real_model():
     def heads(x, w, b):  # the features are split and never merged again
         return (x @ w + b).reshape(512, 12, 64)
