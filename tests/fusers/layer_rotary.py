@@ -91,9 +91,8 @@ def in_part(x: Array, cos: Array, sin: Array) -> Array:
 
 def heads_of_their_own(x: Array, cos: Array, sin: Array) -> Array:
     """Every head by tables of its own: [S, heads, D]."""
-    faster = jnp.arange(1, x.shape[-2] + 1, dtype=jnp.float32)[:, None]
     left, right = x[..., : D // 2], x[..., D // 2 :]
-    return x * (cos[:, None] * faster) + jnp.concatenate([-right, left], -1) * (sin[:, None] * faster)
+    return x * cos + jnp.concatenate([-right, left], -1) * sin
 
 
 def turning(how: Parts, turn: Turn, which: str = "qk", keys: Turn | None = None) -> Parts:
@@ -205,7 +204,9 @@ def misses() -> Iterator[Miss]:
     yield miss("exchanged", turning(Parts(), exchanged), "rotary embedding in another form")
     yield miss("of_neighbours", turning(Parts(), neighbours), "pairs of neighbours")
     yield miss("in_part", turning(Parts(), in_part), "rotary embedding in another form")
-    yield miss("of_each_head", turning(Parts(), heads_of_their_own), "tables of their own")
+    each = jax.tree.map(lambda a: a[:, None] * jnp.arange(1, H + 1)[:, None], tables(length=S))
+    of_heads = partial(encode_program, turning(Parts(), heads_of_their_own), each, layers=1)
+    yield Miss("rotary_of_each_head", of_heads, ENCODER, "rotary", "tables of their own")
     later = turning(Parts(), by_width, keys=lambda x, cos, sin: by_width(x, sin, cos))
     shifted = turning(Parts(), by_positions, keys=lambda x, at, zero: by_positions(x, at + 1, zero))
     yield Miss(
