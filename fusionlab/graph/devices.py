@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -66,23 +67,20 @@ def evaluate_together(
       CannotEvaluate: as there; or a collective that is no sum over all of `axes`.
     """
     team = _Team(axes)
-    results: list[Any] = [None] * COUNT
-    errors: list[BaseException] = []
 
-    def run(device: int) -> None:
+    def run(device: int) -> list[Array]:
+        ended = False
         try:
-            results[device] = evaluate(closed, args[device], Sizes(sizes.table), inline, sums=team.of(device))
-        except threading.BrokenBarrierError:
-            return  # another one has said why
-        except BaseException as error:
-            errors.append(error)
-            team.all_here.abort()
+            made = evaluate(closed, args[device], Sizes(sizes.table), inline, sums=team.of(device))
+            ended = True
+        finally:
+            if not ended:
+                team.all_here.abort()  # nobody waits for this one any more
+        return made
 
-    threads = [threading.Thread(target=run, args=(device,)) for device in range(COUNT)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(COUNT) as pool:
+        runs = [pool.submit(run, device) for device in range(COUNT)]
+    errors = [e for one in runs if (e := one.exception()) is not None]
     if errors:
-        raise errors[0]
-    return [np.stack(arrays) for arrays in zip(*results, strict=True)]
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return [np.stack(arrays) for arrays in zip(*(one.result() for one in runs), strict=True)]
