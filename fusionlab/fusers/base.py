@@ -200,7 +200,7 @@ def propose(
     )
 
 
-def _unfit(region: Region, sums: bool) -> tuple[str, str] | None:
+def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
     """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
     values = *region.inputs, *region.roots
     floats = [v.dtype for v in values if is_float(v.dtype)]
