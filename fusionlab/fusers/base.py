@@ -139,14 +139,16 @@ def propose(
     notes: Sequence[str] = (),
     concepts: Sequence[str] = (),
     proof: Verdict | None = None,
+    sums: bool = False,
 ) -> Any:
     """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`.
 
-    `proof` is the outcome of certification where the region is put together of others that were certified.
+    `proof` is the outcome of certification where the region is put together of others that were certified; with `sums` the plan sums over
+    devices where the region does.
     """
     if not search.gradient:
         plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
-    problem = _unfit(region)
+    problem = _unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
     key = (
@@ -198,7 +200,7 @@ def propose(
     )
 
 
-def _unfit(region: Region) -> tuple[str, str] | None:
+def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
     """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
     values = *region.inputs, *region.roots
     floats = [v.dtype for v in values if is_float(v.dtype)]
@@ -208,7 +210,7 @@ def _unfit(region: Region) -> tuple[str, str] | None:
     if odd is not None:
         return "dtype", f"{odd!r}, a result of the site, is no float"
     summed = next((n for n in all_nodes(region.nodes) if n.primitive in SUMS_OVER_DEVICES), None)
-    if summed is not None:
+    if summed is not None and not sums:
         return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
     if not all(has_mesh(v.aval) for v in values):
         return (
@@ -242,7 +244,7 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
     verdict = proof or _proved(search, region, plan, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs]))
+    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)

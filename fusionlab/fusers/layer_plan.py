@@ -51,7 +51,7 @@ def attributes_of(site: Site) -> dict[str, Any]:
     return {
         "layers": 1,
         "heads": layer.sizes.get("h", 1),
-        "kv_heads": layer.sizes.get("g", layer.sizes.get("h", 1)),
+        "kv_heads": layer.key_heads,
         "qkv": layer.columns,
         "pre_norm": layer.pre_norm,
         "norm": layer.norm1.kind,
@@ -262,13 +262,13 @@ def _over_keys(x: Any, keys: int) -> Any:
     return jnp.broadcast_to(x, (*x.shape[:3], keys))
 
 
-def check_fits(search: Search, planned: Planned) -> None:
+def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
     """Whether the op takes the operands, and gives results of the dtypes that the program has.
 
     Raises:
       Unread: it does not; the program is left as it is.
     """
-    region, plan = planned.site.region, planned.plan(search.implementation)
+    region = planned.site.region
     key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())), search.implementation)
     problem = search.certifier.once(key, lambda: _misfit(region, plan))
     if problem is not None:
@@ -278,7 +278,7 @@ def check_fits(search: Search, planned: Planned) -> None:
 def _misfit(region: Region, plan: Plan) -> tuple[str, str] | None:
     """(code, why) the op cannot stand for a region."""
     try:
-        made = make_jaxpr(plan.call, [v.aval for v in region.inputs]).out_avals
+        made = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
     except (ArgumentError, UnknownNameError) as error:
         return "structure", f"the op does not take it: {error}"
     for root, aval in zip(region.roots, made, strict=True):

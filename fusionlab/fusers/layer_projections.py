@@ -170,7 +170,9 @@ class ProjectionWalk(RotaryWalk):
         """How one product holds the columns of queries, keys and values."""
         read = [self.strides(self.features(p)) for p in (q, k, v)]
         (total, *_), c, d = read[0], self.sizes.get("c", 1), self.sizes.get("d", 1)
-        heads, few = self.sizes.get("h", 1), self.sizes.get("g", self.sizes.get("h", 1))
+        heads = self.sizes.get("h", 1)
+        of_keys = any(_holds(a, "h") for a in self.features(k))
+        few = self.sizes.get("g", heads if of_keys else 1)
         starts = [start for _, start, _ in read]
         inner = [strides for *_, strides in read]
         dense = all(s.get("c", s.get("d", 1)) == 1 for s in inner)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graph.canonical import CNode, View
 from ..graph.labelled import Labelled, labels_of
+from ..graph.rules import SUMS_OVER_DEVICES
 from .layer_axes import Shown, Side, Unread, number_of, slot_of
 from .layer_caches import Cache
 from .layer_projections import CODES, HELD, PRODUCTS, Product, ProjectionWalk
@@ -42,6 +43,7 @@ class Layer:
       keys, values: the call's own, as the attention or the cache reads them.
       key_cache, value_cache: None where there is none.
       rotary: the tables that queries and keys are turned by, if they are.
+      axes: the mesh axes along which its two last products are summed; none where it is on one device.
       attention: the attention's node. out, up, gate, down: the other products. norm1, norm2: the attention's and the feed-forward's.
     """
 
@@ -64,6 +66,7 @@ class Layer:
     pre_norm: bool
     columns: str
     rotary: Rotary | None
+    axes: tuple[str, ...]
     sizes: dict[str, int]
 
     @property
@@ -74,13 +77,22 @@ class Layer:
     def decoder(self) -> bool:
         return self.key_cache is not None
 
+    @property
+    def key_heads(self) -> int:
+        """Of keys and values: as many as of queries, fewer, or one that they have no axis of."""
+        if "g" in self.sizes:
+            return self.sizes["g"]
+        return self.sizes.get("h", 1) if "h" in self.keys.atoms else 1
+
 
 class Partial(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
     """A layer that was read so far only: the steps done, whether it is a decoder and fused as far as known, and why it ends."""
 
-    def __init__(self, why: Unread, steps: int, decoder: bool, fused: bool, nids: tuple[int, ...]) -> None:
+    def __init__(
+        self, why: Unread, steps: int, decoder: bool, fused: bool, nids: tuple[int, ...], axes: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(str(why))
-        self.why, self.steps, self.decoder, self.fused, self.nids = why, steps, decoder, fused, nids
+        self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
 
 
 class Reader(ProjectionWalk):
@@ -93,6 +105,7 @@ class Reader(ProjectionWalk):
     def __init__(self, view: View, attention: int) -> None:
         super().__init__(view, attention)
         self.met.append(attention)
+        self.axes: tuple[str, ...] = ()
 
     def read(self) -> Layer:
         try:
@@ -101,7 +114,7 @@ class Reader(ProjectionWalk):
             op = self.node(why.nid).op
             if why.code == "structure" and op in CODES:
                 why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, CODES[op])
-            raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met)) from None
+            raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes) from None
 
     def _read(self) -> Layer:
         node = self.node(self.attention)
@@ -253,9 +266,58 @@ class Reader(ProjectionWalk):
         self.met.append(node.id)
         return total, Side(other.nid, tuple(known[x] for x in other.axes))
 
+    def residual(self, product: Product, what: str, of: Collection[int]) -> tuple[Product, Side, Side]:
+        """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
+        over them first; then its bias may be added before what it goes to or behind it.
+        """
+        made = self.over_devices(product)
+        total, rest = self.added(made, what, of)
+        if made is product.out:
+            if self.axes:
+                raise Unread(
+                    f"{what} is not summed over {', '.join(self.axes)}, as the output projection's is",
+                    made.nid,
+                    "region",
+                )
+            return product, total, rest
+        bias = None
+        if rest.nid not in of and rest.atoms == {"e"}:
+            bias = rest
+            total, rest = self.added(total, what, of)
+        elif [self.node(u).op for u in self.view.users.get(total.nid, ())] == ["sum"]:
+            end, bias = self.added(total, what, ())
+            if bias.atoms != {"e"}:
+                raise Unread(f"{what} is added to more than one value", end.nid)
+            total = end
+        return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
+
+    def over_devices(self, product: Product) -> Side:
+        """The product's result, or the sum of all devices' where there is one."""
+        users = [self.node(u) for u in self.view.users.get(product.out.nid, ())]
+        if not any(n.op in SUMS_OVER_DEVICES for n in users):
+            return product.out
+        node = self.reader(product.out, "the product", SUMS_OVER_DEVICES, "a sum over devices")
+        (raw, *_) = self.view.values_of[node.id]
+        params = self.view.block.producer[raw.id].params
+        axes = tuple(sorted(map(str, params.get("axes", ()))))
+        if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
+            raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
+        if self.axes not in ((), axes) or node.operands[0].coef != 1:
+            raise Unread(f"sums over {', '.join(self.axes)} and over {', '.join(axes)}", node.id, "region")
+        self.axes = axes
+        if product.bias is not None:
+            raise Unread(
+                "a bias is added before the sum over devices, and so by each of them",
+                product.nid,
+                "bias",
+                "add it behind the sum",
+            )
+        self.met.append(node.id)
+        return self.result(node, self.slots(node, 0, product.out.shown))
+
     def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
         of = {source.nid, *(o.nid for o in self.node(source.nid).operands[:1])}
-        total, rest = self.added(out.out, "the output projection's result", of)
+        out, total, rest = self.residual(out, "the output projection's result", of)
         q, k, v, columns = projected
         pre = rest.nid != source.nid
         if pre and self.node(source.nid).op != "layer_norm":
@@ -282,7 +344,7 @@ class Reader(ProjectionWalk):
         self.steps += 1
         up, gate, down = self.feed_forward(fed, {total.nid} if pre else set())
         self.steps += 1
-        end, rest = self.added(down.out, "the feed-forward's result", {total.nid, fed.nid})
+        down, end, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
         again = total if pre else fed
         if rest != again:
             raise Unread("the feed-forward's result is added to another value than what it was made of", end.nid)
@@ -294,7 +356,7 @@ class Reader(ProjectionWalk):
         del begun
         return Layer(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
-            pre, columns, self.rotary, self.sizes,
+            pre, columns, self.rotary, self.axes, self.sizes,
         )  # fmt: skip
 
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side, None]:

@@ -24,8 +24,11 @@ def _norm(x: Any) -> Any:
     return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
 
 
-def sample(decoder: bool, fused: bool) -> tuple[Any, tuple[Any, ...]]:
-    """A function with one layer, and its arguments; of a decoder with a cache that keys and values are appended to."""
+def sample(decoder: bool, fused: bool, spread: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """A function with one layer, and its arguments; of a decoder with a cache that keys and values are appended to; where it is `spread`
+    over devices, over one, so that it runs anywhere.
+    """
+    total = (lambda a: jax.lax.psum(a, "tp")) if spread else (lambda a: a)
 
     def layer(w: Any, x: Any, *cache: Any) -> Any:
         h = _norm(x)
@@ -34,11 +37,16 @@ def sample(decoder: bool, fused: bool) -> tuple[Any, tuple[Any, ...]]:
         if cache:
             k, v = jnp.concatenate([cache[0], k], 1), jnp.concatenate([cache[1], v], 1)
         weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _D**0.5, -1)
-        x = x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ w["out"]
-        y = x + jax.nn.relu(_norm(x) @ w["up"]) @ w["down"]
+        x = x + total(jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ w["out"])
+        y = x + total(jax.nn.relu(_norm(x) @ w["up"]) @ w["down"])
         return (y, k, v) if cache else y
 
     names = ("qkv",) if fused else ("q", "k", "v")
     w = {n: jnp.zeros(_SHAPES[n]) for n in (*names, "out", "up", "down")}
     past = jnp.zeros((2, _T, _H, _D))
+    if spread:
+        kinds = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((1,), ("tp",), axis_types=kinds, devices=jax.devices()[:1])
+        whole = jax.sharding.PartitionSpec()
+        layer = jax.shard_map(layer, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     return layer, (w, jnp.zeros((2, 1 if decoder else _T, _E)), *((past, past) if decoder else ()))

@@ -15,13 +15,14 @@ from ..graph.canonical import Tile, View
 from ..graph.certify import Verdict
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
-from .base import Pass, Search, anchor_text, found_at, option, propose, reject
+from .base import Pass, Plan, Search, anchor_text, found_at, option, propose, reject
 from .dot_product_attention import DotProductAttentionPass
 from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_axes import Unread
+from .layer_devices import plan_over_devices
 from .layer_norm import LayerNormPass
-from .layer_plan import check_fits, planned
+from .layer_plan import Planned, check_fits, planned
 from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .layer_site import Site as LayerSite
@@ -32,6 +33,7 @@ from .site import FUSE_FIRST, Site
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
 _TOLD = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
+_STACKED = (False, "identical layers in a row become one call")
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,14 @@ class MultiTransformerPass:
     name: str
     decoder: bool
     fused: bool
+    spread: bool = False  # over devices, which sum the output projection's and the feed-forward's results
     op: str = "multi_transformer"
     whole: bool = True
     forward_only: bool = True
     named_only: bool = (
         True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
     )
-    options: dict[str, tuple[Any, str]] = field(
-        default_factory=lambda: {"stacked": (False, "identical layers in a row become one call")}
-    )
+    options: dict[str, tuple[Any, str]] = field(default_factory=lambda: {"stacked": _STACKED})
 
     @property
     def formula(self) -> str:
@@ -108,7 +109,10 @@ class MultiTransformerPass:
         products = (
             "one product for queries, keys and values" if self.fused else "a product each for queries, keys and values"
         )
-        return f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums; {keys}, {products}"
+        devices = ", both of devices' parts that are summed before the bias" if self.spread else ""
+        return (
+            f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{devices}; {keys}, {products}"
+        )
 
     @property
     def needs(self) -> str:
@@ -121,11 +125,11 @@ class MultiTransformerPass:
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         from .layer_sample import sample
 
-        return sample(self.decoder, self.fused)
+        return sample(self.decoder, self.fused, self.spread)
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         found = _folded(search)
-        if not (self.decoder or self.fused or search.by_default):
+        if not (self.decoder or self.fused or self.spread or search.by_default):
             yield from (self.without_attention(search, problem) for problem in found.declined)
             yield from (self.differentiated(search, attention) for attention in found.open)
         layers: list[Found] = []
@@ -133,14 +137,14 @@ class MultiTransformerPass:
             if nid not in found.read:
                 found.read[nid] = _read(found.view, nid)
             layer = found.read[nid]
-            if (layer.decoder, layer.fused) != (self.decoder, self.fused):
+            if (layer.decoder, layer.fused, bool(layer.axes)) != (self.decoder, self.fused, self.spread):
                 continue
             outcome = self.outcome(search, found, attention, layer)
             if isinstance(outcome, Found):
                 layers.append(outcome)
             elif outcome is not None:
                 yield outcome
-        if not option(search, self, "stacked"):
+        if self.spread or not option(search, self, "stacked"):
             yield from (one.candidate for one in layers)
             return
         for row in rows(layers):
@@ -155,21 +159,24 @@ class MultiTransformerPass:
             return self.partial(search, found, anchor, layer) if told else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
-            check_fits(search, plan)
+            check_fits(search, plan, plan_of(plan, search.implementation))
         except (Unread, NotARegion) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
             nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
-            return self.partial(search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, nids))
+            return self.partial(
+                search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, nids, layer.axes)
+            )
         region = plan.site.region
         proposed = propose(
             search,
             self.name,
             region,
-            plan.plan(search.implementation),
+            plan_of(plan, search.implementation),
             anchor,
             _notes(plan.site),
             ("transformer_layer",),
+            sums=self.spread,
         )
         outcome = replace(proposed, id=f"{self.name}@{_common_scope(region)}")
         return Found(outcome, plan) if isinstance(outcome, Candidate) else outcome
@@ -220,6 +227,11 @@ class MultiTransformerPass:
         )
         nodes = attention.region.nodes if attention.region else [anchor]
         return reject(search, self.name, "escapes", sentence, anchor, [anchor], nodes, (0, STEPS), FUSE_FIRST)
+
+
+def plan_of(planned: Planned, implementation: str | None) -> Plan:
+    """The plan of one layer, on one device or over several."""
+    return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
 
 
 def _read(view: View, nid: int) -> Layer | Partial:
@@ -277,10 +289,19 @@ def _notes(site: LayerSite) -> tuple[str, ...]:
     return (f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",)
 
 
+_ON_DEVICES: dict[
+    str, tuple[Any, str]
+] = {}  # layers over devices stay calls of their own: collectives stand between them
+
 PASSES = tuple(
     MultiTransformerPass(
-        f"multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' if fused else ''}", decoder, fused
+        f"{'multi_devices_' * spread}multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' * fused}",
+        decoder,
+        fused,
+        spread,
+        options={} if spread else {"stacked": _STACKED},  # collectives stand between layers over devices
     )
+    for spread in (False, True)
     for decoder in (False, True)
     for fused in (False, True)
 )

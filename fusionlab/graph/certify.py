@@ -16,9 +16,11 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
+from .compat import varies
+from .devices import COUNT, evaluate_together
 from .draws import STEPS, inputs_of, is_number, summed_with
 from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
-from .manual import as_varying, make_jaxpr
+from .manual import Sums, as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
 from .trials import try_out
@@ -136,9 +138,10 @@ def _tried(
 def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> Verdict:
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
-    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
-    new = with_vjp(replacement, avals, out)
-    return _same(old, new, avals, out, inline, lambda found: _agree(region, found))
+    sums = region.sums
+    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
+    new = with_vjp(replacement, avals, out, sums=sums)
+    return _same(old, new, avals, out, inline, lambda found: _agree(region, found), sums.axes)
 
 
 def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
@@ -163,14 +166,23 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
 
 
 def _same(
-    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, close: Callable[[Results], Verdict]
+    old: Any,
+    new: Any,
+    avals: Sequence[Any],
+    out: Any,
+    inline: Inline,
+    close: Callable[[Results], Verdict],
+    axes: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do."""
-    inline = traced_once(_on_one_device(inline))
+    """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do.
+
+    Those that sum over mesh axes are evaluated on several devices.
+    """
+    inline = traced_once(inline if axes else _on_one_device(inline))
     draws = _draws(avals)
 
     def attempt(products: dict[int, int] | None) -> list[Results]:
-        return [_evaluated(old, new, avals, out, inline, seed, products) for seed in range(draws)]
+        return [_evaluated(old, new, avals, out, inline, seed, products, axes) for seed in range(draws)]
 
     try:
         return next((v for one in _at_sizes(attempt, avals) if not (v := close(one)).ok), Verdict(None))
@@ -220,27 +232,54 @@ def _on_one_device(inline: Inline) -> Inline:
 
 
 def _evaluated(
-    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, seed: int, products: dict[int, int] | None
+    old: Any,
+    new: Any,
+    avals: Sequence[Any],
+    out: Any,
+    inline: Inline,
+    seed: int,
+    products: dict[int, int] | None,
+    axes: frozenset[str] = frozenset(),
 ) -> Results:
     """Both programs on the same random inputs: the first drawn on which the old one makes no NaN or infinity, if any is. Those prove
     little (one row of NaN is a gradient full of them), and what a fused op does with them is told by its own tests.
     """
-
-    def drawn(number: int) -> tuple[dict[int, int], list[np.ndarray], list[np.ndarray]]:
-        sizes, args = inputs_of(avals, out, products, seed + _SEEDS * number, _TRUE[number % len(_TRUE)], weights)
-        return sizes, args, evaluate(old, args, Sizes(sizes), inline)
-
     weights = summed_with(old)
+
+    def run(program: Any, sizes: dict[int, int], args: list[list[np.ndarray]]) -> list[np.ndarray]:
+        if axes:
+            return evaluate_together(program, args, axes, Sizes(sizes), inline)
+        return evaluate(program, args[0], Sizes(sizes), inline)
+
+    def drawn(number: int) -> tuple[dict[int, int], list[list[np.ndarray]], list[np.ndarray]]:
+        first = seed + _SEEDS * number
+        true = _TRUE[number % len(_TRUE)]
+        sizes, args = inputs_of(avals, out, products, first, true, weights)
+        every = [args]
+        if axes:
+            others = (
+                inputs_of(avals, out, products, first + _SEEDS // 2 + n, true, weights)[1] for n in range(1, COUNT)
+            )
+            own = _differing([*avals, out])
+            every += [[b if differs else a for differs, a, b in zip(own, args, other, strict=True)] for other in others]
+        return sizes, every, run(old, sizes, every)
+
     first = drawn(0)
     again = (drawn(n) for n in range(1, _REDRAWS)) if not all(map(_finite, first[2])) else ()
     sizes, args, want = next((d for d in again if all(map(_finite, d[2]))), first)
 
     def nudged(number: int) -> Pair:
         rng = np.random.default_rng(number)
-        moved = [a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in args]
-        return evaluate(old, moved, Sizes(sizes), inline), evaluate(new, moved, Sizes(sizes), inline)
+        moved = [[a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args]
+        return run(old, sizes, moved), run(new, sizes, moved)
 
-    return Results((want, evaluate(new, args, Sizes(sizes), inline)), nudged)
+    return Results((want, run(new, sizes, args)), nudged)
+
+
+def _differing(avals: Sequence[Any]) -> list[bool]:
+    """Which values may be others on each device: where types do not tell, every float."""
+    typed = any(map(varies, avals))
+    return [varies(a) if typed else is_float(a.dtype) for a in avals]
 
 
 def _is_float64(a: Any) -> bool:
@@ -259,10 +298,16 @@ def _close(region: Region, names: Sequence[str], found: Results) -> Verdict:
     return agree(tolerance_of((*region.inputs, region.root)), names, found)
 
 
-def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Sequence[int] | None = None) -> Any:
+def with_vjp(
+    fn: Callable[..., Any],
+    avals: Sequence[Any],
+    out: Any,
+    wanted: Sequence[int] | None = None,
+    sums: Sums | None = None,
+) -> Any:
     """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
 
-    `avals` and `out` are the types of the arguments and of the value.
+    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over.
     """
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
 
@@ -278,7 +323,7 @@ def with_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Seq
         value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
         return [value, *pull(ct)]
 
-    return make_jaxpr(joint, [*avals, out])
+    return make_jaxpr(joint, [*avals, out], sums=sums)
 
 
 def _float_names(region: Region) -> list[str]:

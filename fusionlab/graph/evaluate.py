@@ -25,6 +25,7 @@ from .numpy_rules import BOUND, PLAIN, SHAPED, Array, at_real_sizes, bound, rand
 from .numpy_rules import CannotEvaluate as CannotEvaluate
 from .numpy_rules import SizesDifferError as SizesDifferError
 from .numpy_rules import is_float as is_float
+from .rules import SUMS_OVER_DEVICES
 from .scopes import defined_in_jax
 from .trace import FLATTENED
 
@@ -55,6 +56,7 @@ def evaluate(
     sizes: Sizes | None = None,
     inline: Inline | None = None,
     rounded: bool = False,
+    sums: Callable[[Any, list[Array]], list[Array]] | None = None,
 ) -> list[Array]:
     """Runs a jaxpr on numpy arrays already at reduced sizes, floats in float64.
 
@@ -65,13 +67,14 @@ def evaluate(
       inline: equation -> plain jnp function for primitives of ours, or None.
       rounded: round every result to the dtype the program gives it, as a program run equation by equation does (each is
         computed in float64 before, so a product rounds once); the arrays stay float64.
+      sums: what a sum over devices gives, of the equation and this device's operands; without it there is none.
 
     Raises:
       CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently.
     """
     jaxpr, consts = split_closed(closed)
     constvars = jaxpr.constvars if consts else ()
-    run = _Run(sizes or Sizes(), inline or (lambda eqn: None), rounded)
+    run = _Run(sizes or Sizes(), inline or (lambda eqn: None), rounded, sums)
     env: dict[Any, Array] = dict(zip(constvars, [run.const(c) for c in consts], strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     with np.errstate(all="ignore"):
@@ -90,8 +93,8 @@ def narrows(dtype: Any, other: Any) -> bool:
 
 
 class _Run:
-    def __init__(self, sizes: Sizes, inline: Inline, rounded: bool = False) -> None:
-        self.sizes, self.inline, self.rounded = sizes, inline, rounded
+    def __init__(self, sizes: Sizes, inline: Inline, rounded: bool = False, sums: Any = None) -> None:
+        self.sizes, self.inline, self.rounded, self.sums = sizes, inline, rounded, sums
         self.scalars: dict[Any, Array] = {}  # variables made of literals alone, in their own dtypes
 
     def block(self, jaxpr: Any, env: dict[Any, Array]) -> list[Array]:
@@ -142,6 +145,8 @@ class _Run:
 
     def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
         name = eqn.primitive.name
+        if self.sums is not None and name in SUMS_OVER_DEVICES:
+            return self.sums(eqn, ins)
         ours = self.inline(eqn)
         if ours is not None:
             return self.call(_traced(ours, eqn) if callable(ours) else ours, ins)

@@ -6,16 +6,37 @@ a traced program still names its mesh: that is all it takes to be back in a body
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from .compat import has_pending_sums, varies, varying_axes
+from .ir import Node
+from .rules import summed_axes
+
+_ANY = 2  # the size of a mesh axis that is summed over: no equation tells
 
 
-def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None) -> Any:
+@dataclass(frozen=True)
+class Sums:
+    """What a program sums over: mesh axes, and the mesh where types tell what varies along it."""
+
+    axes: frozenset[str] = frozenset()
+    mesh: Any = None
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node]) -> Sums:
+        """Those of some nodes."""
+        all_of = list(nodes)
+        axes = frozenset(axis for node in all_of for axis in summed_axes(node))
+        values = (v.aval for node in all_of for v in node.outputs) if axes else ()
+        return cls(axes, next((a.sharding.mesh for a in values if varies(a)), None))
+
+
+def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: Sums | None = None) -> Any:
     """`jax.make_jaxpr` at the shapes, dtypes and varying mesh axes of avals; outside every shard_map where none varies.
 
     Args:
@@ -23,6 +44,7 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None)
       avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
       result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
         to vary along all of those.
+      sums: what `fn` sums over, if it does: the types of its arguments may not tell.
     """
     results = result if isinstance(result, list) else [] if result is None else [result]
 
@@ -35,9 +57,10 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None)
         return [as_varying(x, aval) for x, aval in zip(given, result, strict=True)]
 
     types = (*avals, *results)
-    mesh = next((a.sharding.mesh for a in types if varies(a)), None)
+    mesh = next((a.sharding.mesh for a in types if varies(a)), None) or (sums and sums.mesh)
     if mesh is None:
-        return jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        bound = [(axis, _ANY) for axis in sorted(sums.axes if sums else ())]
+        return jax.make_jaxpr(call, axis_env=bound)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
     plain = [a.update(weak_type=False, sharding=_unsharded(mesh, a)) for a in avals]
     return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))

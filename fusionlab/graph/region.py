@@ -17,6 +17,7 @@ from .compat import has_side_effects
 from .emit import slice_jaxpr
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
+from .manual import Sums
 from .order import waits_for_itself
 from .rules import passed_whole
 from .signature import Memo, node_signature
@@ -42,6 +43,7 @@ class Region:
       known: scalar block inputs that are literals at the call, by value id.
       support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
       others: further values it makes that are read outside.
+      whole: the region of several roots that it is one root's part of.
     """
 
     block: Block
@@ -51,6 +53,7 @@ class Region:
     support: tuple[Node, ...]
     known: Mapping[int, Any] = field(default_factory=dict)
     others: tuple[Value, ...] = ()
+    whole: Region | None = None
 
     @property
     def node_ids(self) -> frozenset[int]:
@@ -66,6 +69,11 @@ class Region:
         """All the values it makes that are read outside."""
         return self.root, *self.others
 
+    @property
+    def sums(self) -> Sums:
+        """What it sums over, or the whole does: what stands for one root may sum for the others."""
+        return Sums.of((*self.nodes, *self.support)) if self.whole is None else self.whole.sums
+
     def of(self, root: Value) -> Region:
         """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
         if not self.others:
@@ -80,7 +88,7 @@ class Region:
                 wanted.add(node.id)
                 stack += [a.id for a in node.inputs if isinstance(a, Value) and a.id not in stop]
         nodes, support = (tuple(n for n in ns if n.id in wanted) for ns in (self.nodes, self.support))
-        return replace(self, root=root, others=(), nodes=nodes, support=support)
+        return replace(self, root=root, others=(), nodes=nodes, support=support, whole=self)
 
     def jaxpr(self) -> Any:
         """The region as a closed jaxpr: a function of `inputs` that gives the root alone."""

@@ -18,7 +18,7 @@ from .compat import rebuild, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
-from .manual import make_jaxpr
+from .manual import Sums, make_jaxpr
 from .order import in_order, last_of
 from .travel import Tree, more_operands, more_results
 
@@ -195,7 +195,8 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
     if r.backward is not None:
         closed = r.backward.split.forward
     else:
-        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], [v.aval for v in r.roots] if r.others else r.root.aval)
+        types = [v.aval for v in r.roots] if r.others else r.root.aval
+        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
     eqns, made = inlined(closed, [env[v.id] for v in r.leaves], source_info(at), extra)
     residuals = made[len(r.roots) :]
     if len(made) < len(r.roots) or (residuals and r.backward is None):

@@ -36,6 +36,12 @@ TRANSPARENT = frozenset("copy copy_p pvary device_put".split())
 _PLACES = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose".split())  # their own rules keep the shape
 
 
+def summed_axes(node: Node) -> set[str]:
+    """The mesh axes that a node, or one in its blocks, sums over."""
+    found = {str(axis) for axis in node.params.get("axes", ())} if node.primitive in SUMS_OVER_DEVICES else set()
+    return found.union(*(summed_axes(inner) for block in node.blocks for inner in block.nodes))
+
+
 def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     """The Refs of a node's outputs."""
     if not node.outputs:

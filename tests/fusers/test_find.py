@@ -331,6 +331,8 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
     assert str(caught.value) == (
         "unknown pass 'gemm_epilog'; valid: dot_product_attention, dot_product_attention_grad, gemm_epilogue, "
         "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad, matmul_schedule, matmul_schedule_grad, "
+        "multi_devices_multi_transformer_decoder, multi_devices_multi_transformer_decoder_fuse_qkv, "
+        "multi_devices_multi_transformer_encoder, multi_devices_multi_transformer_encoder_fuse_qkv, "
         "multi_transformer_decoder, multi_transformer_decoder_fuse_qkv, multi_transformer_encoder, multi_transformer_encoder_fuse_qkv. "
         "Did you mean 'gemm_epilogue'?"
     )

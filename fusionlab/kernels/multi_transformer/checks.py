@@ -19,11 +19,14 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("separate", "concatenated", "interleaved", "packed")
 CACHES = ("append", "write", "prefill")
 CACHE_LAYOUTS = ("BSHD", "BHSD")
+PARTS = ("attention", "feed_forward")
 SHARED = ("x", "mask", "step", "lengths", "cos", "sin")
 PER_LAYER = (
     *("norm1_scale", "norm1_bias", "q", "k", "v", "q_bias", "k_bias", "v_bias", "qkv", "qkv_bias", "out", "out_bias"),
     *("norm2_scale", "norm2_bias", "up", "up_bias", "gate", "gate_bias", "down", "down_bias", "cache_k", "cache_v"),
 )
+
+OF_ATTENTION = (*SHARED[1:], *PER_LAYER[:12], "cache_k", "cache_v")
 
 
 def refused(what: str) -> ArgumentError:
@@ -85,6 +88,7 @@ def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
             raise unknown_name(f"multi_transformer {name}", full[name], valid)
     if full["cache"] is not None and full["cache"] not in CACHES:
         raise unknown_name("multi_transformer cache", full["cache"], CACHES)
+    _check_part(full)
     for name in ("pre_norm", "gated", "is_causal", "gives_keys"):
         if not isinstance(full[name], bool):
             raise refused(f"{name} is {full[name]!r}, needed True or False")
@@ -99,6 +103,24 @@ def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
     if full["rotary"] not in (None, 1, 2) or isinstance(full["rotary"], bool):
         raise refused(f"rotary is {full['rotary']!r}, needed None, 1 or 2: how many position tables turn a head")
     return full | {"epsilons": _epsilons(full["epsilons"]), "mask_value": _mask_value(full["mask_value"])}
+
+
+def _check_part(full: Mapping[str, Any]) -> None:
+    part = full["part"]
+    if part is None:
+        return
+    if part not in PARTS:
+        raise unknown_name("multi_transformer part", part, PARTS)
+    if full["layers"] != 1:
+        raise refused(
+            f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"
+        )
+    if part == "feed_forward":
+        for name, none in (("cache", None), ("gives_keys", False), ("rotary", None)):
+            if full[name] != none:
+                raise refused(
+                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it is of the attention"
+                )
 
 
 def _count(name: str, value: Any) -> int:
@@ -203,8 +225,10 @@ def _check_present(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
 
 def _needed(full: Mapping[str, Any]) -> list[str]:
     shared = ["x", *(["step"] if full["cache"] == "write" else []), *(["cos", "sin"] if full["rotary"] else [])]
-    own = [*(["q", "k", "v"] if full["qkv"] == "separate" else ["qkv"]), "out", "up", "down"]
-    own += (["gate"] if full["gated"] else []) + (["cache_k", "cache_v"] if full["cache"] else [])
+    attention = [*(["q", "k", "v"] if full["qkv"] == "separate" else ["qkv"]), "out"]
+    attention += ["cache_k", "cache_v"] if full["cache"] else []
+    forward = ["up", "down", *(["gate"] if full["gated"] else [])]
+    own = {"attention": attention, "feed_forward": forward}.get(full["part"] or "", attention + forward)
     return [*shared, *(f"{slot}.{i}" for i in range(full["layers"]) for slot in own)]
 
 
@@ -219,6 +243,11 @@ def _why(name: str, full: Mapping[str, Any]) -> str:
 
 def _unread(slot: str, full: Mapping[str, Any]) -> str | None:
     """Why nothing reads a slot in such a call; None where it is read."""
+    part = full["part"]
+    if part is not None and slot in PER_LAYER + SHARED[1:]:
+        of_attention = slot in OF_ATTENTION
+        if of_attention != (part == "attention") or slot in ("out_bias", "down_bias"):
+            return f"part is {part!r}" + ": its result is yet to be summed" * (slot in ("out_bias", "down_bias"))
     separate = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
     if slot in (("qkv", "qkv_bias") if full["qkv"] == "separate" else separate):
         return f"qkv is {full['qkv']!r}"
@@ -240,9 +269,14 @@ def _unread(slot: str, full: Mapping[str, Any]) -> str | None:
 
 
 def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
-    x, out = tuple(given["x"].shape), tuple(given["out.0"].shape)
+    x = tuple(given["x"].shape)
     if len(x) != 3:
         raise refused(f"x has shape {x}, rank {len(x)}; needed rank 3, [B, S, E]")
+    if full["part"] == "feed_forward":
+        if min(x[1:]) < 1:
+            raise refused(f"x has shape {x}; needed at least one token and feature")
+        return Sizes(*x, 1, 1, 1, 0)
+    out = tuple(given["out.0"].shape)
     if len(out) != 3:
         raise refused(f"out.0 has shape {out}, rank {len(out)}; needed [H, D, E], or [H D, E] and heads")
     h, d, _ = out
@@ -316,7 +350,7 @@ def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Size
 
 
 def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes, i: int) -> None:
-    up = given[f"up.{i}"].shape
+    up = given[f"up.{i}"].shape if full["part"] != "attention" else ()
     f = up[-1] if len(up) == 2 else 0
     for slot, needed in _needed_shapes(full, sizes, f).items():
         a = given.get(f"{slot}.{i}")

@@ -59,6 +59,7 @@ class Form:
     attention_precision: Any
     turned: tuple[str, ...]
     head_size: int
+    part: str | None
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Form:
@@ -98,7 +99,7 @@ def row_of_layers(pieces: Pieces, given: Mapping[str, Array], form: Form) -> lis
     for i in range(form.layers):
         suffix = f".{i}"
         weights = {name.removesuffix(suffix): a for name, a in given.items() if name.endswith(suffix)}
-        x, keys = _layer(pieces, x, shared | weights, sight, form)
+        x, keys = (_layer if form.part is None else _part)(pieces, x, shared | weights, sight, form)
         results += keys
     return [x, *(results if form.cache is not None or form.gives_keys else ())]
 
@@ -111,6 +112,13 @@ def _layer(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> tu
         return a + _feed_forward(pieces, norm2(a), w, form), keys
     a = norm1(x + attended)
     return norm2(a + _feed_forward(pieces, a, w, form)), keys
+
+
+def _part(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> tuple[Array, list[Array]]:
+    """The attention or the feed-forward, behind its norm where that comes first."""
+    number = 1 if form.part == "attention" else 2
+    h = _norm(pieces, x, w, form, number) if form.pre_norm else x
+    return _attend(pieces, h, w, sight, form) if number == 1 else (_feed_forward(pieces, h, w, form), [])
 
 
 def _norm(pieces: Pieces, x: Array, w: Weights, form: Form, number: int) -> Array:

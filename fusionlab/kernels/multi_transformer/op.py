@@ -46,6 +46,9 @@ class MultiTransformer(CompositeOp):
     attention's products, where it is another than the others'. `turned`: the weights that are [out, in] (q
     [H, D, E], out [E, H, D]). `gives_keys`: the keys and values are given back without a cache.
 
+    `part`: None, or "attention" or "feed_forward" of one layer, without what comes behind its last product: no bias, no residual sum, no
+    norm after it. Where the products' columns and rows are spread over devices, that is what they sum.
+
     Results: (y, k_0, v_0, k_1, v_1, ...) with a cache or `gives_keys`, else (y,). The k_i are all that was attended to ("append"), the
     written cache, or the call's own keys, turned by the rotary angles.
     """
@@ -73,6 +76,7 @@ class MultiTransformer(CompositeOp):
         "attention_precision": None,
         "turned": (),
         "head_size": None,
+        "part": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": composite_implementation("xla", "norms, products and attention as jnp code", reference.forward),
@@ -125,16 +129,21 @@ class MultiTransformer(CompositeOp):
         epsilons: tuple[float | None, float | None] = (1e-5, 1e-5),
         cache: str | None = None,
         qkv: str = "separate",
+        part: str | None = None,
         **_: Any,
     ) -> str:
         """ "2 layers: a = x + attend(layer_norm(x)), y = a + mlp(layer_norm(a)), mlp gelu_tanh, causal, cache write"."""
         first, second = (f"{norm}_norm" if e is not None else "" for e in epsilons)
-        if pre_norm:
+        if part is not None:
+            one = f"attend({_normed(first, 'x')})" if part == "attention" else f"mlp({_normed(second, 'x')})"
+        elif pre_norm:
             one = f"a = x + attend({_normed(first, 'x')}), y = a + mlp({_normed(second, 'a')})"
         else:
             one = f"a = {_normed(first, 'x + attend(x)')}, y = {_normed(second, 'a + mlp(a)')}"
-        told = [f"{one}, mlp {activation}{' gated' * gated}"]
+        told = [one if part == "attention" else f"{one}, mlp {activation}{' gated' * gated}"]
         told += ["causal"] * is_causal + [f"cache {cache}"] * (cache is not None) + [f"qkv {qkv}"] * (qkv != "separate")
+        if part is not None:
+            return f"part of a layer: {', '.join(told)}"
         return f"{'layer' if layers == 1 else f'{layers} layers'}: {', '.join(told)}"
 
 

@@ -1,0 +1,198 @@
+"""Whole layers whose heads and inner features are spread over devices, Megatron's way. Not a test module; run as one it prints a line
+for each trial: its name, and what went wrong or null. The number of devices is fixed when JAX starts, so that has a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fusionlab as fl
+
+from . import layer_parts as parts
+from .layer_parts import SMAX, STEP, B, E, Params, Parts, T
+
+Array = jax.Array
+HEADS = 16  # so that there is one for each of 8 devices, and two queries to a key
+PASSES = tuple(
+    f"multi_devices_multi_transformer_{kind}{fused}" for kind in ("encoder", "decoder") for fused in ("", "_fuse_qkv")
+)
+ENCODER, _, DECODER, _ = PASSES
+COLUMNS = {"q", "k", "v", "up", "gate", "qkv", "qkv_by_head"}
+ROWS = {"out", "down"}
+
+
+def total(x: Array, on_devices: bool) -> Array:
+    return lax.psum(x, "tp") if on_devices else x
+
+
+def spread(how: Parts, on_devices: bool) -> Parts:
+    """A layer whose last products are summed over the devices, and their biases added then."""
+    inner = how.mlp
+
+    def out(p: Params, mixed: Array) -> Array:
+        return total(mixed.reshape(*mixed.shape[:-2], -1) @ p["out"], on_devices) + p["out_bias"]
+
+    def mlp(p: Params, h: Array) -> Array:
+        bare = {**p, "down_bias": jnp.zeros(())} if inner is not parts.swiglu else p
+        made = total(inner(bare, h), on_devices)
+        return made if inner is parts.swiglu else made + p["down_bias"]
+
+    return replace(how, out=out, mlp=mlp)
+
+
+def gelu(p: Params, h: Array) -> Array:
+    return jax.nn.gelu(parts.linear(p, "up", h)) @ p["down"]
+
+
+def relu(p: Params, h: Array) -> Array:
+    return jax.nn.relu(parts.linear(p, "up", h)) @ p["down"]
+
+
+def spec(name: str) -> P:
+    slot = name.removesuffix("_bias")
+    if slot in COLUMNS:
+        return P("tp") if name.endswith("_bias") else P(None, "tp")
+    return P("tp", None) if name in ROWS else P()
+
+
+PRE = Parts(mlp=gelu)
+LLAMA = Parts(norm=parts.rms_norm, attend=parts.attend_grouped, mlp=parts.swiglu)
+BY_HEAD = Parts(project=parts.interleaved, mlp=gelu)
+POST = Parts(mlp=relu, pre=False)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A program on `devices` devices, and what is found in it: `site`, so many times."""
+
+    name: str
+    build: Callable[[bool], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]]
+    devices: int
+    site: str
+    count: int = 2
+    check_vma: bool = True
+
+
+def weights(layers: int = 2, kv_heads: int = HEADS) -> list[Params]:
+    made = [dict(parts.params(i, heads=HEADS, kv_heads=kv_heads)) for i in range(layers)]
+    for p in made:
+        p.pop("qkv", None), p.pop("qkv_bias", None)
+    return made
+
+
+def specs(made: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: spec(path[-1].key), made)
+
+
+def encoder(how: Parts, kv_heads: int, on_devices: bool) -> Any:
+    def fn(made: list[Params], x: Array) -> Array:
+        for p in made:
+            x = parts.encode(spread(how, on_devices), p, x, parts.causal())
+        return x
+
+    made = weights(kv_heads=kv_heads)
+    return fn, (made, parts.inputs()), (specs(made), P()), P()
+
+
+def scanned(on_devices: bool) -> Any:
+    def fn(made: Params, x: Array) -> Array:
+        def body(x: Array, p: Params) -> tuple[Array, None]:
+            return parts.encode(spread(PRE, on_devices), p, x, parts.causal()), None
+
+        return lax.scan(body, x, made)[0]
+
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *weights())
+    own = {n: P(None, *spec(n)) for n in stacked}
+    return fn, (stacked, parts.inputs()), (own, P()), P()
+
+
+def decoder(how: Parts, kv_heads: int, writes: bool, on_devices: bool) -> Any:
+    def fn(made: list[Params], x: Array, cache: list[parts.Pair], step: Array) -> Any:
+        pairs = []
+        for p, pair in zip(made, cache, strict=True):
+            one = spread(how, on_devices)
+            x, pair = parts.write(one, p, x, pair, step) if writes else parts.append(one, p, x, pair)
+            pairs.append(pair)
+        return x, pairs
+
+    made = weights(kv_heads=kv_heads)
+    cache = parts.caches(SMAX if writes else T, heads=kv_heads)
+    by_head = jax.tree.map(lambda _: P(None, None, "tp"), cache)
+    return fn, (made, parts.inputs(B, 1, E), cache, jnp.int32(STEP)), (specs(made), P(), by_head, P()), (P(), by_head)
+
+
+def trials() -> Iterator[Trial]:
+    for n in (2, 4, 8):
+        yield Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER)
+    yield Trial("separate/4/unchecked", partial(encoder, PRE, HEADS), 4, ENCODER, check_vma=False)
+    yield Trial("by_head/2", partial(encoder, BY_HEAD, HEADS), 2, ENCODER + "_fuse_qkv")
+    yield Trial("by_head/8/unchecked", partial(encoder, BY_HEAD, HEADS), 8, ENCODER + "_fuse_qkv", check_vma=False)
+    yield Trial("post/4", partial(encoder, POST, HEADS), 4, ENCODER)
+    yield Trial("llama/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER)
+    yield Trial("scanned/4", scanned, 4, ENCODER, 1)
+    for writes in (False, True):
+        name = "write" if writes else "append"
+        yield Trial(f"{name}/2", partial(decoder, PRE, HEADS, writes), 2, DECODER)
+        yield Trial(f"{name}/by_head/4", partial(decoder, BY_HEAD, HEADS, writes), 4, DECODER + "_fuse_qkv")
+        yield Trial(
+            f"{name}/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 4, DECODER, check_vma=False
+        )
+
+
+def collectives(fn: Callable[..., Any], args: Any) -> dict[str, int]:
+    """How many of each stand in the compiled program."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    names = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def far(want: Any, got: Any, allowed: float) -> str | None:
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        error = float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) / max(1.0, float(np.max(np.abs(a))))
+        if not error <= allowed:
+            return f"{error:.2g} off, allowed {allowed:g}"
+    return None
+
+
+def loss(fn: Callable[..., Any], made: Any, *rest: Any) -> Array:
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(made, *rest)))
+
+
+def problem(trial: Trial) -> str | None:
+    """What is wrong with a trial: what is found, values and gradients against one device, collectives before and after."""
+    alone, args, _, _ = trial.build(False)
+    body, _, given, made = trial.build(True)
+    mesh = jax.make_mesh((trial.devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: trial.devices])
+    fn = jax.shard_map(body, mesh=mesh, in_specs=given, out_specs=made, check_vma=trial.check_vma)
+    found = fl.find(fn, *args, passes=PASSES)
+    counts = {name: n for name, n in found.counts().items() if n}
+    if counts != {trial.site: trial.count}:
+        return f"found {counts}: {[str(r) for r in found.rejections]}"
+    fused = fl.fuse(fn, passes=PASSES)
+    want = jax.jit(alone)(*args)
+    if why := far(want, fused(*args), 1e-5) or far(want, jax.jit(fused)(*args), 1e-5):
+        return why
+    before, after = collectives(fn, args), collectives(fused, args)
+    if before != after or set(before) != {"all-reduce"}:
+        return f"{before} before, {after} after"
+    one, several = (jax.jit(jax.grad(partial(loss, f)))(*args) for f in (alone, fused))
+    if why := far(one, several, 1e-4):
+        return f"gradient {why}"
+    return None
+
+
+if __name__ == "__main__":
+    for trial in trials():
+        print(json.dumps([trial.name, problem(trial)]), flush=True)
