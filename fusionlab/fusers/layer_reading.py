@@ -336,10 +336,9 @@ class Reader(ProjectionWalk):
             )
         self.steps += 1
         if pre:
-            norm1, norm2, x, begun = self.norms_before(source, total, rest)
+            norm1, norm2, x = self.norms_before(source, total, rest)
         else:
-            norm1, x, begun = self.norm_after(total), source, None
-            norm2 = None
+            norm1, norm2, x = self.norm_after(total), None, source
         fed = Side(norm2.nid, total.shown) if norm2 is not None else Side(norm1.nid, total.shown)
         self.steps += 1
         up, gate, down = self.feed_forward(fed, {total.nid} if pre else set())
@@ -353,13 +352,12 @@ class Reader(ProjectionWalk):
         if norm2 is None:
             norm2 = self.norm_after(end)
             root = Side(norm2.nid, end.shown)
-        del begun
         return Layer(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
             pre, columns, self.rotary, self.axes, self.sizes,
         )  # fmt: skip
 
-    def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side, None]:
+    def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:
         norm1 = self.norm(source.nid, source.shown)
         if norm1.x.nid != rest.nid:
             raise Unread("what is added to the attention's result is not what its norm was taken of", total.nid)
@@ -370,7 +368,7 @@ class Reader(ProjectionWalk):
             raise Unread(
                 f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
             )
-        return norm1, self.norm(found[0], total.shown), rest, None
+        return norm1, self.norm(found[0], total.shown), rest
 
     def norm_after(self, total: Side) -> Norm:
         try:

@@ -6,12 +6,7 @@ when JAX starts. Row 36 of the acceptance list.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -22,22 +17,16 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 
 from . import layer_parts as parts
+from .processes import problems_of
 from .spread import PASSES, PRE, spread, trials
 
-TESTS = Path(__file__).resolve().parents[1]
 NAMES = [trial.name for trial in trials()]
 
 
 @pytest.fixture(scope="module")
 def problems():
     """What went wrong with each trial, None where nothing did."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "fusers.spread"], env=env, capture_output=True, text=True, timeout=1800, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+    return problems_of("spread", 8)
 
 
 @pytest.mark.parametrize("name", NAMES)

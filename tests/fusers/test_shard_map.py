@@ -6,12 +6,6 @@ fixed when JAX starts.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,22 +18,16 @@ from fusionlab.graph.compat import has_pending_sums
 from fusionlab.graph.region import Region
 from fusionlab.graph.trace import trace
 
+from .processes import problems_of
 from .sharded import trials
 
-TESTS = Path(__file__).resolve().parents[1]
 NAMES = [name for name, _ in trials()]
 
 
 @pytest.fixture(scope="module")
 def problems():
     """What went wrong with each trial, None where nothing did."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "fusers.sharded"], env=env, capture_output=True, text=True, timeout=1800, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+    return problems_of("sharded", 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
