@@ -10,7 +10,7 @@ What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
              jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention
   encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too, and
-             its parameters in bfloat16: by attention alone, as FusionLab comes, and with the norms too
+             its parameters in bfloat16 (there beside torch's layer): by attention alone, as FusionLab comes, and with the norms too
   memory     scratch of the compiled programs at length 8192
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 
 from . import attention_cpu
 from .measuring import (
+    CALLS,
     compiled_at_once,
     differences,
     finish,
@@ -36,6 +37,7 @@ from .measuring import (
     parser_of,
     refusal,
     save,
+    timed,
     torch_samples,
 )
 
@@ -244,7 +246,7 @@ STEPS = {
 }
 
 
-def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: int) -> dict[str, Any]:
+def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: int, with_torch: bool) -> dict[str, Any]:
     """A step (loss, gradients, SGD) of post-LN layers with flax.linen's own attention, unchanged; `wide`: its softmax in float32."""
     import jax
     import jax.numpy as jnp
@@ -300,7 +302,13 @@ def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: in
     }
     programs = compiled_at_once({name: (f, args) for name, f in rivals.items()})
     losses = {n: float(f()[0]) for n, f in programs.items()}
-    return {**measured(programs, "jax.jit", samples), "losses": losses, "routes": routes(fused, *args)}
+    found = measured(programs, "jax.jit", samples)
+    if with_torch and rate == 0.0 and parameters == "bfloat16":
+        from .torch_encoder import samples_of
+
+        times = samples_of(size, samples)
+        found["torch"] = {name: timed(taken, CALLS) for name, taken in times.items()}
+    return {**found, "losses": losses, "routes": routes(fused, *args)}
 
 
 def memory(length: int) -> dict[str, Any]:
@@ -346,7 +354,7 @@ def main(argv: list[str]) -> int:
     for name, settings in STEPS.items() if importlib.util.find_spec("flax") else ():
         size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
         if options.only in f"encoder step, {name}":
-            record["encoder"][name] = found = encoder(size, *settings, samples)
+            record["encoder"][name] = found = encoder(size, *settings, samples, on_cuda and has_torch())
             say(f"encoder step, {name}", found)
             save(record, options, on_cuda)
     if options.only in "memory":

@@ -190,8 +190,29 @@ def _cut(
     for as_read in (frozenset[str](), frozenset(masks)):
         region = cut(base, root, given, through_casts=wide, as_read=as_read, others=others)
         if all(region.leaves[name].id == value.id for name, value in masks.items()):
-            return region
+            if region.leaves["x"].shape == root.shape:
+                return region
+            return _shaped_alike(base, root, given, wide, as_read, others) or region
     raise NotARegion(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
+
+
+def _shaped_alike(
+    base: View,
+    root: Value,
+    given: Mapping[str, int],
+    wide: frozenset[str],
+    as_read: frozenset[str],
+    others: tuple[Value, ...],
+) -> Region | None:
+    """The region that takes x as it gives its result, as the layers after it do: what makes a token's embedding that is none of the layer's
+    own. None where x is not read so throughout.
+    """
+    try:
+        region = cut(base, root, given, frozenset(), as_read, wide, others, {"x": root.shape})
+    except NotARegion:
+        return None
+    x = region.leaves["x"]
+    return region if (x.shape, x.dtype) == (root.shape, root.dtype) else None
 
 
 def _mask_leaves(attention: Candidate) -> dict[str, Value]:

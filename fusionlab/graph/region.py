@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,6 +117,7 @@ def cut(
     as_read: frozenset[str] = frozenset(),
     through_casts: frozenset[str] = frozenset(),
     others: Sequence[Value] = (),
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Region:
     """Cuts the raw nodes between `root` (and `others`) and the leaves.
 
@@ -132,6 +133,7 @@ def cut(
       as_read: leaves bound to the very value read, views and all.
       through_casts: leaves bound in the dtype they have before they are widened.
       others: further raw values the match makes that are read outside of it.
+      shapes: leaf name -> the shape it is bound in where it is met in it: views before that stay outside.
 
     Raises:
       NotARegion: the region reads something that is no leaf, two leaves cannot be told apart, a node of it has side effects, or a leaf
@@ -159,7 +161,8 @@ def cut(
             base, crossed = value, []
             if not all(n in as_read for n in names):
                 scale, casts = (all(n in allowed for n in names) for allowed in (through_scale, through_casts))
-                base, crossed = look_through(view, value, scale, casts)
+                wanted = {shape for n in names if (shape := (shapes or {}).get(n)) is not None}
+                base, crossed = look_through(view, value, scale, casts, wanted)
             bound[ref.nid][base.id] = base
             support.update((n.id, n) for n in crossed)
             stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
@@ -183,15 +186,23 @@ def cut(
 
 
 def look_through(
-    view: View, value: Value, through_scale: bool = False, through_casts: bool = False
+    view: View,
+    value: Value,
+    through_scale: bool = False,
+    through_casts: bool = False,
+    shapes: Collection[tuple[int, ...]] = (),
 ) -> tuple[Value, list[Node]]:
-    """Through pure views of the same canonical node (and literal factors, and widening casts) to the value underneath."""
+    """Through pure views of the same canonical node (and literal factors, and widening casts) to the value underneath, or to one that has
+    one of the shapes.
+    """
     crossed = []
     allowed = (
         VIEWS | IDENTITIES | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
     )
     while (node := view.block.producer.get(value.id)) is not None:
         if node.primitive not in allowed or any(isinstance(a, Value) and a.id not in view.ref for a in node.inputs):
+            break
+        if value.shape in shapes and node.primitive in VIEWS:
             break
         sources = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == view.ref[value.id].nid]
         if len(sources) != 1 or not (sources[0].dtype == value.dtype or (through_casts and widens(node))):

@@ -74,6 +74,22 @@ def test_what_is_generated_is_the_same(config):
     np.testing.assert_array_equal(fused(params, prompt), old)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("projections", ["separate", "concatenated"])
+def test_all_layers_of_a_decode_step_are_one_call_where_that_is_asked_for(projections, dtype):
+    """The token that is read has no axis for its position until the model adds one: not the first layer's doing."""
+    config = dataclasses.replace(BASE, layers=4, projections=projections)
+    params = gpt.init(jax.random.key(1), config, dtype)
+    prompt = jnp.zeros((1, 8), jnp.int32)
+    fn = functools.partial(gpt.generate, steps=12, config=config)
+    fused = fl.fuse(fn, passes=fl.Strategy(**{name: {"stacked": True} for name in PASSES}))
+    prefill, loop = fused_layers(fused, params, prompt)
+    assert [p["layers"] for p in prefill] == [4]
+    assert [p["layers"] for p in loop] == [4]
+    if dtype == "float32":
+        np.testing.assert_array_equal(fused(params, prompt), jax.jit(fn)(params, prompt))
+
+
 def logits(prefill, decode, params, tokens, cache):
     """Logits of a prefill of 8 tokens and of the 8 decode steps behind it, `[B, 16, V]` float64; tokens are given."""
     first, cache = prefill(params, tokens[:, :8], cache)
