@@ -12,11 +12,13 @@ NAMES = (
     "kernel_resources",
     "lerp",
     "matmul_schedule",
+    "multi_transformer",
     "pair_memory",
     "pairs",
     "parts",
     "random_programs",
     "recall",
+    "sanitizer",
     "timing_method",
     "xla_mapping",
 )

@@ -1,0 +1,108 @@
+"""Whether kernels of FusionLab's own touch memory they should not, or race: compute-sanitizer over small calls, on a CUDA device.
+
+    python -m benchmarks sanitizer [-o FILE] [--only NAME]
+
+Each call (layer norms forward and backward, decoding steps) runs in a process of its own under `memcheck` and under `racecheck` of CUDA's
+compute-sanitizer, which look at FusionLab's kernels alone. The record holds the tools' closing lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .measuring import finish, new_record
+
+TOOLS = ("memcheck", "racecheck")
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) .*")
+
+
+def layer_norms() -> None:
+    """Forward and backward at widths of one warp and of several blocks' work, none a power of two."""
+    import jax
+    import jax.numpy as jnp
+
+    from fusionlab.ops import layer_norm_and_sum
+
+    for rows, columns, dtype in (
+        (37, 520, "bfloat16"),
+        (70, 1000, "float32"),
+        (21, 4104, "bfloat16"),
+        (9, 333, "float16"),
+    ):
+        keys = jax.random.split(jax.random.key(0), 5)
+        x, residual = (jax.random.normal(k, (rows, columns)).astype(dtype) for k in keys[:2])
+        vectors = [jax.random.normal(k, (columns,)).astype(dtype) for k in keys[2:]]
+
+        def loss(x: Any, residual: Any, shift: Any, scale: Any, bias: Any) -> Any:
+            out, total = layer_norm_and_sum(x, scale, bias, shift=shift, residual=residual, implementation="cuda")
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(total.astype(jnp.float32))
+
+        jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))(x, residual, *vectors))
+
+
+def decoding() -> None:
+    """Two layers, one text and eleven, caches of a length that is no power of two."""
+    import jax
+    import jax.numpy as jnp
+
+    from .decoding import Case, by_op, caches_of, layers_of
+    from .measuring import normal
+
+    for case in (Case("one", 96, 3, 45, 1), Case("eleven", 160, 5, 77, 11)):
+        layers, caches = layers_of(case)[:2], caches_of(case)[:2]
+        step = jax.jit(lambda l, x, c, s: by_op(l, x, c, s, "cuda"))
+        jax.block_until_ready(step(layers, normal(1, case.batch, 1, case.embed), caches, jnp.int32(case.cache - 6)))
+
+
+CALLS: dict[str, tuple[Callable[[], None], str]] = {  # with what the names of their kernels begin with
+    "layer_norm": (layer_norms, "norm_"),
+    "multi_transformer": (decoding, "decode_"),
+}
+
+
+def checked(tool: str, name: str) -> dict[str, Any]:
+    """The tool's verdict on a call: errors (or hazards), its closing line, and its exit status."""
+    kernels = CALLS[name][1]
+    given = (tool, "--kernel-regex", f"kns={kernels}", "--error-exitcode", "9")
+    command = ["compute-sanitizer", "--tool", *given, sys.executable, "-m", "benchmarks", "sanitizer", "--call", name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    text = done.stdout + done.stderr
+    closing = [m for m in _SUMMARY.finditer(text)]
+    if not closing:
+        raise RuntimeError(f"{' '.join(command)} gave no summary, exit status {done.returncode}:\n{text[-2000:]}")
+    found = {"errors": int(closing[-1][1]), "summary": closing[-1][0], "exit_status": done.returncode}
+    if found["errors"] or done.returncode:
+        found["output"] = text[-4000:]
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Checks every call with every tool and writes the record. Returns the exit status: 1 where anything was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sanitizer", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "-o", "--output", help="the record's file; a new one under benchmarks/results/h200 unless given"
+    )
+    parser.add_argument("--only", default="", help="only the calls whose name has this text")
+    parser.add_argument("--call", choices=CALLS, help="run this call, as the tool does")
+    options = parser.parse_args(argv)
+    if options.call:
+        CALLS[options.call][0]()
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer, which comes with CUDA's toolkit, is not on PATH", file=sys.stderr)
+        return 2
+    options.quick = options.json = False
+    record = new_record("sanitizer", options) | {"calls": {}}
+    for name in CALLS:
+        if options.only in name:
+            record["calls"][name] = {tool: checked(tool, name) for tool in TOOLS}
+            for tool, found in record["calls"][name].items():
+                print(f"{name}, {tool}: {found['summary']}", flush=True)
+    finish(record, options, on_cuda=True)
+    return int(any(f["errors"] or f["exit_status"] for call in record["calls"].values() for f in call.values()))
