@@ -9,6 +9,7 @@ compute-sanitizer, which look at FusionLab's kernels alone. The record holds the
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shutil
 import subprocess
@@ -56,7 +57,7 @@ def decoding() -> None:
 
     for case in (Case("one", 96, 3, 45, 1), Case("eleven", 160, 5, 77, 11)):
         layers, caches = layers_of(case)[:2], caches_of(case)[:2]
-        step = jax.jit(lambda l, x, c, s: by_op(l, x, c, s, "cuda"))
+        step = jax.jit(functools.partial(by_op, implementation="cuda"))
         jax.block_until_ready(step(layers, normal(1, case.batch, 1, case.embed), caches, jnp.int32(case.cache - 6)))
 
 
@@ -73,7 +74,7 @@ def checked(tool: str, name: str) -> dict[str, Any]:
     command = ["compute-sanitizer", "--tool", *given, sys.executable, "-m", "benchmarks", "sanitizer", "--call", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     text = done.stdout + done.stderr
-    closing = [m for m in _SUMMARY.finditer(text)]
+    closing = list(_SUMMARY.finditer(text))
     if not closing:
         raise RuntimeError(f"{' '.join(command)} gave no summary, exit status {done.returncode}:\n{text[-2000:]}")
     found = {"errors": int(closing[-1][1]), "summary": closing[-1][0], "exit_status": done.returncode}
@@ -98,7 +99,10 @@ def main(argv: list[str]) -> int:
         print("compute-sanitizer, which comes with CUDA's toolkit, is not on PATH", file=sys.stderr)
         return 2
     options.quick = options.json = False
-    record = new_record("sanitizer", options) | {"calls": {}}
+    version = subprocess.run(
+        ["compute-sanitizer", "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    record = new_record("sanitizer", options) | {"tool": version.splitlines()[-1], "calls": {}}
     for name in CALLS:
         if options.only in name:
             record["calls"][name] = {tool: checked(tool, name) for tool in TOOLS}
