@@ -58,10 +58,11 @@ class OverDevices(Plan):
     def added(self, x: Any, part: Any, slot: str, number: int, inputs: Any) -> Any:
         """x and what the devices' parts sum to, with its bias; behind the norm where that comes last."""
         total = jax.lax.psum(part, self.axes)
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # 16 bits are rounded to once, as by the op on one device
         bias = self.makers.get(f"{slot}_bias.0")
         if bias is not None:
-            total = total + jnp.reshape(bias(inputs), -1).astype(total.dtype)
-        total = x + total
+            total = total.astype(wide) + jnp.reshape(bias(inputs), -1).astype(wide)
+        total = (x.astype(wide) + total.astype(wide)).astype(x.dtype)
         epsilon = self.attrs["epsilons"][number - 1]
         if self.attrs["pre_norm"] or epsilon is None:
             return total

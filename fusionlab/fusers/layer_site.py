@@ -12,6 +12,7 @@ from ..graph.canonical import View
 from ..graph.evaluate import narrows
 from ..graph.ir import Value
 from ..graph.region import NotARegion, Region, cut, escapes, look_through
+from ..graph.rules import SUMS_OVER_DEVICES
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
 from .layer_reading import Layer
@@ -157,6 +158,7 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     if other is not None:
         raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
     _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
+    _check_sums(view, region)
     names = {name: name.partition(":")[2] for name in masks}
     return Site(layer, region, leaves, others, attention, names, tables, _precisions(region, attention.region))
 
@@ -176,6 +178,20 @@ def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
         wide = look_through(view, read[0], through_casts=True)[0].dtype
         if narrows(x, wide):
             raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
+
+
+def _check_sums(view: View, region: Region) -> None:
+    """What devices sum has the dtype of x: a program that widens it first means to lose nothing there.
+
+    Raises:
+      Unread: it is wider.
+    """
+    x = region.leaves["x"].dtype
+    for node in region.nodes:
+        made = node.outputs[0].dtype
+        if node.primitive in SUMS_OVER_DEVICES and narrows(x, made):
+            why = f"devices sum {made}, where the op has parts of the {x} of the layer's input"
+            raise Unread(why, view.ref[node.outputs[0].id].nid, "rounding")
 
 
 def _cut(
