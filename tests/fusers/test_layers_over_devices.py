@@ -150,29 +150,52 @@ def test_a_sum_with_a_gradient_of_its_own_is_declined_by_every_pass():
     assert not [c for c in found_in(layer, False, names).candidates if c.op == "multi_transformer"]
 
 
-def wide(x):
-    return x.astype(jnp.float32)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_sum_in_the_dtype_that_the_program_sums_in(check_vma):
+    for dtype in (jnp.float32, jnp.bfloat16):
+
+        def out(p, m, dtype=dtype):
+            return lax.psum((m @ p["out"]).astype(dtype), "tp").astype(m.dtype) + p["out_bias"]
+
+        found = found_in(changed(out=out), check_vma, dtype=jnp.bfloat16)
+        sums = [n.outputs[0].dtype for n in found.apply().nodes() if n.primitive.startswith("psum")]
+        assert len(found.candidates) == 1, found.rejections
+        assert sums == [dtype, jnp.bfloat16]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda m, w: wide(m @ w),
-        lambda m, w: jnp.dot(m, w, preferred_element_type=jnp.float32),
-    ],
-    ids=["of 16 bits", "of 32 bits"],
-)
-def test_devices_that_sum_more_bits_than_the_layer_has_are_left_to_it(product, check_vma):
+def test_products_of_more_bits_than_the_layer_has_are_summed_by_the_program(check_vma):
     def out(p, m):
-        return lax.psum(product(m, p["out"]), "tp").astype(m.dtype) + p["out_bias"]
+        return lax.psum(jnp.dot(m, p["out"], preferred_element_type=jnp.float32), "tp").astype(m.dtype) + p["out_bias"]
 
     found = found_in(changed(out=out), check_vma, dtype=jnp.bfloat16)
     assert not found.candidates
     (one,) = found.rejections
     assert one.code == "rounding"
-    assert "devices sum float32, where the op has parts of the bfloat16" in one.sentence
-    assert found_in(changed(), check_vma, dtype=jnp.bfloat16).candidates
+    assert "devices sum products of float32, where the op has parts of the bfloat16" in one.sentence
+
+
+def activated(p, h):
+    """An activation that stops at the device's border, as Megatron's f does, inside a rule of its own."""
+
+    @jax.custom_vjp
+    def entered(x):
+        return x
+
+    entered.defvjp(lambda x: (x, None), lambda _, ct: (lax.psum(ct, "tp"),))
+
+    @jax.custom_vjp
+    def act(x):
+        return jax.nn.gelu(entered(x))
+
+    act.defvjp(lambda x: (act(x), None), lambda _, ct: (ct,))
+    return lax.psum(act(parts.linear(p, "up", h)) @ p["down"], "tp") + p["down_bias"]
+
+
+def test_a_rule_that_sums_in_its_derivative_alone_is_declined():
+    found = found_in(changed(mlp=activated), check_vma=False)
+    assert not found.candidates
+    assert [r.code for r in found.rejections] == ["custom_rule"]
 
 
 def test_a_layer_over_devices_is_no_layer_of_one_and_the_other_way_round():
