@@ -36,8 +36,8 @@ _ATTENTION_ONLY = (
 class OverDevices(Plan):
     """A plan whose `op`, `attrs` and `operands` are those of the attention's part.
 
-    Attributes: `axes` (mesh axes that both parts are summed over), `sums` (the dtype that each is summed in), `makers` (slot -> the operand, of the region's inputs), `forward`
-    (attributes of the feed-forward's part).
+    Attributes: `axes` (mesh axes that both parts are summed over), `sums` (the dtype that each is summed in), `makers` (slot -> the
+    operand, of the region's inputs), `forward` (attributes of the feed-forward's part).
     """
 
     axes: tuple[str, ...] = ()
