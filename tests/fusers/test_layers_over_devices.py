@@ -216,3 +216,13 @@ def test_collectives_stay_nodes_of_the_program():
     (site,) = found.candidates
     assert "summed over tp" in site.formula
     assert math.isclose(site.attrs["scale"], parts.D**-0.5, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_the_picture_of_a_pass_tells_its_two_parts_and_what_they_are_summed_over(name):
+    fn, args = next(p for p in fl.passes() if p.name == name).sample()
+    found = fl.find(fn, *args, passes=[name])
+    drawn = found.apply().to_dot()
+    assert all(text in drawn for text in ("multi_transformer attention", "multi_transformer feed-forward"))
+    assert drawn.count('label="psum tp') == 2
+    assert [n.primitive for n in found.apply().nodes()] == ["shard_map", *("multi_transformer", "psum", "add") * 2]
