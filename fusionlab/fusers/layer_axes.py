@@ -232,8 +232,9 @@ def arranged(x: Any, have: Sequence[Atoms], groups: Sequence[Sequence[str]], siz
     """`x`, whose axes are made of the letters `have`, with one axis per group, each of its letters merged; of 1 for an empty group."""
     letters = [a for axis in have for a in axis]
     order = [a for group in groups for a in group if a in letters]
-    x = jnp.reshape(x, [sizes[a] for a in letters])
-    x = jnp.transpose(x, [letters.index(a) for a in order])
+    if order != letters:
+        x = jnp.reshape(x, [sizes[a] for a in letters])
+        x = jnp.transpose(x, [letters.index(a) for a in order])
     return jnp.reshape(x, [math.prod(sizes[a] for a in group if a in letters) for group in groups])
 
 
@@ -243,8 +244,10 @@ def restored(
     """The inverse: from one axis per group to an array of `shape` whose axes are made of the letters `want`."""
     wanted = [a for axis in want for a in axis]
     order = [a for group in groups for a in group if a in wanted]
-    x = jnp.reshape(x, [sizes[a] for a in order])
-    return jnp.reshape(jnp.transpose(x, [order.index(a) for a in wanted]), shape)
+    if order != wanted:
+        x = jnp.reshape(x, [sizes[a] for a in order])
+        x = jnp.transpose(x, [order.index(a) for a in wanted])
+    return jnp.reshape(x, shape)
 
 
 def nonunit_axis(shape: Sequence[int], raw: int) -> int:

@@ -36,11 +36,12 @@ _ATTENTION_ONLY = (
 class OverDevices(Plan):
     """A plan whose `op`, `attrs` and `operands` are those of the attention's part.
 
-    Attributes: `axes` (mesh axes that both parts are summed over), `makers` (slot -> the operand, of the region's inputs), `forward`
-    (attributes of the feed-forward's part).
+    Attributes: `axes` (mesh axes that both parts are summed over), `sums` (the dtype that each is summed in), `makers` (slot -> the
+    operand, of the region's inputs), `forward` (attributes of the feed-forward's part).
     """
 
     axes: tuple[str, ...] = ()
+    sums: tuple[Any, ...] = ()
     makers: Mapping[str, Maker] = field(default_factory=dict)
     forward: Mapping[str, Any] = field(default_factory=dict)
 
@@ -57,11 +58,12 @@ class OverDevices(Plan):
 
     def added(self, x: Any, part: Any, slot: str, number: int, inputs: Any) -> Any:
         """x and what the devices' parts sum to, with its bias; behind the norm where that comes last."""
-        total = jax.lax.psum(part, self.axes)
+        total = jax.lax.psum(part.astype(self.sums[number - 1]), self.axes)
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # 16 bits are rounded to once, as by the op on one device
         bias = self.makers.get(f"{slot}_bias.0")
         if bias is not None:
-            total = total + jnp.reshape(bias(inputs), -1).astype(total.dtype)
-        total = x + total
+            total = total.astype(wide) + jnp.reshape(bias(inputs), -1).astype(wide)
+        total = (x.astype(wide) + total.astype(wide)).astype(x.dtype)
         epsilon = self.attrs["epsilons"][number - 1]
         if self.attrs["pre_norm"] or epsilon is None:
             return total
@@ -99,6 +101,7 @@ def plan_over_devices(planned: Planned, implementation: str | None) -> Plan:
         first.finish,
         f"{OPS['multi_transformer'].formula(**attrs)}, summed over {', '.join(planned.site.layer.axes)}",
         axes=planned.site.layer.axes,
+        sums=planned.site.sums,
         makers=makers,
         forward=forward,
     )

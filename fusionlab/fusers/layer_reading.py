@@ -106,6 +106,7 @@ class Reader(ProjectionWalk):
         super().__init__(view, attention)
         self.met.append(attention)
         self.axes: tuple[str, ...] = ()
+        self.alone: int | None = None  # the output projection, where no sum over devices reads it
 
     def read(self) -> Layer:
         try:
@@ -279,6 +280,7 @@ class Reader(ProjectionWalk):
                     made.nid,
                     "region",
                 )
+            self.alone = product.nid
             return product, total, rest
         bias = None
         if rest.nid not in of and rest.atoms == {"e"}:
@@ -299,12 +301,23 @@ class Reader(ProjectionWalk):
         node = self.reader(product.out, "the product", SUMS_OVER_DEVICES, "a sum over devices")
         (raw, *_) = self.view.values_of[node.id]
         params = self.view.block.producer[raw.id].params
-        axes = tuple(sorted(map(str, params.get("axes", ()))))
+        axes = params.get("axes", params.get("axis_name", ()))
+        known, self.axes = self.axes, tuple(sorted(map(str, axes)))
+        over, coef = ", ".join(self.axes), node.operands[0].coef
         if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
             raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
-        if self.axes not in ((), axes) or node.operands[0].coef != 1:
-            raise Unread(f"sums over {', '.join(self.axes)} and over {', '.join(axes)}", node.id, "region")
-        self.axes = axes
+        if not all(isinstance(axis, str) for axis in axes):
+            raise Unread(f"it sums over {over}, which is no name of a mesh axis", node.id, "region")
+        if self.alone is not None:
+            raise Unread(
+                f"the output projection's result is not summed over {over}, as the feed-forward's is",
+                self.alone,
+                "region",
+            )
+        if known not in ((), self.axes):
+            raise Unread(f"sums over {', '.join(known)} and over {over}", node.id, "region")
+        if coef != 1:
+            raise Unread(f"what is summed over {over} is the product times {coef:g}", node.id, "scalar")
         if product.bias is not None:
             raise Unread(
                 "a bias is added before the sum over devices, and so by each of them",
@@ -313,7 +326,11 @@ class Reader(ProjectionWalk):
                 "add it behind the sum",
             )
         self.met.append(node.id)
-        return self.result(node, self.slots(node, 0, product.out.shown))
+        # A node that the view does not look into names, for each of its own axes, its operand's.
+        own, shown = node.operands[0].axes, product.out.shown
+        if sorted(own) != list(range(len(shown))):
+            raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
+        return Side(node.id, tuple(shown[axis] for axis in own))
 
     def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
         of = {source.nid, *(o.nid for o in self.node(source.nid).operands[:1])}

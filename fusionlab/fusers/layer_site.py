@@ -12,6 +12,7 @@ from ..graph.canonical import View
 from ..graph.evaluate import narrows
 from ..graph.ir import Value
 from ..graph.region import NotARegion, Region, cut, escapes, look_through
+from ..graph.rules import SUMS_OVER_DEVICES
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
 from .layer_reading import Layer
@@ -45,7 +46,7 @@ class Site:
 
     Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
     `masks` (leaf of the region -> leaf of the attention's), `tables` (of its rotary embedding),
-    `precisions` (of its products, and of the attention's).
+    `precisions` (of its products, and of the attention's), `sums` (the dtypes in which devices sum its two parts, if they do).
     """
 
     layer: Layer
@@ -56,6 +57,7 @@ class Site:
     masks: Mapping[str, str]
     tables: Mapping[str, Table]
     precisions: tuple[Any, Any]
+    sums: tuple[Any, ...]
 
     def letters(self, kind: str) -> tuple[str, ...]:
         return tuple(a for a in self.layer.sizes if a.startswith(kind))
@@ -157,8 +159,10 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     if other is not None:
         raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
     _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
+    sums = _sums(view, region)
     names = {name: name.partition(":")[2] for name in masks}
-    return Site(layer, region, leaves, others, attention, names, tables, _precisions(region, attention.region))
+    precisions = _precisions(region, attention.region)
+    return Site(layer, region, leaves, others, attention, names, tables, precisions, sums)
 
 
 def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
@@ -176,6 +180,29 @@ def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
         wide = look_through(view, read[0], through_casts=True)[0].dtype
         if narrows(x, wide):
             raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
+
+
+def _sums(view: View, region: Region) -> tuple[Any, ...]:
+    """The dtypes in which devices sum, of the attention and of the feed-forward.
+
+    Raises:
+      Unread: what they sum has more bits than the op's parts have, which are of the dtype of x.
+    """
+    x = region.leaves["x"].dtype
+    found: dict[int, Any] = {}
+    for node in region.nodes:
+        if node.primitive not in SUMS_OVER_DEVICES:
+            continue
+        total = node.outputs[0]
+        nid = view.ref[total.id].nid
+        parts = [look_through(view, a, through_casts=True)[0].dtype for a in node.inputs if isinstance(a, Value)]
+        wide = [dtype for dtype in parts if narrows(x, dtype)]
+        if wide:
+            why = f"devices sum products of {wide[0]}, where the op has parts of the {x} of the layer's input"
+            raise Unread(why, nid, "rounding")
+        if found.setdefault(nid, total.dtype) != total.dtype:
+            raise Unread(f"devices sum one value as {found[nid]} and as {total.dtype}", nid, "rounding")
+    return tuple(found.values())
 
 
 def _cut(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..graph.canonical import Tile, View
 from ..graph.certify import Verdict
+from ..graph.compat import names_an_axis
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
 from .base import Pass, Plan, Search, anchor_text, found_at, option, propose, reject
@@ -42,7 +43,7 @@ class _Folded:
 
     Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` and `norms` (attentions and norms that
     are none); `open` (attentions whose inner values are read outside);
-    `read` (what was read at each attention, kept for the other passes).
+    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes).
     """
 
     view: View
@@ -50,6 +51,7 @@ class _Folded:
     declined: tuple[Rejection, ...]
     norms: tuple[Rejection, ...]
     open: tuple[Candidate, ...]
+    collective: bool
     read: dict[int, Layer | Partial] = field(default_factory=dict)
 
 
@@ -74,7 +76,8 @@ def _fold(search: Search) -> _Folded:
     }
     declined, norms = (tuple(r for r in rejections if r.pass_name == name) for name in (_ATTENTION, "layer_norm"))
     rest = tuple(c for c in candidates if c.pass_name == _ATTENTION and all(c is not d for d in closed))
-    return _Folded(view, attentions, declined, norms, rest)
+    collective = any(names_an_axis(n.eqn) for n in search.block.nodes)
+    return _Folded(view, attentions, declined, norms, rest, collective)
 
 
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
@@ -137,7 +140,7 @@ class MultiTransformerPass:
             if nid not in found.read:
                 found.read[nid] = _read(found.view, nid)
             layer = found.read[nid]
-            if (layer.decoder, layer.fused, bool(layer.axes)) != (self.decoder, self.fused, self.spread):
+            if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
                 continue
             outcome = self.outcome(search, found, attention, layer)
             if isinstance(outcome, Found):
@@ -149,6 +152,10 @@ class MultiTransformerPass:
             return
         for row in rows(layers):
             yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
+
+    def tells(self, found: _Folded, layer: Layer | Partial) -> bool:
+        """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
+        return bool(layer.axes) == self.spread or (self.spread and isinstance(layer, Partial) and found.collective)
 
     def outcome(
         self, search: Search, found: _Folded, attention: Candidate, layer: Layer | Partial

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
-from .compat import varies
+from .compat import varies, varying_axes
 from .devices import COUNT, evaluate_together
 from .draws import STEPS, inputs_of, is_number, summed_with
 from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
@@ -260,7 +260,7 @@ def _evaluated(
             others = (
                 inputs_of(avals, out, products, first + _SEEDS // 2 + n, true, weights)[1] for n in range(1, COUNT)
             )
-            own = _differing([*avals, out])
+            own = _differing([*avals, out], axes)
             every += [[b if differs else a for differs, a, b in zip(own, args, other, strict=True)] for other in others]
         return sizes, every, run(old, sizes, every)
 
@@ -276,10 +276,10 @@ def _evaluated(
     return Results((want, run(new, sizes, args)), nudged)
 
 
-def _differing(avals: Sequence[Any]) -> list[bool]:
-    """Which values may be others on each device: where types do not tell, every float."""
+def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
+    """Which values may be others on each device along some mesh axes: where types do not tell, every float."""
     typed = any(map(varies, avals))
-    return [varies(a) if typed else is_float(a.dtype) for a in avals]
+    return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
 
 
 def _is_float64(a: Any) -> bool:

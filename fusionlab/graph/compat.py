@@ -95,6 +95,11 @@ def has_side_effects(eqn: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
+def names_an_axis(eqn: Any) -> bool:
+    """Whether an equation names a mesh axis, and so means nothing outside a shard_map: a collective, or where on the mesh it runs."""
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+
+
 def explicit_axes(aval: Any) -> bool:
     """Whether a value is typed as laid out over explicit mesh axes."""
     sharding = getattr(aval, "sharding", None)

@@ -1,7 +1,10 @@
 """The numpy interpreter on several devices at once: what a program computes inside a shard_map, its sums over devices with it.
 
 Each device runs the program on inputs of its own, in a thread; at a sum they wait for each other. Two devices stand for any number, and
-all mesh axes for one: a program that sums over some of them here and over others there is not followed.
+all mesh axes that are summed over for one: a program that sums over some of them here and over others there is not followed.
+
+Along other mesh axes there is one device. Where types tell what varies, JAX sums over those in gradients alone, and wherever the types
+ask for it: what one device has tells two programs of the same types apart.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ class _Team:
     def sum(self, device: int, eqn: Any, ins: list[Array]) -> list[Array]:
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         named = frozenset(over if isinstance(over, tuple | list) else (over,))
-        if eqn.params.get("axis_index_groups") is not None or eqn.primitive.name not in _KNOWN or named != self.axes:
+        typed = eqn.primitive.name == "psum_invariant"
+        here = named & self.axes if typed else named
+        if typed and not here:
+            return ins
+        if eqn.params.get("axis_index_groups") is not None or eqn.primitive.name not in _KNOWN or here != self.axes:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} over {', '.join(map(str, over))}")
         self.given[device] = tuple(str(v.aval) for v in eqn.invars), ins
         self.all_here.wait()

@@ -24,6 +24,7 @@ from jax.extend import core as jex_core
 from .breakpoints import breakpoints
 from .canonical import ONE, View
 from .certify import Certifier, with_vjp
+from .compat import names_an_axis
 from .emit import slice_jaxpr
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .ir import Literal, Node, Value
@@ -182,6 +183,8 @@ def _recognise(
 ) -> Recognised:
     if end.dtype != start.dtype:
         return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
+    if any(names_an_axis(n.eqn) for n in nodes):
+        return Recognised(None, "it speaks to other devices", "region")
     switches = breakpoints(view, start, nodes)
     if switches is None:
         return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
@@ -192,6 +195,8 @@ def _recognise(
         mine = profile(lambda h: fn(h)[0], start, points, certifier.inline, twice)
     except CannotEvaluate as error:
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
+    except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
+        return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
     errors: dict[str, tuple[float, float]] = {}
     gaps: dict[str, float] = {}
     for name, reference in known.items():

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fusionlab.fusers.findings import Candidate, Findings, Rejection
+from fusionlab.graph.compat import names_an_axis
 from fusionlab.graph.ir import Graph, Literal, Node, Value, literal_text, type_text
 
 from .flow import Flow, flow
@@ -313,10 +314,18 @@ def _inside_text(sites: list[Site]) -> list[str]:
 
 def _node_lines(node: Node) -> list[str]:
     constants = [literal_text(a.val) for a in node.inputs if isinstance(a, Literal)]
-    first = " ".join([node.primitive, *constants])
+    first = " ".join([node.primitive, *constants, *_said(node)])
     lines = [f"{v.name} {type_text(v.aval)}" for v in node.outputs[:1]]
     more = f" +{len(node.outputs) - 1}" if len(node.outputs) > 1 else ""
     return [short(first, _LABEL), *(short(line + more, _LABEL) for line in lines)]
+
+
+def _said(node: Node) -> list[str]:
+    """What a node's name does not tell of it: which mesh axes it goes along, which part of a layer it is."""
+    axes = node.params.get("axes", node.params.get("axis_name", ())) if names_an_axis(node.eqn) else ()
+    named = axes if isinstance(axes, tuple | list) else (axes,)
+    part = node.params.get("part") if pass_of_op(node.primitive) else None
+    return [*map(str, named), *([str(part).replace("_", "-")] if part else [])]
 
 
 def _tooltip(node: Node) -> str:

@@ -5,6 +5,7 @@ for each trial: its name, and what went wrong or null. The number of devices is 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class Trial:
     site: str
     count: int = 2
     check_vma: bool = True
+    batches: int = 1  # along a mesh axis "dp", each with as many devices
 
 
 def weights(layers: int = 2, kv_heads: int = HEADS) -> list[Params]:
@@ -103,6 +105,34 @@ def encoder(how: Parts, kv_heads: int, on_devices: bool) -> Any:
         return x
 
     made = weights(kv_heads=kv_heads)
+    return fn, (made, parts.inputs()), (specs(made), P()), P()
+
+
+def of_batches(how: Parts, kv_heads: int, on_devices: bool) -> Any:
+    """As `encoder`, of a batch that is split along another mesh axis."""
+    fn, args, (own, _), _ = encoder(how, kv_heads, on_devices)
+    return fn, args, (own, P("dp")), P("dp")
+
+
+def turned(axes: str) -> Parts:
+    """A layer whose products have their axes (b, s, e) in another order when they are summed."""
+
+    def put(product: Array, w: Array) -> Array:
+        return jnp.einsum(f"{axes}->bse", lax.psum(jnp.einsum(f"bsn,ne->{axes}", product, w), "tp"))
+
+    return Parts(
+        out=lambda p, mixed: put(mixed.reshape(*mixed.shape[:-2], -1), p["out"]) + p["out_bias"],
+        mlp=lambda p, h: put(jax.nn.gelu(parts.linear(p, "up", h)), p["down"]) + p["down_bias"],
+    )
+
+
+def in_order(axes: str, on_devices: bool) -> Any:
+    """One layer of `turned`."""
+    how, made = turned(axes) if on_devices else PRE, weights(1)
+
+    def fn(made: list[Params], x: Array) -> Array:
+        return parts.encode(how if on_devices else spread(how, False), made[0], x)
+
     return fn, (made, parts.inputs()), (specs(made), P()), P()
 
 
@@ -142,6 +172,13 @@ def trials() -> Iterator[Trial]:
     yield Trial("post/4", partial(encoder, POST, HEADS), 4, ENCODER)
     yield Trial("llama/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER)
     yield Trial("scanned/4", scanned, 4, ENCODER, 1)
+    for name, how in (("separate", PRE), ("post", POST), ("by_head", BY_HEAD)):
+        site = ENCODER + "_fuse_qkv" * (how is BY_HEAD)
+        yield Trial(f"{name}/2 of 2", partial(of_batches, how, HEADS), 2, site, batches=2)
+    yield Trial("llama/2 of 2", partial(of_batches, LLAMA, HEADS // 2), 2, ENCODER, batches=2)
+    yield Trial("separate/2 of 2/unchecked", partial(of_batches, PRE, HEADS), 2, ENCODER, check_vma=False, batches=2)
+    for axes in ("esb", "seb", "ebs"):
+        yield Trial(f"summed as {axes}", partial(in_order, axes), 2, ENCODER, 1)
     for writes in (False, True):
         name = "write" if writes else "append"
         yield Trial(f"{name}/2", partial(decoder, PRE, HEADS, writes), 2, DECODER)
@@ -174,7 +211,10 @@ def problem(trial: Trial) -> str | None:
     """What is wrong with a trial: what is found, values and gradients against one device, collectives before and after."""
     alone, args, _, _ = trial.build(False)
     body, _, given, made = trial.build(True)
-    mesh = jax.make_mesh((trial.devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: trial.devices])
+    shape, names = ((trial.batches, trial.devices), ("dp", "tp")) if trial.batches > 1 else ((trial.devices,), ("tp",))
+    mesh = jax.make_mesh(
+        shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[: math.prod(shape)]
+    )
     fn = jax.shard_map(body, mesh=mesh, in_specs=given, out_specs=made, check_vma=trial.check_vma)
     found = fl.find(fn, *args, passes=PASSES)
     counts = {name: n for name, n in found.counts().items() if n}

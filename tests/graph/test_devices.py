@@ -74,11 +74,14 @@ def test_an_error_on_one_device_is_everybodys(x):
         together(fn, x)
 
 
-def region_of(fn, *shapes, check_vma):
-    """All of `fn`, in a shard_map whose first argument is split and whose others are on every device, as one region."""
-    mesh = AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
-    specs = (P(None, "tp"), *(P() for _ in shapes[1:]))
-    split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+def region_of(fn, *shapes, check_vma, batches=False):
+    """All of `fn`, in a shard_map whose first argument is split and whose others are on every device, as one region; along another mesh
+    axis it may be split into batches.
+    """
+    mesh = AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    batch = "dp" if batches else None
+    specs = (P(batch, "tp"), *(P() for _ in shapes[1:]))
+    split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(batch), check_vma=check_vma)
     (owner,) = trace(split, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).top.nodes
     block = owner.blocks[0]
     view = View(block)
@@ -97,9 +100,12 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("batches", [True, False])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_what_devices_sum_is_proved_on_several(check_vma):
-    region = region_of(row_parallel, (512, 64), (512,), check_vma=check_vma)
+def test_what_devices_sum_is_proved_on_several(check_vma, batches):
+    """With batches, the gradient of the bias is summed over those too where types tell that it does not vary along them."""
+    rows = 512 if not batches else 1024
+    region = region_of(row_parallel, (rows, 64), (512,), check_vma=check_vma, batches=batches)
 
     def judge(replacement):
         return Certifier(meaning_of).region(region, replacement, "test")
