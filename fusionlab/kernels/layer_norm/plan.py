@@ -12,9 +12,10 @@ from .tiling import Tile, parts_of
 
 SOURCE = Source("layer_norm/layer_norm.cu", ("norm_forward", "norm_backward", "norm_columns", "norm_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
-_GRADIENTS = ("x", "scale", "bias", "shift")  # the bits of FL_WANT
+_GRADIENTS = ("x", "scale", "bias", "shift")  # in the order of the bits of FL_WANT
 SUM_HEIGHT = 16  # threads that share a column of norm_sum
 COLUMNS_HEIGHT = 8  # warps of a block of norm_columns
+COLUMNS_BLOCKS = 6  # of them, for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,13 @@ def forward_plan(
 
 
 @dataclass(frozen=True)
-class Backward:
-    """The launches that make gradients.
+class Pass:
+    """One pass over the rows that makes gradients.
 
     Attributes:
       plan: its operands are `reads`; its results the gradients of `grads`, then scratch.
-      reads: "ct", "ct_sum", "x" (what was normalised, less the shift), "shift", "scale", "mean", "rstd": those needed, in this order.
+      reads: "ct", "ct_sum", "x" (what was normalised, less the shift that is read), "shift", "scale", "mean", "rstd", "dx": those needed,
+        in this order.
       grads: slots, in the order x, scale, bias, shift.
       scratch: shape of each array of partial sums, float32.
     """
@@ -80,45 +82,99 @@ class Backward:
     scratch: tuple[tuple[int, int], ...]
 
 
-def backward(norm: Norm, wanted: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile | None = None) -> Backward:
-    """The gradients of x (and so of residual), scale, bias and shift that are wanted."""
-    given = dict(norm.vectors)
+def backward_passes(norm: Norm, wanted: tuple[str, ...], ct_sum: bool, shifted: bool) -> tuple[Pass, ...]:
+    """The gradients of those of x (and so of residual), scale, bias and shift that are wanted.
+
+    Args:
+      wanted: slots; not bias alone.
+      ct_sum: whether the sum has a cotangent too.
+      shifted: whether the shift is still to be added to what is read.
+
+    Returns:
+      One pass; where a row is too wide for a thread to keep its sums over rows in registers, one for x and one for the sums.
+    """
     grads = tuple(slot for slot in _GRADIENTS if slot in wanted)
     sums = tuple(slot for slot in grads if slot != "x")
-    tile = tile or tiling.backward_tile(norm.columns, norm.dtype, len(sums), ct_sum)
-    reads = tuple(
-        n
-        for n in ("ct", "ct_sum", "x", "shift", "scale", *norm.statistics)
-        if (n != "ct_sum" or ct_sum) and (n != "shift" or shifted) and (n != "scale" or n in given)
-    )
-    made = tile.grid(norm.rows)
-    scratch = ((made, norm.columns),) * len(sums)
-    results = {slot: i for i, slot in enumerate(grads)} | {f"parts_{s}": len(grads) + i for i, s in enumerate(sums)}
-    common = {
-        **_common(1, norm, tile, "shift" in reads),
+    tile = tiling.backward_tile(norm.columns, norm.dtype, len(sums), ct_sum)
+    if tile is not None:
+        return (rows_pass(norm, grads, ct_sum, shifted, tile),)
+    tile = tiling.backward_tile(norm.columns, norm.dtype, 0, ct_sum)
+    assert tile is not None
+    whole = (rows_pass(norm, ("x",), ct_sum, shifted, tile),) if {"x", "shift"} & set(grads) else ()
+    return (*whole, _columns_pass(norm, sums, shifted))
+
+
+def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile) -> Pass:
+    """All of the gradients by norm_backward."""
+    names = ("ct", "ct_sum", "x", "shift", "scale", "mean", "rstd")
+    there = {"ct", "x", "rstd", *_if(ct_sum, "ct_sum"), *_if(shifted, "shift"), *norm.statistics}
+    there |= set(_if("scale" in dict(norm.vectors), "scale"))
+    reads = tuple(n for n in names if n in there)
+    blocks = tile.grid(norm.rows)
+    values = {
+        **_common(1, norm, tile, shifted),
         "CT_SUM": int(ct_sum),
-        "WANT": sum(1 << _GRADIENTS.index(slot) for slot in grads),
         "AHEAD": int(tile.ahead),
         "BLOCKS": tile.resident,
-        "SUM_HEIGHT": SUM_HEIGHT,
     }
+    return _pass(
+        norm, "norm_backward", names, reads, grads, values, (blocks, 1, 1), (tile.lanes, tile.groups, 1), blocks
+    )
+
+
+def _columns_pass(norm: Norm, grads: tuple[str, ...], shifted: bool) -> Pass:
+    """Gradients that are sums over rows, by norm_columns."""
+    names = ("ct", "x", "shift", "mean", "rstd", "dx")
+    of_scale = {"x", *norm.statistics, *_if(shifted, "shift")}
+    there = set(_if("scale" in grads or "bias" in grads, "ct")) | set(_if("shift" in grads, "dx"))
+    there |= of_scale if "scale" in grads else set()
+    reads = tuple(n for n in names if n in there)
+    vec = tiling.vector(norm.columns, norm.dtype)
+    across = parts_of(norm.columns // vec, tiling.WARP)
+    parts = min(parts_of(norm.rows, COLUMNS_HEIGHT), parts_of(tiling.MULTIPROCESSORS * COLUMNS_BLOCKS, across))
+    tile = Tile(vec, tiling.WARP, 1, 1, 1)
+    values = {**_common(2, norm, tile, shifted and "scale" in grads), "CT_SUM": 0, "HEIGHT": COLUMNS_HEIGHT}
+    block = (tiling.WARP, COLUMNS_HEIGHT, 1)
+    return _pass(norm, "norm_columns", names, reads, grads, values, (across, parts, 1), block, parts)
+
+
+def _pass(
+    norm: Norm,
+    entry: str,
+    names: tuple[str, ...],
+    reads: tuple[str, ...],
+    grads: tuple[str, ...],
+    values: dict[str, object],
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    parts: int,
+) -> Pass:
+    """A kernel that leaves `parts` partial sums, and their sum."""
+    sums = tuple(slot for slot in grads if slot != "x")
+    results = (*grads, *(f"parts_{slot}" for slot in sums))
+    made = ("parts_scale", "parts_bias", "parts_shift")
     params = (
-        *_places("operand", ("ct", "ct_sum", "x", "shift", "scale", "mean", "rstd"), reads),
-        *(("result", results[n]) if n in results else ("null", 0) for n in ("x", "parts_scale", "parts_bias", "parts_shift")),
+        *_places("operand", names, reads),
+        *_places("result", made if entry == "norm_columns" else ("x", *made), results),
         ("i64", norm.rows),
     )
-    launches = [Launch("norm_backward", (made, 1, 1), (tile.lanes, tile.groups, 1), 0, params, early=True)]
+    launches = [Launch(entry, grid, block, 0, params, early=True)]
     if sums:
-        launches.append(_sum(results, sums, norm.columns, made))
-    return Backward(KernelPlan(SOURCE.path, _options(common), tuple(launches)), reads, grads, scratch)
+        each = tuple(n for slot in ("scale", "bias", "shift") for n in (f"parts_{slot}", slot))
+        across = parts_of(norm.columns, tiling.WARP), len(sums), 1
+        added = (*_places("result", each, results), ("i32", parts))
+        launches.append(Launch("norm_sum", across, (tiling.WARP, SUM_HEIGHT, 1), 0, added, early=True))
+    options = {
+        **values,
+        "WANT": sum(1 << _GRADIENTS.index(slot) for slot in grads),
+        "SUM_HEIGHT": SUM_HEIGHT,
+    }
+    plan = KernelPlan(SOURCE.path, _options(options), tuple(launches))
+    return Pass(plan, reads, grads, ((parts, norm.columns),) * len(sums))
 
 
-def _sum(results: dict[str, int], sums: tuple[str, ...], columns: int, parts: int) -> Launch:
-    params: list[tuple[str, int]] = []
-    for slot in ("scale", "bias", "shift"):
-        params += [("result", results[n]) if n in results else ("null", 0) for n in (f"parts_{slot}", slot)]
-    grid = (parts_of(columns, tiling.WARP), len(sums), 1)
-    return Launch("norm_sum", grid, (tiling.WARP, SUM_HEIGHT, 1), 0, (*params, ("i32", parts)), early=True)
+def _if(there: bool, name: str) -> tuple[str, ...]:
+    return (name,) if there else ()
 
 
 def _common(kind: int, norm: Norm, tile: Tile, adds_shift: bool) -> dict[str, object]:

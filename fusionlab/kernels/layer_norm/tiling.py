@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
-
-from ...errors import ArgumentError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VECTOR_BYTES = 16  # the widest load
@@ -15,6 +12,14 @@ MAX_COLUMNS = 1 << 16
 MAX_THREADS = 1024  # of a block (CUDA C++ Programming Guide, technical specifications)
 REGISTERS = 1 << 16  # of a multiprocessor, and of a block at most
 GRID_X = 2**31 - 1  # CUDA's limit
+# Tuned on an H200, of 132 multiprocessors, at 32768 x 1024 and 8192 x 4096 in bfloat16.
+MULTIPROCESSORS = 132
+FORWARD_LANES = 256  # threads of a row before each takes more than two vectors
+FORWARD_VECS = 8  # vectors of a thread before a row has more threads than that
+HELD_WORDS = 32  # registers in which a thread keeps its part of a row, or of two
+SMALL_BLOCK = 128  # threads of a block of several rows
+RESIDENT_THREADS = 512  # of norm_backward, for each multiprocessor: 128 registers a thread
+OWN_REGISTERS = 40  # of a thread of norm_backward beside what it holds
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,46 @@ def power_of_2(number: int) -> int:
 def vector(columns: int, dtype: str) -> int:
     """Neighbours of one load, aligned in every row."""
     return math.gcd(columns, VECTOR_BYTES // ITEM_BYTES[dtype])
+
+
+def forward_tile(columns: int, dtype: str) -> Tile:
+    """Of norm_forward: one row at a time, and no block for more than its rows."""
+    vec = vector(columns, dtype)
+    units = columns // vec
+    lanes = min(FORWARD_LANES, power_of_2(parts_of(units, 2)))
+    while parts_of(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
+        lanes *= 2
+    vecs = parts_of(units, lanes)
+    return Tile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= HELD_WORDS)
+
+
+def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | None:
+    """Of norm_backward with so many sums over rows; None where a thread cannot hold them."""
+    vec = vector(columns, dtype)
+    units = columns // vec
+    arrays = 3 if ct_sum else 2
+    lanes = min(MAX_THREADS, power_of_2(parts_of(units, 2)))
+    while lanes > WARP and vec * parts_of(units, lanes) < 8 and lanes > RESIDENT_THREADS // 4:
+        lanes //= 2  # fewer threads where vectors are short
+    for lanes in (lanes, *(n for n in (RESIDENT_THREADS,) if n < lanes)):
+        vecs, groups = parts_of(units, lanes), _groups(lanes)
+        held = vecs * _words(vec, dtype) * arrays
+        for ahead in (True, False):
+            needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead)
+            resident = RESIDENT_THREADS // (lanes * groups) or 1
+            if needed * lanes * groups * resident <= REGISTERS:
+                return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
+    if sums:
+        return None
+    lanes = min(MAX_THREADS, lanes)
+    return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
+
+
+def _groups(lanes: int) -> int:
+    """Rows of a block at a time."""
+    return SMALL_BLOCK // lanes if lanes <= WARP else 1
+
+
+def _words(vec: int, dtype: str) -> int:
+    """Registers of a vector."""
+    return max(1, vec * ITEM_BYTES[dtype] // 4)
