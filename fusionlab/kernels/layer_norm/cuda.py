@@ -86,7 +86,8 @@ def cotangent(
 ) -> list[Array]:
     """The gradients of the slots wanted, each of its operand's dtype. Sums are in float32, always in the same order, rounded once.
 
-    The gradients of x and residual are one array. Without a cotangent of out, or with bias alone wanted, it is XLA's code: sums, and no norm.
+    The gradients of x and residual are one array. Without a cotangent of out, or with bias alone wanted, there is no norm to go through,
+    and it is XLA's code.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     if "out" not in cts or not cts["out"].size or set(wanted) == {"bias"}:

@@ -7,6 +7,7 @@
 //   FL_KIND    0 norm_forward, 1 norm_backward (and norm_sum), 2 norm_columns (and norm_sum)
 //   FL_T       storage of x, residual, out, ct, dx: 0 float, 1 bfloat16, 2 half. Arithmetic, statistics and sums are in float.
 //   FL_SCALE, FL_BIAS, FL_SHIFT  storage of these vectors and of their gradients: as FL_T, or -1 where there is none
+//   FL_READS_SCALE  1: there is a scale, and what is computed reads it
 //   FL_ADDS_SHIFT  1: shift is to be added; 0: there is none, or it is in what is read already
 //   FL_RMS     1: no mean is subtracted
 //   FL_N       columns
@@ -29,7 +30,7 @@ using T = Storage<FL_T>::Type;
 using Scale = Storage<FL_SCALE>::Type;
 using Bias = Storage<FL_BIAS>::Type;
 using Shift = Storage<FL_SHIFT>::Type;
-constexpr bool kHasScale = FL_SCALE >= 0, kHasBias = FL_BIAS >= 0, kHasShift = FL_ADDS_SHIFT;
+constexpr bool kHasScale = FL_READS_SCALE, kHasBias = FL_BIAS >= 0, kHasShift = FL_ADDS_SHIFT;
 constexpr int kUnits = FL_N / FL_VEC; // vectors of a row
 constexpr float kShare = 1.f / FL_N;
 
@@ -261,7 +262,7 @@ struct Given {
 
   __device__ __forceinline__ void load(const T* cts, const T* xs, const T* ct_sums, Index at) {
     ct.load_last(cts + at);
-    if (kWant & 3) s.load_last(xs + at);
+    if (kWant & 11) s.load_last(xs + at);
     if (FL_CT_SUM && (kWant & 9)) ct_sum.load_last(ct_sums + at);
   }
   // s less the mean, over the standard deviation.

@@ -49,7 +49,7 @@ def forward_plan(
     reads = ("x", *(("residual",) if residual else ()), *(s for s in ("shift", "scale", "bias") if s in given))
     gives = ("out", *(("sum",) if gives_sum else ()), *(norm.statistics if saves else ()))
     values = {
-        **_common(0, norm, tile, "shift" in given),
+        **_common(0, norm, tile, reads),
         "RESIDUAL": int(residual),
         "SUM": int(gives_sum),
         "SAVES": int(saves),
@@ -108,11 +108,11 @@ def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, t
     """All of the gradients by norm_backward."""
     names = ("ct", "ct_sum", "x", "shift", "scale", "mean", "rstd")
     there = {"ct", "x", "rstd", *_if(ct_sum, "ct_sum"), *_if(shifted, "shift"), *norm.statistics}
-    there |= set(_if("scale" in dict(norm.vectors), "scale"))
+    there |= set(_if("scale" in dict(norm.vectors) and bool({"x", "shift"} & set(grads)), "scale"))
     reads = tuple(n for n in names if n in there)
     blocks = tile.grid(norm.rows)
     values = {
-        **_common(1, norm, tile, shifted),
+        **_common(1, norm, tile, reads),
         "CT_SUM": int(ct_sum),
         "AHEAD": int(tile.ahead),
         "BLOCKS": tile.resident,
@@ -133,7 +133,7 @@ def _columns_pass(norm: Norm, grads: tuple[str, ...], shifted: bool) -> Pass:
     across = parts_of(norm.columns // vec, tiling.WARP)
     parts = min(parts_of(norm.rows, COLUMNS_HEIGHT), parts_of(tiling.MULTIPROCESSORS * COLUMNS_BLOCKS, across))
     tile = Tile(vec, tiling.WARP, 1, 1, 1)
-    values = {**_common(2, norm, tile, shifted and "scale" in grads), "CT_SUM": 0, "HEIGHT": COLUMNS_HEIGHT}
+    values = {**_common(2, norm, tile, reads), "CT_SUM": 0, "HEIGHT": COLUMNS_HEIGHT}
     block = (tiling.WARP, COLUMNS_HEIGHT, 1)
     return _pass(norm, "norm_columns", names, reads, grads, values, (across, parts, 1), block, parts)
 
@@ -177,13 +177,14 @@ def _if(there: bool, name: str) -> tuple[str, ...]:
     return (name,) if there else ()
 
 
-def _common(kind: int, norm: Norm, tile: Tile, adds_shift: bool) -> dict[str, object]:
+def _common(kind: int, norm: Norm, tile: Tile, reads: tuple[str, ...]) -> dict[str, object]:
     given = dict(norm.vectors)
     return {
         "KIND": kind,
         "T": _CODES[norm.dtype],
         **{slot.upper(): _CODES[given[slot]] if slot in given else -1 for slot in ("scale", "bias", "shift")},
-        "ADDS_SHIFT": int(adds_shift),
+        "READS_SCALE": int("scale" in reads),
+        "ADDS_SHIFT": int("shift" in reads),
         "RMS": int(norm.kind == "rms"),
         "N": norm.columns,
         "VEC": tile.vec,

@@ -117,8 +117,10 @@ def tangent(
     gives_sum: bool,
     **_: Any,
 ) -> Any:
-    """scale * rstd * P(ds) + xhat * dscale + dbias, of the tangents given, ds = dx + dshift + dresidual; of a call that gives the sum a dict
-    with ds too."""
+    """scale * rstd * P(ds) + xhat * dscale + dbias, of the tangents given, ds = dx + dshift + dresidual.
+
+    Of a call that gives the sum a dict, with ds too.
+    """
     wide = statistics_dtype(dtypes[0])
     moving = {slot: t.astype(wide) for slot, t in tangents.items()}
 
@@ -157,8 +159,11 @@ def cotangent(
     present: tuple[str, ...],
     **_: Any,
 ) -> list[Array]:
-    """The gradients wanted, in order: dx = dresidual = rstd * P(ct * scale), and ct_sum with it; dshift = sum of dx over rows, dscale = sum of
-    ct * xhat, dbias = sum of ct. `ct` is a dict with "out", "sum" or both where the call gives the sum."""
+    """The gradients wanted, in order: dx = dresidual = rstd * P(ct * scale) + ct_sum; summed over rows, dshift = dx, dscale = ct * xhat and
+    dbias = ct.
+
+    `ct` is a dict with "out", "sum" or both where the call gives the sum.
+    """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     cts = {name: c.astype(statistics_dtype(dtypes[0])) for name, c in cts.items()}
     like = next(iter(cts.values()))

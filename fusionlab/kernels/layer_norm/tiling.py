@@ -85,10 +85,10 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
     vec = vector(columns, dtype)
     units = columns // vec
     arrays = 3 if ct_sum else 2
-    lanes = min(MAX_THREADS, power_of_2(parts_of(units, 2)))
-    while lanes > WARP and vec * parts_of(units, lanes) < 8 and lanes > RESIDENT_THREADS // 4:
-        lanes //= 2  # fewer threads where vectors are short
-    for lanes in (lanes, *(n for n in (RESIDENT_THREADS,) if n < lanes)):
+    most = min(MAX_THREADS, power_of_2(parts_of(units, 2)))
+    while most > RESIDENT_THREADS // 4 and vec * parts_of(units, most) < 8:
+        most //= 2  # fewer threads where vectors are short
+    for lanes in dict.fromkeys((most, min(most, RESIDENT_THREADS))):
         vecs, groups = parts_of(units, lanes), _groups(lanes)
         held = vecs * _words(vec, dtype) * arrays
         for ahead in (True, False):
@@ -98,7 +98,7 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
                 return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
     if sums:
         return None
-    lanes = min(MAX_THREADS, lanes)
+    lanes = min(most, RESIDENT_THREADS)
     return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
 
 
