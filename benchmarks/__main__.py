@@ -12,6 +12,7 @@ NAMES = (
     "kernel_resources",
     "lerp",
     "matmul_schedule",
+    "norms",
     "pair_memory",
     "pairs",
     "parts",

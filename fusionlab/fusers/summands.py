@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..graph.ir import Block, Node, Value
-from ..graph.region import CASTS, VIEWS, Region
+from ..graph.region import CASTS, VIEWS, Region, widens
 from ..graph.scopes import is_backward
 
 _ADDS = ("add", "add_any")
@@ -82,7 +82,7 @@ def _addition(block: Block, value: Value) -> Node | None:
 
 def _widened(block: Block, value: Value) -> bool:
     node = block.producer.get(value.id)
-    return node is not None and node.primitive in CASTS
+    return node is not None and widens(node)
 
 
 def _fits(value: Value, x: Value) -> bool:
