@@ -23,7 +23,7 @@ from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.order import waits_for_itself
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import CASTS, NotARegion, Region, cut, escapes
+from ..graph.region import CASTS, NotARegion, Region, cut, escapes, widens
 from ..graph.rules import is_jax_rule
 from ..graph.scopes import is_backward
 from ..kernels import OPS
@@ -202,7 +202,7 @@ class _Site(Site):
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         best: Miss | None = None
         for value in self.around.results:
-            if narrows(value.dtype, self.around.x.dtype):
+            if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value):
                 continue  # the result has the dtype of x: a cast of it stays outside
             found = self.matched(value)
             if isinstance(found, Match):
@@ -232,6 +232,12 @@ class _Site(Site):
         return any(
             0 in a and len(n.inputs[0].shape) - 1 not in a for a, n in zip(axes, self.around.sums_of_x, strict=True)
         )
+
+    def is_widened(self, value: Value) -> bool:
+        """Whether a value is only another result, of the dtype of x, in a wider one."""
+        maker = self.search.block.producer.get(value.id)
+        source = maker.inputs[0] if maker is not None and widens(maker) else None
+        return isinstance(source, Value) and source.dtype == self.around.x.dtype and source in self.around.results
 
     def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
         ref = self.view.ref[value.id]

@@ -20,6 +20,7 @@ HELD_WORDS = 32  # registers in which a thread keeps its part of a row, or of tw
 SMALL_BLOCK = 128  # threads of a block of several rows
 RESIDENT_THREADS = 512  # of norm_backward, for each multiprocessor: 128 registers a thread
 OWN_REGISTERS = 40  # of a thread of norm_backward beside what it holds
+MOST_REGISTERS = 200  # of one that holds three vectors of a row
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def forward_tile(columns: int, dtype: str) -> Tile:
     """Of norm_forward: one row at a time, and no block for more than its rows."""
     vec = vector(columns, dtype)
     units = columns // vec
-    lanes = min(FORWARD_LANES, power_of_2(parts_of(units, 2)))
+    lanes = _lanes(units, FORWARD_LANES)
     while parts_of(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
         lanes *= 2
     vecs = parts_of(units, lanes)
@@ -85,7 +86,7 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
     vec = vector(columns, dtype)
     units = columns // vec
     arrays = 3 if ct_sum else 2
-    most = min(MAX_THREADS, power_of_2(parts_of(units, 2)))
+    most = _lanes(units, MAX_THREADS)
     while most > RESIDENT_THREADS // 4 and vec * parts_of(units, most) < 8:
         most //= 2  # fewer threads where vectors are short
     for lanes in dict.fromkeys((most, min(most, RESIDENT_THREADS))):
@@ -93,13 +94,20 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
         held = vecs * _words(vec, dtype) * arrays
         for ahead in (True, False):
             needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead)
-            resident = RESIDENT_THREADS // (lanes * groups) or 1
-            if needed * lanes * groups * resident <= REGISTERS:
+            threads = max(RESIDENT_THREADS, lanes * groups)
+            resident = min(threads, REGISTERS // needed) // (lanes * groups)
+            if resident and (needed * threads <= REGISTERS or (vecs == 3 and needed <= MOST_REGISTERS)):
                 return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
     if sums:
         return None
     lanes = min(most, RESIDENT_THREADS)
     return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
+
+
+def _lanes(units: int, most: int) -> int:
+    """Threads for a row of so many vectors: two for each; three where fewer threads are left without one."""
+    two, three = (min(most, power_of_2(parts_of(units, n))) for n in (2, 3))
+    return three if three * parts_of(units, three) < two * parts_of(units, two) else two
 
 
 def _groups(lanes: int) -> int:
