@@ -73,11 +73,11 @@ def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:
 
 
 def _norm(arch: str) -> Iterator[tuple[str, KernelPlan]]:
-    """Of layer_norm, with everything there can be: rows of part of a warp, of a block, of two passes backward, of more than registers hold."""
-    widths = (96, 768, 1023, 1024, 4096, 8192, 16384, 65536) if arch == "sm_90" else (1023, 1024, 16384)
+    """Of layer_norm, with everything there can be: rows of part of a warp, of a block, of two passes backward, of more than is held."""
+    some = (1023, 1024, 16384)
     for dtype in ("float32", "bfloat16", "float16") if arch == "sm_90" else ("float32", "bfloat16"):
-        for columns in widths:
-            for kind in ("layer", "rms") if columns in (1024, 4096) else ("layer",):
+        for columns in (96, 768, 4096, 8192, 65536, *some) if arch == "sm_90" and dtype != "float16" else some:
+            for kind in ("layer", "rms") if columns == 4096 else ("layer",):
                 given = norm.Norm(kind, 4096, columns, dtype, tuple((s, dtype) for s in ("bias", "scale", "shift")))
                 name = f"norm {dtype} {kind} {columns}"
                 yield f"{name}: forward", norm.forward_plan(given, 1e-5, residual=True, gives_sum=False, saves=False)

@@ -119,7 +119,8 @@ __device__ __forceinline__ bool has_unit(int i) { return kWhole || unit_of(i) < 
 
 // Calls use(i) for every vector that a thread has in a row.
 template <typename Use> __device__ __forceinline__ void each_unit(bool inside, const Use& use) {
-#pragma unroll
+  constexpr int kAtOnce = FL_HOLD || FL_VECS < 4 ? FL_VECS : 4;
+#pragma unroll kAtOnce
   for (int i = 0; i < FL_VECS; ++i) {
     if (inside && has_unit(i)) use(i);
   }

@@ -78,7 +78,8 @@ def forward_tile(columns: int, dtype: str) -> Tile:
     while parts_of(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
         lanes *= 2
     vecs = parts_of(units, lanes)
-    return Tile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= HELD_WORDS)
+    held = HELD_WORDS if lanes < MAX_THREADS else HELD_WORDS // 2
+    return Tile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= held)
 
 
 def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | None:
@@ -93,7 +94,8 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
         vecs, groups = parts_of(units, lanes), _groups(lanes)
         held = vecs * _words(vec, dtype) * arrays
         for ahead in (True, False):
-            needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead)
+            # What is narrower than a register takes more than one on its way.
+            needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead) + (held if vec == 1 else 0)
             threads = max(RESIDENT_THREADS, lanes * groups)
             resident = min(threads, REGISTERS // needed) // (lanes * groups)
             if resident and (needed * threads <= REGISTERS or (vecs == 3 and needed <= MOST_REGISTERS)):
