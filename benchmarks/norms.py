@@ -4,7 +4,8 @@
 
 Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). `jax.jit` is norm(x + shift + residual) as
 models write it, statistics in float32; `fast variance` the same by E[x^2] - E[x]^2, as flax.linen does. Each case is run forward (with and
-without the sum as a second result) and forward and backward, with the gradients of everything. Without a CUDA device `--quick` runs tiny
+without the sum as a second result) and forward and backward, with the gradients of everything (of x and the residual once: they
+are one array). Without a CUDA device `--quick` runs tiny
 sizes by the host's clock, to show that it works.
 """
 
@@ -127,7 +128,8 @@ def taken(norm: Callable[..., Any], way: str, given: dict[str, Any]) -> tuple[Ca
 
     def both(cts: Any, *operands: Any) -> Any:
         outs, pull = jax.vjp(forward, *operands)
-        return outs, pull(cts)
+        # The residual's is the gradient of x: given twice, either program would copy it.
+        return outs, tuple(g for slot, g in zip(slots, pull(cts), strict=True) if slot != "residual")
 
     operands = tuple(given[n] for n in slots)
     return (both, (cts, *operands)) if "backward" in way else (forward, operands)
