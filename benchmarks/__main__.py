@@ -13,6 +13,7 @@ NAMES = (
     "lerp",
     "matmul_schedule",
     "multi_transformer",
+    "norms",
     "pair_memory",
     "pairs",
     "parts",

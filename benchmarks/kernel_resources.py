@@ -17,6 +17,7 @@ from fusionlab.kernels.dot_product_attention.probe import probe_plan
 from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
+from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
 
 LIMITS = KERNELS / "limits.json"
@@ -46,6 +47,7 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             yield f"{name}: forward", elementwise.forward_plan(64, n, dtype, activation, bias=True, saves=saves)
             yield f"{name}: backward", elementwise.backward_plan(64, n, dtype, activation, dbias=True, saves=saves)[0]
     yield from _lerp(arch)
+    yield from _norm(arch)
     yield from _attention(arch)
     yield from _gated(arch)
 
@@ -68,6 +70,25 @@ def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             for wanted in (("x", "y"), ("x", "y", "w")):
                 for i, one in enumerate(lerp.backward_passes(given, wanted, dtype)):
                     yield f"{name}: {' and '.join(wanted)}, pass {i + 1}", one.plan
+
+
+def _norm(arch: str) -> Iterator[tuple[str, KernelPlan]]:
+    """Of layer_norm, with everything there can be: rows of part of a warp, of a block, of two passes backward, of more than is held."""
+    some = (1023, 1024, 16384)
+    for dtype in ("float32", "bfloat16", "float16") if arch == "sm_90" else ("float32", "bfloat16"):
+        for columns in (96, 768, 4096, 8192, 65536, *some) if arch == "sm_90" and dtype != "float16" else some:
+            for kind in ("layer", "rms") if columns == 4096 else ("layer",):
+                given = norm.Norm(kind, 4096, columns, dtype, tuple((s, dtype) for s in ("bias", "scale", "shift")))
+                name = f"norm {dtype} {kind} {columns}"
+                yield f"{name}: forward", norm.forward_plan(given, 1e-5, residual=True, gives_sum=False, saves=False)
+                yield (
+                    f"{name}: forward, saves",
+                    norm.forward_plan(given, 1e-5, residual=True, gives_sum=True, saves=True),
+                )
+                for ct_sum in (False, True):
+                    wanted = ("x", "scale", "bias", "shift")
+                    for i, one in enumerate(norm.backward_passes(given, wanted, ct_sum, shifted=False)):
+                        yield f"{name}: backward{' of both' if ct_sum else ''}, pass {i + 1}", one.plan
 
 
 def _gated(arch: str) -> Iterator[tuple[str, KernelPlan]]:

@@ -1,4 +1,5 @@
-"""Pass `layer_norm`: LayerNorm and RMSNorm, with a scale and a bias or without -> one `layer_norm` op.
+"""Pass `layer_norm`: LayerNorm and RMSNorm, with a scale and a bias or without -> one `layer_norm` op. Where a kernel runs it, a residual
+and a vector that are added right before it are folded in; where the sum is read elsewhere too, the op gives it as well.
 
 The anchor is a root (or a power) of a mean of squares. The nodes between what is normalised and the results are looked at alone
 (`View.over`), so that neither a factor of x nor the product that makes it is mixed with the norm's own. There every coefficient has to
@@ -8,7 +9,7 @@ be the example's; 1/N is captured and has to be the size of the axis that is sum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +21,9 @@ from ..graph.canonical import View
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
+from ..graph.order import waits_for_itself
 from ..graph.pattern import Example, pattern_of
-from ..graph.region import CASTS, NotARegion, Region, cut, escapes
+from ..graph.region import CASTS, NotARegion, Region, cut, escapes, widens
 from ..graph.rules import is_jax_rule
 from ..graph.scopes import is_backward
 from ..kernels import OPS
@@ -32,6 +34,7 @@ from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norms import ROOTS, Surroundings
 from .site import Site, with_concepts
+from .summands import Summands, summands_of
 
 _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
@@ -199,13 +202,13 @@ class _Site(Site):
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         best: Miss | None = None
         for value in self.around.results:
-            if narrows(value.dtype, self.around.x.dtype):
+            if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value):
                 continue  # the result has the dtype of x: a cast of it stays outside
             found = self.matched(value)
             if isinstance(found, Match):
                 outcome = self.named(self.candidate(found, value), found.pattern.example)
                 if isinstance(outcome, Candidate) and outcome.otherwise is None:
-                    return outcome if paired is None else replace(paired, otherwise=lambda c=outcome: (c,))
+                    return outcome if paired is None else _else(paired, outcome)
                 paired = paired or (outcome if isinstance(outcome, Candidate) else None)
                 problem = problem or (outcome if isinstance(outcome, Rejection) else None)
             elif found is not None and (best is None or found.matched > best.matched):
@@ -229,6 +232,12 @@ class _Site(Site):
         return any(
             0 in a and len(n.inputs[0].shape) - 1 not in a for a, n in zip(axes, self.around.sums_of_x, strict=True)
         )
+
+    def is_widened(self, value: Value) -> bool:
+        """Whether a value is only another result, of the dtype of x, in a wider one."""
+        maker = self.search.block.producer.get(value.id)
+        source = maker.inputs[0] if maker is not None and widens(maker) else None
+        return isinstance(source, Value) and source.dtype == self.around.x.dtype and source in self.around.results
 
     def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
         ref = self.view.ref[value.id]
@@ -307,13 +316,36 @@ class _Site(Site):
             leaks = escapes(region)
             if leaks:
                 problem = self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
-                return self.unless_paired(problem, lambda: self.proposed(found, region))
-            return self.proposed(found, region)
+                plain = self.unless_paired(problem, lambda: self.proposed(found, region))
+            else:
+                plain = self.proposed(found, region)
+            return self.with_summands(plain, found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
 
-    def proposed(self, found: Match, region: Region) -> Candidate | Rejection:
-        plan = _plan(self.search, self.view, found, region)
+    def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
+        """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
+        x = region.leaves["x"]
+        if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None or x.dtype != region.root.dtype:
+            return plain
+        axes = axes_of(found, self.view, found.leaf_id("x"), x)
+        features = in_order(axes, found.letters["n"])
+        summands = summands_of(self.search.block, x, axes.index(features[0]) if len(features) == 1 else None)
+        if summands is None:
+            return plain
+        leaks = escapes(summands.joined_to(region))
+        # A site of several results is not fused with its backward pass: that is for who reads the sum there to allow.
+        gives_sum = bool(leaks) and not self.search.differentiated
+        wide = summands.joined_to(region, (x,) if gives_sum else ())
+        if gives_sum and (escapes(wide) or waits_for_itself(wide.block, wide.leaves.values(), wide.roots) is not None):
+            return plain
+        outcome = self.proposed(found, wide, summands)
+        if not isinstance(outcome, Candidate) or outcome.same_code:
+            return plain
+        return replace(outcome, plain=plain, otherwise=(lambda: (plain,)) if leaks and not gives_sum else None)
+
+    def proposed(self, found: Match, region: Region, summands: Summands | None = None) -> Candidate | Rejection:
+        plan = _plan(self.search, self.view, found, region, summands)
         if isinstance(plan, str):
             edit = "move the normalised axes to the end first, with jnp.moveaxis"
             return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
@@ -357,36 +389,54 @@ def _epsilon(found: Match) -> float:
     return short if abs(float(np.float32(epsilon)) - epsilon) <= 1e-11 * epsilon else epsilon
 
 
-def _plan(search: Search, view: View, found: Match, region: Region) -> Plan | str:
-    """x as it stands where one axis is normalised over, else [*R, N] with the last axes merged; scale and bias [N].
+def _else(first: Candidate, last: Candidate) -> Candidate:
+    """A site that has to be fused with its backward pass, with one that has not in its place where that cannot be."""
+    if first.plain is None:
+        return replace(first, otherwise=lambda: (last,))
+    plain = replace(first.plain, otherwise=lambda: (last,))
+    return replace(first, otherwise=lambda: (plain,))
+
+
+def _plan(search: Search, view: View, found: Match, region: Region, summands: Summands | None = None) -> Plan | str:
+    """x (and a residual) as it stands where one axis is normalised over, else [*R, N] with the last axes merged; the vectors [N].
 
     A sentence where several axes are normalised over that are not the last.
     """
-    sizes = found.sizes
-    axes: dict[str, Axes] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in region.leaves.items()}
+    sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
+    own = {n: v for n, v in region.leaves.items() if n in found.leaves} | {"x": x}
+    axes: dict[str, Axes] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
     order = [c for c in axes["x"] if c is not None]
     features = in_order(axes["x"], found.letters["n"])
     rows = [[c] for c in order if c not in features]
     direct = len(features) == 1
     if not direct and tuple(order[len(rows) :]) != features:
         places = tuple(i for i, c in enumerate(axes["x"]) if c in features)
-        return f"it normalises over axes {places} of {list(region.leaves['x'].shape)}; of several axes the fused op takes the last ones"
+        return f"it normalises over axes {places} of {list(x.shape)}; of several axes the fused op takes the last ones"
     position = {v.id: i for i, v in enumerate(region.inputs)}
     where = {n: position[v.id] for n, v in region.leaves.items()}
     groups = [[c] for c in order] if direct else [*rows, list(features)]
     root_axes = axes_of(found, view, found.pattern.root, region.root)
     dtype = region.root.dtype
 
+    def whole(name: str, inputs: Sequence[Any]) -> Any:
+        if name not in where:
+            return None
+        given = inputs[where[name]].astype(dtype)
+        return given if direct else arrange(given, axes["x"], groups, sizes)
+
     def operands(*inputs: Any) -> tuple[Any, ...]:
-        x = inputs[where["x"]].astype(dtype)
-        x = x if direct else arrange(x, axes["x"], groups, sizes)
         vectors = (
             arrange(inputs[where[n]], axes[n], [features], sizes) if n in where else None for n in ("scale", "bias")
         )
-        return x, *vectors
+        shift = inputs[where["shift"]].reshape(-1) if "shift" in where else None
+        return whole("x", inputs), *vectors, shift, whole("residual", inputs)
 
     def finish(out: Any) -> Any:
-        return restore(out, groups, root_axes, region.root.shape, sizes)
+        if not region.others:
+            return restore(out, groups, root_axes, region.root.shape, sizes)
+        normed, total = out
+        summed = restore(total, groups, axes["x"], x.shape, sizes)
+        return restore(normed, groups, root_axes, region.root.shape, sizes), summed
 
     op = OPS["layer_norm"]
     attrs = {
@@ -394,5 +444,7 @@ def _plan(search: Search, view: View, found: Match, region: Region) -> Plan | st
         "epsilon": _epsilon(found),
         "axis": axes["x"].index(features[0]) if direct else -1,
         "implementation": search.implementation,
+        **({"gives_sum": True} if region.others else {}),
     }
-    return Plan(op, attrs, operands, finish, op.formula(**attrs, scale="scale" in where, bias="bias" in where))
+    there = {slot: slot in where for slot in ("scale", "bias", "shift", "residual")}
+    return Plan(op, attrs, operands, finish, op.formula(**attrs, **there))

@@ -66,8 +66,11 @@ def _fold(search: Search) -> _Folded:
     # By "xla" a site is found wherever it stands; whether a device gains by it is not asked.
     alone = replace(search, options={}, implementation="xla")
     candidates, rejections = settle([item for p in _PIECES for item in _items(search, alone, p)])
-    closed = [c for c in candidates if c.program is not None and c.region is not None and not escapes(c.region)]
-    tiles = [Tile(c.root, c.site.leaves, c.node_ids, c.program, c) for c in closed if c.program is not None]
+    closed = [
+        c for c in candidates if (s := c.seen).program is not None and s.region is not None and not escapes(s.region)
+    ]
+    seen = ((c, c.seen) for c in closed)
+    tiles = [Tile(s.root, s.site.leaves, s.node_ids, s.program, c) for c, s in seen if s.program is not None]
     numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
     known = {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
     view = View(search.block, known, search.view.outer, tiles)

@@ -42,6 +42,7 @@ class Candidate:
       region: the site's nodes and values (opaque to readers).
       plan: how the region becomes a call of the op (opaque to readers).
       backward: its backward pass, in a program that is differentiated already.
+      plain: the site without what the op does beside it (the sum a norm is taken of), where there is such a part.
       otherwise: what stands here if it cannot be fused with its backward pass, which reads its inner values (during a search only).
     """
 
@@ -70,6 +71,12 @@ class Candidate:
     backward: Pair | None = None
     otherwise: Callable[[], Iterable[Candidate | Rejection]] | None = dataclasses.field(default=None, repr=False)
     others: tuple[Value, ...] = ()
+    plain: Candidate | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def seen(self) -> Candidate:
+        """As who looks for larger structures sees it."""
+        return self.plain or self
 
     @property
     def roots(self) -> tuple[Value, ...]:

@@ -95,8 +95,9 @@ def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
     for c in found.candidates:
         # Inner values that a backward pass reads would not be in the view: those of a site that is fused with it.
         # A tile has one root.
-        if c.program is not None and c.region is not None and not c.others and not escapes(c.region):
-            tile = Tile(c.root, c.site.leaves, c.node_ids, c.program, c)
+        s = c.seen
+        if s.program is not None and s.region is not None and not s.others and not escapes(s.region):
+            tile = Tile(s.root, s.site.leaves, s.node_ids, s.program, c)
             tiles.setdefault(c.block_path, []).append(tile)
     return views(found.graph, tiles)
 

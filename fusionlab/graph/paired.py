@@ -55,7 +55,8 @@ class Pairer:
         Raises:
           Unpaired: one of them would stay behind, or they do not agree.
         """
-        numbered = [(i, name, share) for i, name, share in _shares(region, found) if _separate(share, region.inputs[i])]
+        shares = _shares(region, found)
+        numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
         path = self.tree.of_value.get(found.cotangent.id, "")
         placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
         if not placed:
@@ -168,6 +169,16 @@ def _shares(region: Region, found: Backward) -> list[tuple[int, str, Share]]:
     names = {v.id: name for name, v in region.leaves.items()}
     shares = ((i, names[v.id]) for i, v in enumerate(region.inputs))
     return [(i, name, found.gradients[name]) for i, name in shares if name in found.gradients]
+
+
+def _each_once(shares: Iterable[tuple[int, str, Share]]) -> list[tuple[int, str, Share]]:
+    """Without those that are another operand's gradient already, the same values (those of the two sides of a sum): put in their place
+    twice, they would be added up.
+    """
+    own: dict[frozenset[int], tuple[int, str, Share]] = {}
+    for entry in shares:
+        own.setdefault(entry[2].own, entry)
+    return list(own.values())
 
 
 def _read_outside(block: Block, placed: list[tuple[int, str, Share]], gone: set[int]) -> list[tuple[int, str, Share]]:

@@ -48,10 +48,12 @@ class Implementation:
     Attributes:
       name: what `implementation=` takes.
       summary: what it does, in a few words.
-      forward: `(**operands by slot, residuals: bool, **attrs) -> [out, *residuals]`.
-      tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result.
+      forward: `(**operands by slot, residuals: bool, **attrs) -> [*results, *residuals]`.
+      tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result. Of an op that
+        gives several results a dict: result -> tangent.
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
-        the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have.
+        the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have. Of an op that gives
+        several results, `ct` is a dict with the cotangents that there are: result -> cotangent.
       refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
       opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
 

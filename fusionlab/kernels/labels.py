@@ -124,7 +124,10 @@ def labels_of(
     op, attrs, role = primitive.op, attributes_of(params), primitive.role
     wanted = () if role == "call" else wanted_of(params)
     reads = [_plain(n) for n in primitive.operand_names(params)]
-    gives = {"call": ("out", *op.residual_names(**attrs)), "tangent": ("out",), "cotangent": wanted}[role]
+    if role == "call":
+        gives = (*op.results(**attrs), *op.residual_names(**attrs))
+    else:
+        gives = primitive.results_given(params) if role == "tangent" else wanted
     named = [*zip(reads, operands, strict=True), *zip(gives, results, strict=False)]
     shapes = {name: tuple(value.shape) for name, value in named}
     shapes.setdefault("out", tuple(params.get("shape", ())))
@@ -150,7 +153,7 @@ def labels_of(
 
 
 def _plain(name: str) -> str:
-    return "out" if name == "ct" else name.removeprefix("d_")
+    return "out" if name == "ct" else name.removeprefix("d_").removeprefix("ct_")
 
 
 def _labels(by_name: Mapping[str, Tensor], *names: str) -> dict[str, None]:

@@ -8,7 +8,8 @@ says which are wanted), so nothing else is kept until the backward pass. A secon
 Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of a gradient.
 
 Words: an op's *slots* name its operands in order, optional ones last; the attribute `present` names those a call has, any
-of the optional ones may be absent. `live` holds one bool for each operand present.
+of the optional ones may be absent. `live` holds one bool for each operand present; of an op that gives several results, `given` holds
+one for each: whether it has a tangent, or a cotangent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from . import partition
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
 from .labels import Axes, SummedCall
-from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, wanted_of
+from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, given_of, wanted_of
 
 Array = Any
 
@@ -70,13 +71,17 @@ class Op(abc.ABC):
         Returns the operands as the primitives take them, and all attributes but `present` in canonical, hashable form.
         """
 
+    def results(self, **attrs: Any) -> tuple[str, ...]:
+        """The names of what a call gives; the cotangent of one that is not "out" is named "ct_<result>"."""
+        return ("out",)
+
     @abc.abstractmethod
     def residual_names(self, **attrs: Any) -> tuple[str, ...]:
-        """What the forward saves beside its operands and its result."""
+        """What the forward saves beside its operands and its results."""
 
     @abc.abstractmethod
     def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
-        """The slots and residuals (or "out") that the gradients of the slots in `wanted` read."""
+        """The slots, residuals and results that the gradients of the slots in `wanted` read."""
 
     @abc.abstractmethod
     def batch(
@@ -148,7 +153,7 @@ class Op(abc.ABC):
     def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
         """What the gradients of the slots in `wanted` read, in the order in which the primitives take it."""
         read = self.reads(wanted, **attrs)
-        return tuple(n for n in (*self.slots, "out", *self.residual_names(**attrs)) if n in read)
+        return tuple(n for n in (*self.slots, *self.results(**attrs), *self.residual_names(**attrs)) if n in read)
 
     # What users of an op call.
 
@@ -157,18 +162,21 @@ class Op(abc.ABC):
         """Primitive name -> primitive."""
         return {p.name: p for p in (self._call, self._tangent, self._cotangent)}
 
-    def call(self, *operands: Any, **attrs: Any) -> Array:
-        """Binds the op: one named node in a trace. `operands` in slot order; None for an absent optional one."""
-        return self._bind_call(operands, attrs, residuals=False)[0]
+    def call(self, *operands: Any, **attrs: Any) -> Any:
+        """Binds the op: one named node in a trace. `operands` in slot order; None for an absent optional one.
+
+        Returns its result; a tuple of them, where it gives several.
+        """
+        return _one_or_all(self._bind_call(operands, attrs, residuals=False))
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
-        """`(out, *residuals)`: what the differentiated forward returns."""
+        """`(*results, *residuals)`: what the differentiated forward returns."""
         return tuple(self._bind_call(operands, attrs, residuals=True))
 
-    def reference(self, *operands: Any, **attrs: Any) -> Array:
+    def reference(self, *operands: Any, **attrs: Any) -> Any:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
-        return self.implementations["xla"].forward(**present, residuals=False, **full)[0]
+        return _one_or_all(self.implementations["xla"].forward(**present, residuals=False, **full))
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """What the forward saves for backward when every operand's gradient is wanted."""
@@ -176,7 +184,7 @@ class Op(abc.ABC):
         slots = [slot for slot, a in present.items() if jnp.issubdtype(a.dtype, jnp.floating)]
         forward = functools.partial(self.implementations["xla"].forward, residuals=True, **full)
         shapes = jax.eval_shape(forward, **{n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in present.items()})
-        found = zip(("out", *self.residual_names(**full)), shapes, strict=True)
+        found = zip((*self.results(**full), *self.residual_names(**full)), shapes, strict=True)
         records = []
         for name, s in found:
             readers = tuple("d" + slot for slot in slots if name in self.reads((slot,), **full))
@@ -296,15 +304,17 @@ class Op(abc.ABC):
         slots = attrs["present"]
         wanted = tuple(slot for slot, moves in zip(slots, live, strict=True) if moves)
         saved = self.saved_names(wanted, attrs)
-        names = self.residual_names(**attrs)
+        results, names = self.results(**attrs), self.residual_names(**attrs)
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
-        known = dict(zip(slots, primals, strict=True)) | dict(zip(("out", *names), outs, strict=False))
+        known = dict(zip(slots, primals, strict=True)) | dict(zip((*results, *names), outs, strict=False))
         moving = [t for t, moves in zip(tangents, live, strict=True) if moves]
         linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, (*primals, outs[0])))}
+        if len(results) > 1:
+            linear["given"] = (True,) * len(results)
         moved = self._tangent.bind(*(known[n] for n in saved), *moving, **linear, **attrs)
         if not residuals:
-            return outs[:1], moved
-        return outs, [*moved, *self._residual_tangents(primals, live, moving, outs[1:], attrs)]
+            return outs[: len(results)], moved
+        return outs, [*moved, *self._residual_tangents(primals, live, moving, outs[len(results) :], attrs)]
 
     def _jvp_of_reference(
         self, primals: Sequence[Array], tangents: Sequence[Any], attrs: dict[str, Any]
@@ -333,7 +343,8 @@ class Op(abc.ABC):
             fresh = iter(moved)
             slots = zip(attrs["present"], primals, live, strict=True)
             full = {slot: next(fresh) if moves else p for slot, p, moves in slots}
-            all_saved = self.implementations["xla"].forward(**full, residuals=True, **attrs)[1:]
+            made = self.implementations["xla"].forward(**full, residuals=True, **attrs)
+            all_saved = made[len(self.results(**attrs)) :]
             return [r for r, floats in zip(all_saved, floating, strict=True) if floats]
 
         start = [p for p, moves in zip(primals, live, strict=True) if moves]
@@ -345,8 +356,7 @@ class Op(abc.ABC):
     ) -> tuple[list[Array], list[Any]]:
         """Tangent and cotangent are linear in their last operands: that part stays the op, the rest is its meaning's."""
         outs = primitive.bind(*primals, **params)
-        count = sum(params["live"]) if primitive.role == "tangent" else 1
-        split = len(primals) - count
+        split = len(primals) - _linear_count(primitive, params)
         parts = []
         if any(type(t) is not ad.Zero for t in tangents[split:]):
             parts.append(self._linear_part(primitive, primals[:split], tangents[split:], params))
@@ -366,9 +376,9 @@ class Op(abc.ABC):
     def _linear_part(
         self, primitive: FusedPrimitive, saved: Sequence[Array], moving: Sequence[Any], params: dict[str, Any]
     ) -> list[Array]:
-        if primitive.role == "cotangent":
-            return primitive.bind(*saved, moving[0], **params)
         given = [t for t in moving if type(t) is not ad.Zero]
+        if primitive.role == "cotangent":
+            return primitive.bind(*saved, *given, **_of_results(params, moving))
         return self._bind_subset(self._tangent, saved, given, params, moving)
 
     def _bind_subset(
@@ -387,20 +397,22 @@ class Op(abc.ABC):
         return primitive.bind(*(known[n] for n in self.saved_names(kept, attrs)), *linear, **params | {"live": live})
 
     def _transpose_of_tangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-        if type(cts[0]) is ad.Zero:
+        given = [ct for ct in cts if type(ct) is not ad.Zero]
+        if not given:
             return [None] * len(operands)
         split = len(operands) - sum(params["live"])
-        asked = [ad.is_undefined_primal(t) for t in operands[split:]]
-        keep = [None if a else zero_tangent(t) for a, t in zip(asked, operands[split:], strict=True)]
-        grads = iter(self._bind_subset(self._cotangent, operands[:split], [cts[0]], params, keep))
+        asked, keep = _asked(operands[split:])
+        grads = iter(self._bind_subset(self._cotangent, operands[:split], given, _of_results(params, cts), keep))
         return [None] * split + [next(grads) if a else None for a in asked]
 
     def _transpose_of_cotangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
         given = [ct for ct in cts if type(ct) is not ad.Zero]
         if not given:
             return [None] * len(operands)
-        moved = self._bind_subset(self._tangent, operands[:-1], given, params, cts)
-        return [None] * (len(operands) - 1) + moved
+        split = len(operands) - _linear_count(self._cotangent, params)
+        asked, keep = _asked(operands[split:])
+        moved = iter(self._bind_subset(self._tangent, operands[:split], given, _of_results(params, keep), cts))
+        return [None] * split + [next(moved) if a else None for a in asked]
 
     def _batching_rule(
         self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
@@ -420,6 +432,29 @@ class Op(abc.ABC):
             meaning = primitive.function(params, "xla")
             outs = jax.vmap(meaning, in_axes=tuple(axes))(*operands)
         return outs, [0] * len(outs)
+
+
+def _one_or_all(results: Sequence[Array]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _linear_count(primitive: FusedPrimitive, params: Mapping[str, Any]) -> int:
+    """Of how many of its operands, the last ones, a tangent or a cotangent is linear."""
+    return sum(params["live"]) if primitive.role == "tangent" else sum(given_of(params))
+
+
+def _of_results(params: dict[str, Any], keep: Sequence[Any]) -> dict[str, Any]:
+    """The parameters for those of the results given whose entry in `keep` is not a symbolic zero."""
+    if "given" not in params:
+        return params
+    kept = iter(keep)
+    return params | {"given": tuple(has and type(next(kept)) is not ad.Zero for has in params["given"])}
+
+
+def _asked(operands: Sequence[Any]) -> tuple[list[bool], list[Any]]:
+    """Of linear operands: whether each one's cotangent is asked for, and a symbolic zero for each of which it is not."""
+    asked = [ad.is_undefined_primal(t) for t in operands]
+    return asked, [None if a else zero_tangent(t) for a, t in zip(asked, operands, strict=True)]
 
 
 def meaning_of(eqn: Any) -> Meaning | None:

@@ -19,7 +19,7 @@ from ..graph.trace import block_of_jaxpr
 if TYPE_CHECKING:
     from .op import Op
 
-_NO_ATTRIBUTES = frozenset({"residuals", "live", "shape", "shardings", "partitioned"})
+_NO_ATTRIBUTES = frozenset({"residuals", "live", "given", "shape", "shardings", "partitioned"})
 
 Array = Any
 Meaning = Callable[..., list[Array]]
@@ -52,8 +52,9 @@ class Marker(tuple):
 class FusedPrimitive(Primitive):
     """A primitive that knows its op and its role there: "call", "tangent" or "cotangent".
 
-    Parameters: the op's attributes; of a call also `residuals`; of the others also `live`, `shape` (of the result) and
-    `shardings` (of the operands and the result, each None but on explicit mesh axes). All may have `partitioned`, JAX's cue that their
+    Parameters: the op's attributes; of a call also `residuals`; of the others also `live`, `shape` (of the first result) and
+    `shardings` (of the operands and that result, each None but on explicit mesh axes), and, of an op that gives several results,
+    `given`: which of them have a tangent or a cotangent. All may have `partitioned`, JAX's cue that their
     lowering has to know the devices (see partition.py).
     """
 
@@ -92,12 +93,19 @@ class FusedPrimitive(Primitive):
         return round(counts[0] * share), round(counts[1] * share)
 
     def operand_names(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """Slots and residuals; tangents are named "d_<slot>", the cotangent "ct"."""
+        """Slots, results and residuals; tangents are named "d_<slot>", the cotangent "ct", of another result than "out" "ct_<result>"."""
         if self.role == "call":
             return params["present"]
         wanted = wanted_of(params)
         saved = self.op.saved_names(wanted, attributes_of(params))
-        return (*saved, *(f"d_{slot}" for slot in wanted)) if self.role == "tangent" else (*saved, "ct")
+        if self.role == "tangent":
+            return (*saved, *(f"d_{slot}" for slot in wanted))
+        return (*saved, *("ct" if result == "out" else f"ct_{result}" for result in self.results_given(params)))
+
+    def results_given(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+        """The results whose tangents a tangent gives, or whose cotangents a cotangent takes."""
+        results = self.op.results(**attributes_of(params))
+        return tuple(result for result, given in zip(results, given_of(params), strict=True) if given)
 
     def function(self, params: Mapping[str, Any], implementation: str, device: Device | None = None) -> Meaning:
         """What it computes of its operands, by one of the op's implementations.
@@ -115,15 +123,19 @@ class FusedPrimitive(Primitive):
         saved = self.op.saved_names(wanted, attributes_of(params))
         names = (*params["present"], "out")
         shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
+        several, results = "given" in params, self.results_given(params)
 
         def tangent(*operands: Array) -> list[Array]:
             kept, moving = operands[: len(saved)], operands[len(saved) :]
             by_slot = dict(zip(wanted, moving, strict=True))
             known = dict(zip(saved, kept, strict=True))
-            return [one.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)]
+            made = one.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)
+            return [made[result] for result in results] if several else [made]
 
         def cotangent(*operands: Array) -> list[Array]:
-            return one.cotangent(dict(zip(saved, operands[:-1], strict=True)), operands[-1], wanted, shardings, **attrs)
+            known, cts = dict(zip(saved, operands, strict=False)), operands[len(saved) :]
+            ct = dict(zip(results, cts, strict=True)) if several else cts[0]
+            return one.cotangent(known, ct, wanted, shardings, **attrs)
 
         return tangent if self.role == "tangent" else cotangent
 
@@ -160,3 +172,8 @@ def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
 def wanted_of(params: Mapping[str, Any]) -> tuple[str, ...]:
     """The slots whose tangents are given, or whose gradients are asked for."""
     return tuple(slot for slot, live in zip(params["present"], params["live"], strict=True) if live)
+
+
+def given_of(params: Mapping[str, Any]) -> tuple[bool, ...]:
+    """For each result of the op, whether its tangent or cotangent is there."""
+    return params.get("given", (True,))

@@ -12,6 +12,7 @@ from fusionlab.kernels.compile import KERNELS, Source, source_texts
 from fusionlab.kernels.dot_product_attention import tiles
 from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
+from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
 
 from .markup import code, folded, quiet
@@ -24,6 +25,7 @@ _KERNELS: dict[str, tuple[Source, str]] = {
     "gated_matmul": (gated.SOURCE, "gated {dtype} {activation}"),
     "dot_product_attention": (tiles.SOURCE, "attention {dtype}"),
     "lerp": (lerp.SOURCE, "lerp {dtype}"),
+    "layer_norm": (norm.SOURCE, "norm {dtype}"),
 }
 RECORDED_ARCH = "sm_90"  # the one whose every variant is on record
 _ROWS = 12

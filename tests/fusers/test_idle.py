@@ -43,13 +43,22 @@ def found(**options):
 def test_on_a_gpu_a_norm_is_found_and_left_as_it_is(device):
     f = found(device=device)
     (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
-    assert "no kernel" in norm.idle
+    assert ("below 1048576" if device == "sm_90" else f"not on {device}") in norm.idle
     assert norm.id not in {c.id for c in f.select()}
     assert f.line("layer_norm").startswith("layer_norm: 0 subgraphs fused, 1 left as they are, 0 declined")
     assert "left as it is unless asked for" in f.report()
     assert norm.to_dict()["idle"] == norm.idle
     assert not names(f.rewritten())
     assert any(s.kind == "residual_norm" for s in f.structures)  # what it is part of is seen all the same
+
+
+def test_a_norm_of_a_million_elements_is_fused_on_a_gpu_it_was_measured_on():
+    args = [f32(2048, 1024), f32(1024, 32), f32(32, 1024), f32(1024), f32(1024)]
+    for device, idle in (("sm_90", False), ("sm_80", True)):
+        f = fl.find(layer, *args, device=device)
+        (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
+        assert bool(norm.idle) == idle
+        assert (norm.id in {c.id for c in f.select()}) != idle
 
 
 @pytest.mark.parametrize("asked", ["layer_norm", "id"])

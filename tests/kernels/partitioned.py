@@ -488,6 +488,33 @@ def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
 
 
 @trial
+def two_results_are_split_alike_and_their_gradients_added_up() -> None:
+    def norm_and_sum(implementation: str) -> Callable[..., Array]:
+        def both(x: Array, scale: Array, bias: Array, shift: Array, residual: Array) -> Array:
+            given = {"axis": -1, "gives_sum": True, "implementation": implementation}
+            out, total = LAYER_NORM.call(x, scale, bias, shift, residual, **given)
+            return jnp.stack([out, total])
+
+        return both
+
+    args = arrays((2, M, N), (N,), (N,), (N,), (2, M, N))
+    want = jax.jit(everything(norm_and_sum("xla")))(*args)
+    rows = P("a", "b")
+    for specs in (
+        (rows, P(), P(), P(), rows),
+        (rows, P("a"), P(), P("b"), P()),
+        (P(), P(), P(), P(), P(None, ("a", "b"))),
+    ):
+        got, _ = compiled(everything(norm_and_sum("opaque")), placed(mesh_of(SQUARE), *specs, args=args))
+        close(got, want, specs)
+    got, text = compiled(
+        gradients(norm_and_sum("opaque")), placed(mesh_of(SQUARE), rows, P(), P(), P(), rows, args=args)
+    )
+    assert not count(text, "all-gather")
+    assert local("call")["residual"] == (1, M // 2, N)
+
+
+@trial
 def a_blend_is_split_along_every_axis_and_sums_of_its_parts_are_added_up() -> None:
     blend = lambda name: everything(blend_of(name))  # noqa: E731
     args = arrays((8, 1, 4), (8, 16, 4), (16, 1))

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.errors import ArgumentError, UnknownNameError
+from fusionlab.device import Device
+from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
 from fusionlab.kernels import OPS
-from fusionlab.ops import layer_norm
+from fusionlab.ops import layer_norm, layer_norm_and_sum
 from fusionlab.testing.tolerances import tolerance
 
 from .transformations import TRANSFORMATIONS, assert_agree, assert_same, loss, primitives
@@ -258,7 +259,177 @@ def test_shapes_and_other_objects_are_refused_where_arrays_are_needed():
 
 
 def test_backends_say_same_code_and_formulas_read_as_the_code_does():
-    (verdict,) = OP.backends(*data(*ARGS, dtype="float32"), device="cpu")
+    verdict, kernels = OP.backends(*data(*ARGS, dtype="float32"), device="cpu")
     assert (verdict.name, verdict.verdict) == ("xla", "same code")
+    assert (kernels.name, kernels.verdict) == ("cuda", "unavailable")
     assert OP.formula() == "layer_norm(x) * scale + bias"
     assert OP.formula(kind="rms", bias=False) == "rms_norm(x) * scale"
+    assert OP.formula(bias=False, residual=True) == "layer_norm(x + residual) * scale"
+    whole = OP.formula(kind="rms", bias=False, shift=True, residual=True, gives_sum=True)
+    assert whole == "rms_norm(x + shift + residual) * scale, and x + shift + residual"
+
+
+# -- a sum before the norm ------------------------------------------------------------------------------------------------
+
+SUMMED = ((3, 5), (5,), (5,), (5,), (3, 5))  # x, scale, bias, shift, residual
+NAMES = ("no_jit", "value_and_grad_jit", "jvp", "linear_transpose_of_vjp", "hessian", "grad_of_grad", "vmap_all")
+NAMES += ("vmap_second", "vmap_of_grad", "grad_of_vmap", "scan", "checkpoint")
+
+
+def plain_sum(kind):
+    def norm(x, scale, bias, shift, residual):
+        total = x + shift + residual
+        return jnp.concatenate([plain(kind)(total, scale, bias), total], -1)
+
+    return norm
+
+
+def fused_sum(kind):
+    """Both results, so that each has a cotangent."""
+
+    def norm(x, scale, bias, shift, residual):
+        both = layer_norm_and_sum(x, scale, bias, shift=shift, residual=residual, kind=kind, epsilon=EPS)
+        return jnp.concatenate(both, -1)
+
+    return norm
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_results_equal_plain_code_under_every_transformation(name, x64):
+    assert_agree(fused_sum("layer"), plain_sum("layer"), data(*SUMMED), (name,), 1e-11)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_of_two_results_has_the_gradients_of_plain_code(which, x64):
+    part = slice(0, 5) if which == 0 else slice(5, 10)
+    names = ("value_and_grad_jit", "jvp", "grad_of_grad", "vmap_of_grad", "scan")
+    f, p = (lambda *a, g=g: g(*a)[..., part] for g in (fused_sum("rms"), plain_sum("rms")))
+    assert_agree(f, p, data(*SUMMED), names, 1e-11)
+
+
+def test_a_sum_that_is_not_given_has_the_gradients_of_plain_code(x64):
+    names = ("value_and_grad_jit", "jvp", "hessian", "vmap_of_grad")
+
+    def residual_alone(x, residual):
+        return layer_norm(x, residual=residual, epsilon=EPS)
+
+    assert_agree(residual_alone, lambda x, r: plain("layer")(x + r), data((3, 5), (3, 5)), names, 1e-11)
+    shifted = lambda x, v: layer_norm(x, v, shift=v, kind="rms", epsilon=EPS)  # noqa: E731
+    assert_agree(shifted, lambda x, v: plain("rms")(x + v, v), data((3, 5), (5,)), names, 1e-11)
+
+
+def cotangent_of(fn, *args, wanted):
+    jaxpr = jax.make_jaxpr(jax.grad(fn, wanted))(*args).jaxpr
+    (node,) = [e for e in jaxpr.eqns if e.primitive.name == "layer_norm_cotangent"]
+    return node
+
+
+def test_backward_reads_the_sum_in_place_of_what_was_added_up():
+    x, scale, _, shift, residual = data(*SUMMED, dtype="float32")
+    node = cotangent_of(lambda x, r: layer_norm(x, scale, shift=shift, residual=r).sum(), x, residual, wanted=(0, 1))
+    assert node.primitive.operand_names(node.params) == ("scale", "sum", "mean", "rstd", "ct")
+    node = cotangent_of(lambda x: layer_norm(x, shift=shift).sum(), x, wanted=0)
+    assert node.primitive.operand_names(node.params) == ("x", "shift", "mean", "rstd", "ct")
+
+
+def test_only_the_cotangents_there_are_are_given():
+    x, scale, _, _, residual = data(*SUMMED, dtype="float32")
+
+    def run(pick):
+        return lambda x: pick(layer_norm_and_sum(x, scale, residual=residual))
+
+    node = cotangent_of(run(lambda both: both[0].sum() + jnp.sin(both[1]).sum()), x, wanted=0)
+    assert (node.params["given"], node.primitive.operand_names(node.params)[-2:]) == ((True, True), ("ct", "ct_sum"))
+    node = cotangent_of(run(lambda both: both[0].sum()), x, wanted=0)
+    assert (node.params["given"], node.primitive.operand_names(node.params)[-1]) == ((True, False), "ct")
+    node = cotangent_of(run(lambda both: jnp.sin(both[1]).sum()), x, wanted=0)
+    assert (node.params["given"], node.primitive.operand_names(node.params)[-1]) == ((False, True), "ct_sum")
+
+
+def test_a_batch_of_residuals_is_more_rows():
+    x, scale, _, _, residual = data(*SUMMED, dtype="float32")
+    f = lambda x, r: layer_norm_and_sum(x, scale, residual=r)  # noqa: E731
+    rows = jnp.stack([x, x])
+    assert primitives(jax.vmap(f), rows, jnp.stack([residual, residual])).count("layer_norm") == 1
+    names = primitives(jax.vmap(f, (None, 0)), x, jnp.stack([residual, residual]))
+    assert names.count("layer_norm") == 1
+    grad = jax.grad(lambda r, x: sum(o.sum() for o in f(x, r)))
+    names = primitives(jax.vmap(grad, (0, None)), jnp.stack([residual, residual]), x)
+    assert (names.count("layer_norm"), names.count("layer_norm_cotangent")) == (1, 1)
+
+
+def test_the_result_is_the_norm_of_the_sum_as_it_is_rounded():
+    x, scale, _, shift, residual = data((8, 96), (96,), (96,), (96,), (8, 96), dtype="bfloat16")
+    out, total = jax.jit(lambda *a: layer_norm_and_sum(*a[:2], shift=a[2], residual=a[3]))(x, scale, shift, residual)
+    wide = sum(a.astype("float32") for a in (x, shift, residual))
+    np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(wide.astype("bfloat16"), np.float32))
+    exact = plain("layer", epsilon=1e-5)(np.asarray(total, np.float64), np.asarray(scale, np.float64))
+    error = np.abs(np.asarray(out, np.float64) - exact).max()
+    assert error < 0.02 * np.abs(exact).max()
+
+
+def test_residuals_of_a_norm_of_a_sum_hold_the_sum():
+    x, v = jax.ShapeDtypeStruct((8, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.float32)
+    total, mean, _ = OP.residuals(x, v, None, None, x)
+    assert (total.name, total.shape, total.dtype) == ("sum", (8, 4), "bf16")
+    assert total.readers == ("dx", "dscale", "dresidual")
+    assert mean.readers == total.readers
+    assert [r.name for r in OP.residuals(x, v, None, v, None)] == ["mean", "rstd"]
+    assert "sum" in {r.name for r in OP.residuals(x, v, None, v, None, gives_sum=True)}
+
+
+def test_bad_summands_are_refused_by_name():
+    x = jnp.ones((2, 4))
+    for more, part in (
+        ({"shift": jnp.ones(3)}, "shift has shape (3,), needed (4,)"),
+        ({"residual": jnp.ones((1, 4))}, "residual has shape (1, 4), needed (2, 4)"),
+        ({"residual": x.astype("bfloat16")}, "residual has dtype bfloat16 but x has float32"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            layer_norm(x, **more)
+        assert part in str(caught.value)
+    with pytest.raises(ArgumentError, match="the sum of x alone is asked for, needed a shift or a residual"):
+        layer_norm_and_sum(x)
+
+
+def test_a_named_implementation_runs_or_says_why_it_cannot():
+    x = jnp.ones((2, 4))
+    with pytest.raises(BackendError, match="implementation 'cuda' cannot run this call"):
+        layer_norm(x, implementation="cuda")
+
+
+# -- what is taken where nothing is named -----------------------------------------------------------------------------------
+
+
+def chosen(shape, device="sm_90", dtype="bfloat16", role="call", **attrs):
+    x, v = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], dtype)
+    shapes, full = OP._prepared((x, v, None, None, x), attrs, Device.of(device))
+    if role == "cotangent":
+        shapes, full["live"] = {"sum": x, "scale": v, "ct": x}, (True, True, True)
+    return OP.preferred(role, shapes, Device.of(device), **full)
+
+
+def test_the_kernels_are_taken_where_they_were_measured_faster():
+    for shape in ((32768, 1024), (8, 4096, 1024), (4096, 8192)):
+        assert chosen(shape)[0] == chosen(shape, role="cotangent")[0] == "cuda"
+    assert chosen((2048, 16384))[0] == "cuda"
+    assert chosen((2048, 16384), role="cotangent")[0] == "xla"
+    assert "below 1048576" in chosen((128, 1024))[1]
+    assert "one by one" in chosen((16384, 1023))[1]
+    assert chosen((16384, 1023), residuals=True)[0] == "cuda"
+    assert chosen((1024, 65536))[0] == "xla"
+    for device in ("cpu", "sm_80", "sm_120"):
+        assert chosen((32768, 1024), device)[0] == "xla"
+    assert "measured on sm_90 alone, not on sm_80" in chosen((32768, 1024), "sm_80")[1]
+    assert chosen((32768, 1024), dtype="float32")[0] == "cuda"
+
+
+def test_a_site_is_left_as_it_is_where_one_way_loses():
+    def idle(*shape, device="sm_90"):
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return OP.idle(x, device=device)
+
+    assert idle(32768, 1024) == idle(4096, 8192) == idle(16384, 1023) == idle(4, 8, device="cpu") == ""
+    assert "two passes backward" in idle(2048, 16384)
+    assert "below 1048576" in idle(128, 1024)
+    assert "not on sm_80" in idle(32768, 1024, device="sm_80")

@@ -1,14 +1,16 @@
 """The meaning of `layer_norm` in plain jnp: LayerNorm and RMSNorm, their tangent and their cotangent.
 
-Letters: x is *R with N at `axis`; scale and bias are N; out is as x; the residuals `mean` (LayerNorm alone) and `rstd`, the
-reciprocal of the standard deviation, are *R. All is computed in float32 for float32, bfloat16 and float16 x, in float64 for
-float64, and rounded once, to the dtype of the result.
+Letters: x is *R with N at `axis`; residual is as x; scale, bias and shift are N; out and sum are as x; the residuals `mean` (LayerNorm
+alone) and `rstd`, the reciprocal of the standard deviation, are *R. All is computed in float32 for float32, bfloat16 and float16 x, in
+float64 for float64, and rounded to the dtype of the result: out once, the sum once. What is normalised is the rounded sum, so that
+out is the norm of the sum that a call gives or saves, and backward reads that one array instead of two.
 
-    LayerNorm: xhat = (x - mean) * rstd, mean = mean(x), rstd = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    RMSNorm:   xhat = x * rstd,                          rstd = 1 / sqrt(mean(x^2) + epsilon)
+    sum = round(x + shift + residual), those that there are; s is the sum, or x where there are neither
+    LayerNorm: xhat = (s - mean) * rstd, mean = mean(s), rstd = 1 / sqrt(mean((s - mean)^2) + epsilon)
+    RMSNorm:   xhat = s * rstd,                          rstd = 1 / sqrt(mean(s^2) + epsilon)
     out = xhat * scale + bias
 
-Both have the Jacobian d xhat = rstd * P(dx), with P symmetric: P(u) = u - xhat * mean(xhat * u), less mean(u) for LayerNorm.
+Both have the Jacobian d xhat = rstd * P(ds), with P symmetric: P(u) = u - xhat * mean(xhat * u), less mean(u) for LayerNorm.
 Sources: Ba et al. 2016, arXiv:1607.06450, equations 3 and 4; Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
 """
 
@@ -22,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = Any
+
+SUMMANDS = ("x", "shift", "residual")  # of what is normalised
 
 
 def statistics_dtype(dtype: Any) -> Any:
@@ -38,6 +42,18 @@ def _along(v: Array, rank: int, axis: int) -> Array:
     return jnp.expand_dims(v, tuple(d for d in range(rank) if d != axis))
 
 
+def summed(x: Array, shift: Array | None, residual: Array | None, axis: int) -> Array:
+    """x + shift + residual, rounded once, to the dtype of x; x itself where there are neither."""
+    if shift is None and residual is None:
+        return x
+    total = x.astype(statistics_dtype(x.dtype))
+    if shift is not None:
+        total = total + _along(shift.astype(total.dtype), x.ndim, axis)
+    if residual is not None:
+        total = total + residual.astype(total.dtype)
+    return total.astype(x.dtype)
+
+
 def _normalised(x: Array, mean: Array | None, rstd: Array, axis: int) -> Array:
     """xhat of x in the statistics' dtype; `mean` and `rstd` lack `axis`."""
     wide = x.astype(rstd.dtype)
@@ -50,14 +66,19 @@ def forward(
     x: Array,
     scale: Array | None = None,
     bias: Array | None = None,
+    shift: Array | None = None,
+    residual: Array | None = None,
     *,
     residuals: bool,
     kind: str,
     epsilon: float,
     axis: int,
+    gives_sum: bool,
     **_: Any,
 ) -> list[Array]:
-    """[out], and mean (LayerNorm alone) and rstd if asked for."""
+    """[out], the sum if the call gives it or if it is saved, and mean (LayerNorm alone) and rstd if residuals are asked for."""
+    x = summed(x, shift, residual, axis)
+    sums = [x] if gives_sum or (residuals and residual is not None) else []
     wide = x.astype(statistics_dtype(x.dtype))
     mean = _mean(wide, axis) if kind == "layer" else None
     centred = wide if mean is None else wide - mean
@@ -68,14 +89,20 @@ def forward(
     if bias is not None:
         out = out + _along(bias.astype(out.dtype), x.ndim, axis)
     if not residuals:
-        return [out.astype(x.dtype)]
-    return [out.astype(x.dtype), *(jnp.squeeze(s, axis) for s in (mean, rstd) if s is not None)]
+        return [out.astype(x.dtype), *sums]
+    return [out.astype(x.dtype), *sums, *(jnp.squeeze(s, axis) for s in (mean, rstd) if s is not None)]
 
 
 def _through_statistics(u: Array, xhat: Array, kind: str, axis: int) -> Array:
     """P(u): what of a change of x (or of the cotangent of xhat) the statistics leave."""
     left = u - xhat * _mean(xhat * u, axis)
     return left - _mean(u, axis) if kind == "layer" else left
+
+
+def _saved_xhat(saved: Mapping[str, Array], axis: int) -> Array:
+    """xhat, of the sum where it was saved."""
+    s = saved["sum"] if "sum" in saved else summed(saved["x"], saved.get("shift"), None, axis)
+    return _normalised(s, saved.get("mean"), saved["rstd"], axis)
 
 
 def tangent(
@@ -87,28 +114,42 @@ def tangent(
     kind: str,
     axis: int,
     dtypes: tuple[str, ...],
+    gives_sum: bool,
     **_: Any,
-) -> Array:
-    """scale * rstd * P(dx) + xhat * dscale + dbias, of the tangents given."""
+) -> Any:
+    """scale * rstd * P(ds) + xhat * dscale + dbias, of the tangents given, ds = dx + dshift + dresidual.
+
+    Of a call that gives the sum a dict, with ds too.
+    """
     wide = statistics_dtype(dtypes[0])
     moving = {slot: t.astype(wide) for slot, t in tangents.items()}
+
+    def whole(vector: Array) -> Array:
+        return jnp.broadcast_to(_along(vector, len(shape), axis), shape, out_sharding=shardings.get("out"))
+
+    terms = [whole(moving[slot]) if slot == "shift" else moving[slot] for slot in SUMMANDS if slot in moving]
+    moved = sum(terms[1:], terms[0]) if terms else None
     parts = []
-    if "x" in moving or "scale" in moving:
-        xhat = _normalised(saved["x"], saved.get("mean"), saved["rstd"], axis)
-        if "x" in moving:
-            moved = _through_statistics(moving["x"], xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
-            parts.append(moved * _along(saved["scale"].astype(wide), len(shape), axis) if "scale" in saved else moved)
+    if moved is not None or "scale" in moving:
+        xhat = _saved_xhat(saved, axis)
+        if moved is not None:
+            through = _through_statistics(moved, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
+            parts.append(
+                through * _along(saved["scale"].astype(wide), len(shape), axis) if "scale" in saved else through
+            )
         if "scale" in moving:
             parts.append(xhat * _along(moving["scale"], len(shape), axis))
     if "bias" in moving:
-        bias = _along(moving["bias"], len(shape), axis)
-        parts.append(jnp.broadcast_to(bias, shape, out_sharding=shardings.get("out")))
-    return sum(parts[1:], parts[0]).astype(dtypes[0])
+        parts.append(whole(moving["bias"]))
+    out = sum(parts[1:], parts[0]).astype(dtypes[0])
+    if not gives_sum:
+        return out
+    return {"out": out, "sum": jnp.zeros_like(out) if moved is None else moved.astype(dtypes[0])}
 
 
 def cotangent(
     saved: Mapping[str, Array],
-    ct: Array,
+    ct: Any,
     wanted: tuple[str, ...],
     shardings: Mapping[str, Any],
     *,
@@ -118,19 +159,31 @@ def cotangent(
     present: tuple[str, ...],
     **_: Any,
 ) -> list[Array]:
-    """The gradients wanted, in order: dx = rstd * P(ct * scale), dscale = sum of ct * xhat over rows, dbias = sum of ct."""
-    ct = ct.astype(statistics_dtype(dtypes[0]))
-    rows = tuple(d for d in range(ct.ndim) if d != axis)
+    """The gradients wanted, in order: dx = dresidual = rstd * P(ct * scale) + ct_sum; summed over rows, dshift = dx, dscale = ct * xhat and
+    dbias = ct.
+
+    `ct` is a dict with "out", "sum" or both where the call gives the sum.
+    """
+    cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
+    cts = {name: c.astype(statistics_dtype(dtypes[0])) for name, c in cts.items()}
+    like = next(iter(cts.values()))
+    rows = tuple(d for d in range(like.ndim) if d != axis)
+    of_out = cts.get("out", jnp.zeros_like(like))
     grads: dict[str, Array] = {}
-    if "x" in wanted or "scale" in wanted:
-        xhat = _normalised(saved["x"], saved.get("mean"), saved["rstd"], axis)
-        if "x" in wanted:
-            inner = ct * _along(saved["scale"].astype(ct.dtype), ct.ndim, axis) if "scale" in saved else ct
-            grads["x"] = _through_statistics(inner, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
+    moves = any(slot in wanted for slot in SUMMANDS)
+    if moves or "scale" in wanted:
+        xhat = _saved_xhat(saved, axis)
+        if moves:
+            inner = of_out * _along(saved["scale"].astype(like.dtype), like.ndim, axis) if "scale" in saved else of_out
+            dx = _through_statistics(inner, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
+            dx = dx + cts["sum"] if "sum" in cts else dx
+            grads |= {"x": dx, "residual": dx}
+            if "shift" in wanted:
+                grads["shift"] = jnp.sum(dx, axis=rows)
         if "scale" in wanted:
-            grads["scale"] = jnp.sum(ct * xhat, axis=rows)
+            grads["scale"] = jnp.sum(of_out * xhat, axis=rows)
     if "bias" in wanted:
-        grads["bias"] = jnp.sum(ct, axis=rows)
+        grads["bias"] = jnp.sum(of_out, axis=rows)
     for slot in wanted:
         if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not
             grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])

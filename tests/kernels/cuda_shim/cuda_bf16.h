@@ -31,6 +31,7 @@ struct Dim {
   unsigned x, y, z;
 };
 inline Dim threadIdx, blockIdx, blockDim, gridDim;
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 
 struct __nv_bfloat16 {

@@ -1,0 +1,122 @@
+"""How threads are dealt out to rows in the kernels of `layer_norm.cu`: plain arithmetic, no GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VECTOR_BYTES = 16  # the widest load
+WARP = 32
+MAX_COLUMNS = 1 << 16
+MAX_THREADS = 1024  # of a block (CUDA C++ Programming Guide, technical specifications)
+REGISTERS = 1 << 16  # of a multiprocessor, and of a block at most
+GRID_X = 2**31 - 1  # CUDA's limit
+# Tuned on an H200, of 132 multiprocessors, at 32768 x 1024 and 8192 x 4096 in bfloat16.
+MULTIPROCESSORS = 132
+FORWARD_LANES = 256  # threads of a row before each takes more than two vectors
+FORWARD_VECS = 8  # vectors of a thread before a row has more threads than that
+HELD_WORDS = 32  # registers in which a thread keeps its part of a row, or of two
+SMALL_BLOCK = 128  # threads of a block of several rows
+RESIDENT_THREADS = 512  # of norm_backward, for each multiprocessor: 128 registers a thread
+OWN_REGISTERS = 40  # of a thread of norm_backward beside what it holds
+MOST_REGISTERS = 200  # of one that holds three vectors of a row
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kernel is laid over rows.
+
+    Attributes:
+      vec: neighbours that a thread takes at once.
+      lanes: threads of a row, a power of 2.
+      vecs: vectors of a thread in a row.
+      groups: rows of a block at a time; 1 where a row has more than a warp.
+      blocks: of the grid, at most.
+      hold: whether a thread keeps its part of a row in registers.
+      ahead: whether it loads the next row before it works on this one.
+      resident: blocks that a multiprocessor is to have room for.
+    """
+
+    vec: int
+    lanes: int
+    vecs: int
+    groups: int
+    blocks: int
+    hold: bool = True
+    ahead: bool = False
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.lanes * self.groups
+
+    def grid(self, rows: int) -> int:
+        return min(self.blocks, parts_of(rows, self.groups))
+
+
+def parts_of(total: int, size: int) -> int:
+    return -(-total // size)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of 2 that is no less."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def vector(columns: int, dtype: str) -> int:
+    """Neighbours of one load, aligned in every row."""
+    return math.gcd(columns, VECTOR_BYTES // ITEM_BYTES[dtype])
+
+
+def forward_tile(columns: int, dtype: str) -> Tile:
+    """Of norm_forward: one row at a time, and no block for more than its rows."""
+    vec = vector(columns, dtype)
+    units = columns // vec
+    lanes = _lanes(units, FORWARD_LANES)
+    while parts_of(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
+        lanes *= 2
+    vecs = parts_of(units, lanes)
+    held = HELD_WORDS if lanes < MAX_THREADS else HELD_WORDS // 2
+    return Tile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= held)
+
+
+def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | None:
+    """Of norm_backward with so many sums over rows; None where a thread cannot hold them."""
+    vec = vector(columns, dtype)
+    units = columns // vec
+    arrays = 3 if ct_sum else 2
+    most = _lanes(units, MAX_THREADS)
+    while most > RESIDENT_THREADS // 4 and vec * parts_of(units, most) < 8:
+        most //= 2  # fewer threads where vectors are short
+    for lanes in dict.fromkeys((most, min(most, RESIDENT_THREADS))):
+        vecs, groups = parts_of(units, lanes), _groups(lanes)
+        held = vecs * _words(vec, dtype) * arrays
+        for ahead in (True, False):
+            # What is narrower than a register takes more than one on its way.
+            needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead) + (held if vec == 1 else 0)
+            threads = max(RESIDENT_THREADS, lanes * groups)
+            resident = min(threads, REGISTERS // needed) // (lanes * groups)
+            if resident and (needed * threads <= REGISTERS or (vecs == 3 and needed <= MOST_REGISTERS)):
+                return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
+    if sums:
+        return None
+    lanes = min(most, RESIDENT_THREADS)
+    return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
+
+
+def _lanes(units: int, most: int) -> int:
+    """Threads for a row of so many vectors: two for each; three where fewer threads are left without one."""
+    two, three = (min(most, power_of_2(parts_of(units, n))) for n in (2, 3))
+    return three if three * parts_of(units, three) < two * parts_of(units, two) else two
+
+
+def _groups(lanes: int) -> int:
+    """Rows of a block at a time."""
+    return SMALL_BLOCK // lanes if lanes <= WARP else 1
+
+
+def _words(vec: int, dtype: str) -> int:
+    """Registers of a vector."""
+    return max(1, vec * ITEM_BYTES[dtype] // 4)
