@@ -1,0 +1,286 @@
+"""How the kernels of `decode.cu` are compiled and launched for a call: plain arithmetic, no GPU.
+
+Letters as in layer.py, with R rows (texts, one token each) in place of B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..compile import Source
+from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ..kernel_plan import KernelPlan, Launch
+
+SOURCE = Source(
+    "multi_transformer/decode.cu",
+    ("decode_qkv", "decode_attend", "decode_out", "decode_up", "decode_down"),
+    ("sm_90", "sm_100"),
+)
+CODES = {"bfloat16": 1, "float16": 2}  # FL_T
+MOST_ROWS = 16
+WORD = 8  # entries of 16 bytes: rows of matrices and caches begin at multiples of that
+NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
+_THREADS, _WARPS = 256, 8
+_UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
+_RING = 100 << 10  # bytes of a ring, at most: two blocks share a multiprocessor, the one that runs and the one that waits
+_STATISTICS = 1 << 10  # bytes, of both norms
+_UNROLL = 4
+_MOST_GROUP = 4  # query heads that share what a block reads
+_SPLITS = (1, 2, 4, 8)
+
+Param = tuple[str, int]
+NOTHING: Param = ("null", 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: columns of a block, blocks that share the inner axis, inner entries of a slice, slices of a warp's ring."""
+
+    columns: int
+    split: int
+    step: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a layer: `columns` of up to three matrices side by side, or of the gate alone where there is one."""
+
+    rows: int
+    inner: int
+    columns: tuple[int, ...]
+    turned: bool = False
+    gated: bool = False
+
+    def blocks(self, tile: Tile) -> int:
+        made = tile.columns // 2 if self.gated else tile.columns
+        return sum(-(-n // made) for n in self.columns) * tile.split
+
+    def own(self, tile: Tile) -> int:
+        """Inner entries of a block."""
+        return -(-(-(-self.inner // tile.split)) // tile.step) * tile.step
+
+    def slice_bytes(self, columns: int, step: int) -> int:
+        matrix = columns * (step + WORD) if self.turned else step * (columns + WORD)
+        return 2 * matrix + 2 * self.rows * (step + WORD) + 8 * step
+
+    def shared(self, tile: Tile) -> int:
+        """Bytes of shared memory of a block, as `Shape` of project.cuh has them or a little more."""
+        ring = _WARPS * tile.depth * self.slice_bytes(tile.columns, tile.step)
+        sums = 4 * self.rows * (_WARPS * (tile.columns + 4) + tile.columns)
+        return max(ring, sums) + _STATISTICS
+
+    def arguments(self, tile: Tile) -> str:
+        """The template arguments of `Shape`."""
+        columns = (*self.columns, 0, 0)[:3]
+        flags = ("true" if flag else "false" for flag in (self.turned, self.gated))
+        return ",".join(map(str, (self.inner, *columns, tile.columns, tile.split, tile.step, tile.depth, *flags)))
+
+    def cut(self) -> Tile:
+        """The tile for which the busiest multiprocessor has least to read."""
+        step = 32 if self.turned else 16
+        least = 32 if self.gated else 16
+        tiles = [Tile(n, s, step, 1) for n in range(least, 129, least) for s in _SPLITS]
+        best = min(tiles, key=self._cost)
+        own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
+        fit = _RING // (_WARPS * self.slice_bytes(best.columns, step))
+        return Tile(best.columns, best.split, step, max(1, min(own, fit)))
+
+    def _cost(self, tile: Tile) -> float:
+        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside."""
+        own = self.own(tile)
+        matrix = 2 * tile.columns * own
+        wide = tile.step if self.turned else tile.columns // 2 if self.gated else tile.columns
+        scattered = 1.25 if wide < 32 else 1.05 if wide < 48 else 1.0
+        fixed = (4 << 10) + ((8 << 10) if tile.split > 1 else 0) + 8 * self.rows * tile.columns * (tile.split > 1)
+        return -(-self.blocks(tile) // _UNITS) * (scattered * matrix + 2 * self.rows * own + fixed)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a layer; strides in entries."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    size: int
+    past: int
+    layout: str  # of the caches
+    interleaved: bool  # queries, keys and values of a head side by side
+    causal: bool
+    scale: float
+    mask_is_finite: bool
+    step_of_each: bool
+    mask_of_each: bool
+    turn_of_each: bool
+    rotary: int | None
+    rotary_width: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a block."""
+        each = self.heads // self.kv_heads
+        return max(n for n in range(1, _MOST_GROUP + 1) if each % n == 0)
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share the keys of a head."""
+        jobs = self.rows * self.heads // self.group
+        return max((s for s in _SPLITS if jobs * s <= _UNITS + 28), default=1)
+
+    @property
+    def grid(self) -> int:
+        return self.rows * self.heads // self.group * self.parts
+
+    @property
+    def shared(self) -> int:
+        return 4 * self.group * (10 * self.size + 18) + 4 * self.size + 64
+
+    def options(self) -> dict[str, object]:
+        size, wide = self.size, self.heads * self.size
+        by_token = self.layout == "BSHD"
+        between = self.kv_heads * size
+        return {
+            "HEADS": self.heads,
+            "KEY_HEADS": self.kv_heads,
+            "SIZE": size,
+            "GROUP": self.group,
+            "PAST": self.past,
+            "PARTS": self.parts,
+            "UNROLL": _UNROLL,
+            "KEY_STRIDE": between if by_token else size,
+            "HEAD_STRIDE": size if by_token else self.past * size,
+            "KEYS_AT": size if self.interleaved else wide,
+            "VALUES_AT": 2 * size if self.interleaved else wide + between,
+            "QUERY_STRIDE": 3 * size if self.interleaved else size,
+            "KEY_ROW_STRIDE": 3 * size if self.interleaved else size,
+            "CAUSAL": int(self.causal),
+            "STEP_OF_EACH": int(self.step_of_each),
+            "MASK_OF_EACH": int(self.mask_of_each),
+            "TURN_OF_EACH": int(self.turn_of_each),
+            "MASK_IS_FINITE": int(self.mask_is_finite),
+            "SCALE": number(self.scale * math.log2(math.e)),
+            "ROTARY": self.rotary or 0,
+            "ROTARY_WIDTH": self.rotary_width,
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the kernels are compiled for: all layers of a call alike.
+
+    Attributes:
+      dtype: of x, weights and caches.
+      parameters: whether the norms' parameters are of that dtype; else they are float32.
+      norms: of the attention and of the feed-forward, a key of `NORMS` or None.
+    """
+
+    dtype: str
+    parameters: bool
+    pre_norm: bool
+    norms: tuple[str | None, str | None]
+    epsilons: tuple[float, float]
+    activation: str
+    qkv: Product
+    attention: Attention
+    out: Product
+    up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the kernels of one layer find what they read and write: of each slot that is there, and of the steps' results.
+
+    Attributes:
+      slots: name without the layer's number -> place; shared operands as well.
+      x: what the layer begins with; `qkv`, `attended`, `between` and `hidden`: what its steps make; `y`: what it ends with.
+    """
+
+    slots: Mapping[str, Param]
+    x: Param
+    qkv: Param
+    attended: Param
+    between: Param
+    hidden: Param
+    y: Param
+
+    def at(self, slot: str) -> Param:
+        return self.slots.get(slot, NOTHING)
+
+    def norm(self, number: int) -> tuple[Param, Param]:
+        return self.at(f"norm{number}_scale"), self.at(f"norm{number}_bias")
+
+
+def number(value: float) -> str:
+    """A float in C++."""
+    return f"{value!r}f" if math.isfinite(value) else "0.0f"
+
+
+def decode_plan(row: Row, layers: Sequence[Places], y: Param) -> KernelPlan:
+    """The kernels of all layers, one after another; `y` takes the result of the last.
+
+    Returns:
+      A plan whose operands and results are those that the places name.
+    """
+    products = {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}
+    tiles = {name: product.cut() for name, product in products.items()}
+    options: dict[str, object] = {
+        "T": CODES[row.dtype],
+        "P": int(row.parameters),
+        "ROWS": row.qkv.rows,
+        "ACT": KERNEL_ACTIVATIONS.index(row.activation),
+        "PRE": int(row.pre_norm),
+    }
+    for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
+        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": number(epsilon)}
+    for name, product in products.items():
+        options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
+    options |= row.attention.options()
+    launches: list[Launch] = []
+    for i, one in enumerate(layers):
+        launches += _layer(row, tiles, one, layers[i - 1] if i else None)
+    if not row.pre_norm and row.norms[1]:
+        last = layers[-1]
+        params = (last.y, *last.norm(2), y)
+        launches.append(Launch("decode_finish", (row.qkv.rows, 1, 1), (_THREADS, 1, 1), _STATISTICS, params, early=True))
+    # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
+    first, *others = launches
+    first = Launch(first.entry, first.grid, first.block, first.shared, first.params)
+    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), (first, *others))
+
+
+def _layer(row: Row, tiles: Mapping[str, Tile], at: Places, before: Places | None) -> list[Launch]:
+    nothing = (NOTHING, NOTHING)
+    on = not row.pre_norm and before is not None and row.norms[1] is not None  # x is yet to be normed, as the layer before would
+    first_norm = at.norm(1) if row.pre_norm else before.norm(2) if before is not None and on else nothing
+    middle = at.norm(2 if row.pre_norm else 1)
+    threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
+    gated = ("gate", "up") if row.up.gated else ("up",)
+    ending = "_on" if on else ""
+    none = NOTHING
+
+    def product(name: str, entry: str, x: Param, norm: tuple[Param, Param], slots: Sequence[str], *rest: Param) -> Launch:
+        one, tile = {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}[name], tiles[name]
+        matrices = [*(at.at(s) for s in slots), none, none][:3]
+        biases = [*(at.at(f"{s}_bias") for s in slots), none, none][:3]
+        params = (x, *norm, *matrices, *biases, *rest)
+        return Launch(entry, (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True)
+
+    shared = ("cos", "sin", "step", "lengths", "mask", "cache_k", "cache_v")
+    attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
+    return [
+        product("QKV", f"decode_qkv{ending}", at.x, first_norm, threes, none, none, none, at.qkv),
+        Launch(
+            "decode_attend", (row.attention.grid, 1, 1), (_THREADS, 1, 1), row.attention.shared, attend, early=True
+        ),
+        product(
+            "OUT", f"decode_out{ending}", at.attended, nothing, ("out",), at.x, *(first_norm if on else nothing), at.between
+        ),
+        product("UP", "decode_up", at.between, middle, gated, none, none, none, at.hidden),
+        product(
+            "DOWN", "decode_down", at.hidden, nothing, ("down",), at.between, *(nothing if row.pre_norm else middle), at.y
+        ),
+    ]
