@@ -64,7 +64,7 @@ def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | 
     if any(p is not None and not isinstance(p, lax.Precision) for p in asked):
         return f"a precision names an algorithm; {OTHERS}"
     for some in (("q", "k", "v"), ("gate", "up")):
-        if 0 < sum(slot in form.turned for slot in some) < len(some):
+        if len({slot in form.turned for slot in some if f"{slot}.0" in shapes}) > 1:
             return f"some of {', '.join(some)} are [in, out] and some [out, in]; {OTHERS}"
     mask = shapes.get("mask")
     if mask is None:

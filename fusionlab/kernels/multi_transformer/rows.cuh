@@ -70,7 +70,7 @@ template <int kCount> struct Statistics {
 template <int kNorm, int kCount, int kLength>
 __device__ __forceinline__ void find_statistics(Statistics<kCount>& found, const T* rows, float epsilon) {
   constexpr int kPieces = Statistics<kCount>::kPieces, kWords = kLength / 8, kPiece = (kWords + kPieces - 1) / kPieces;
-  constexpr int kEach = (kPiece + 31) / 32, kHeld = kEach < 16 ? kEach : 16;
+  constexpr int kEach = (kPiece + 31) / 32, kHeld = kEach < 8 ? kEach : 8;
   for (int i = threadIdx.x / 32; i < kCount * kPieces; i += kThreads / 32) {
     const int first = i % kPieces * kPiece, last = first + kPiece < kWords ? first + kPiece : kWords;
     const Moments one = moments_of<kNorm, kHeld>(rows + static_cast<Index>(i / kPieces) * kLength, first, last);
