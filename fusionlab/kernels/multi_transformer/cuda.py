@@ -19,7 +19,7 @@ from ..arrays import is_explicitly_sharded, precisions
 from ..compile import refuses_device as refuses_compiled
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..launch import launch
-from .decode import CODES, MOST_ROWS, NOTHING, SOURCE, WORD, Attention, Param, Places, Product, Row, decode_plan
+from .decode import CODES, MOST_ROWS, SOURCE, WORD, Attention, Param, Places, Product, Row, decode_plan, fuses_norm
 from .layer import Form
 
 Array = Any
@@ -138,32 +138,29 @@ class _Call:
         caches = [f"{slot}.{i}" for i in range(form.layers) for slot in _CACHES]
         row = self.row()
         widths = {"y": width, "qkv": sum(row.qkv.columns), "attended": row.out.inner, "hidden": row.down.inner}
-        widths |= {"between": width, "x": width} if form.layers > 1 or not form.pre_norm else {"between": width}
+        widths |= {"between": width, "normed": width} | ({"x": width} if form.layers > 1 else {})
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]
         results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
-        plan = decode_plan(row, self.places(results), results["y"])
+        plan = decode_plan(row, self.places(results))
         aliases = {self.numbers[name]: results[name][1] for name in caches}
         made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
         return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
 
     def places(self, results: Mapping[str, Param]) -> list[Places]:
-        """Of each layer; the first reads the operand x, the last writes y unless a norm comes behind."""
+        """Of each layer; the first reads the operand x, the last writes y."""
         form, found = self.form, []
         shared = {name: ("operand", i) for name, i in self.numbers.items() if "." not in name}
-        ends_in_norm = not form.pre_norm and form.epsilons[1] is not None
+        steps = [results[name] for name in ("normed", "qkv", "attended", "between", "hidden")]
         for i in range(form.layers):
             own = {
                 name.partition(".")[0]: ("operand", at) for name, at in self.numbers.items() if name.endswith(f".{i}")
             }
             own |= {slot: results[f"{slot}.{i}"] for slot in _CACHES}
-            last = i == form.layers - 1 and not ends_in_norm
-            x = results.get("x", NOTHING)
-            steps = (results[name] for name in ("qkv", "attended", "between", "hidden"))
-            found.append(
-                Places(shared | own, shared["x"] if i == 0 else x, *steps, y=results["y"] if last else x)
-            )
+            x = results["x"] if i else shared["x"]
+            y = results["y"] if i == form.layers - 1 else results["x"]
+            found.append(Places(shared | own, x, *steps, y))
         return found
 
     def row(self) -> Row:
@@ -176,6 +173,7 @@ class _Call:
         else:
             columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
         norms = tuple(None if e is None else form.norm for e in form.epsilons)
+        fused = form.pre_norm and fuses_norm(rows, width)
         return Row(
             dtype=np.dtype(self.dtype).name,
             parameters=self.parameters,
@@ -183,10 +181,10 @@ class _Call:
             norms=(norms[0], norms[1]),
             epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
             activation=form.activation,
-            qkv=Product(rows, width, columns, turned),
+            qkv=Product(rows, width, columns, turned, norm=norms[0] if fused else None),
             attention=self.attention(),
             out=Product(rows, heads * size, (width,), "out" in form.turned),
-            up=Product(rows, width, (hidden,), "up" in form.turned, form.gated),
+            up=Product(rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None),
             down=Product(rows, hidden, (width,), "down" in form.turned),
         )
 

@@ -6,18 +6,15 @@
 //   decode_out     a = x + (attended Wout + b)                 project.cuh
 //   decode_up      hidden = act(norm(a) Wup + b), or gated     project.cuh
 //   decode_down    x = a + (hidden Wdown + b)                  project.cuh
-//   decode_finish  x = norm(x), after the last layer where norms come after the sums
-//
-// Where norms come after the sums, what is kept is the sum; whoever reads it applies the norm. A layer after the first one then begins with
-// the norm of the layer before it (decode_qkv_on, decode_out_on).
+//   decode_norm1, decode_norm2   norms that are kernels of their own: of many rows, or behind the sums
 //
 // The first kernel of a launch plan is started after all before it has ended; so nothing that it or a later one reads of weights, caches
 // and other operands before it waits is still being written. Every kernel waits before it writes or ends, so that all ahead of it have
 // ended then.
 //
-// Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_PRE (1: norms come
-// first), FL_NORM1 and FL_NORM2 (rows.cuh), FL_EPSILON1 and FL_EPSILON2, the template arguments of each product (FL_QKV, FL_OUT, FL_UP,
-// FL_DOWN, of Shape) and the sizes of the attention (FL_ATTEND_...), as decode.py has them. FL_..._CLUSTER: how many blocks work together.
+// Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_NORM1 and FL_NORM2
+// (rows.cuh; 0 where there is none), FL_EPSILON1 and FL_EPSILON2, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
+// Shape) and the sizes of the attention, as decode.py has them. FL_..._CLUSTER: how many blocks work together.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -99,14 +96,6 @@ constexpr bool kMaskIsFinite = FL_MASK_IS_FINITE;
 constexpr float kScale = FL_SCALE; // times log2(e)
 #include "attend.cuh"
 
-#if FL_PRE
-constexpr int kIn = FL_NORM1, kMiddle = FL_NORM2, kMiddleResidual = kNoNorm;
-constexpr float kInEpsilon = FL_EPSILON1, kMiddleEpsilon = FL_EPSILON2;
-#else
-constexpr int kIn = kNoNorm, kMiddle = FL_NORM1, kMiddleResidual = FL_NORM1;
-constexpr float kInEpsilon = 0.0f, kMiddleEpsilon = FL_EPSILON1;
-#endif
-
 using Qkv = Shape<FL_QKV>;
 using Out = Shape<FL_OUT>;
 using Up = Shape<FL_UP>;
@@ -119,35 +108,32 @@ using Down = Shape<FL_DOWN>;
 #define FL_CLUSTER_OF(number) FL_CLUSTER_##number
 #define FL_CLUSTER(number) FL_CLUSTER_OF(number)
 
-#define FL_PROJECT(entry, cluster, Shape, norm, residual_norm, active, epsilon, residual_epsilon)                               \
+#define FL_PROJECT(entry, cluster, Shape, active, epsilon)                                                                      \
   extern "C" __global__ void FL_CLUSTER(cluster) __launch_bounds__(kThreads, 2)                                                 \
       entry(const T* x, const P* scale, const P* bias, const T* w0, const T* w1, const T* w2, const T* b0, const T* b1,         \
-            const T* b2, const T* residual, const P* residual_scale, const P* residual_bias, T* out) {                          \
-    project<Shape, norm, residual_norm, active>(                                                                                \
-        {x, scale, bias, {w0, w1, w2}, {b0, b1, b2}, residual, residual_scale, residual_bias, out}, epsilon, residual_epsilon); \
+            const T* b2, const T* residual, T* out) {                                                                           \
+    project<Shape, active>({x, scale, bias, w0, w1, w2, b0, b1, b2, residual, out}, epsilon);                                   \
   }
 
-FL_PROJECT(decode_qkv, FL_QKV_CLUSTER, Qkv, kIn, kNoNorm, false, kInEpsilon, 0.0f)
-FL_PROJECT(decode_out, FL_OUT_CLUSTER, Out, kNoNorm, kNoNorm, false, 0.0f, 0.0f)
-FL_PROJECT(decode_up, FL_UP_CLUSTER, Up, kMiddle, kNoNorm, true, kMiddleEpsilon, 0.0f)
-FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, kNoNorm, kMiddleResidual, false, 0.0f, kMiddleEpsilon)
-#if !FL_PRE
-FL_PROJECT(decode_qkv_on, FL_QKV_CLUSTER, Qkv, FL_NORM2, kNoNorm, false, FL_EPSILON2, 0.0f)
-FL_PROJECT(decode_out_on, FL_OUT_CLUSTER, Out, kNoNorm, FL_NORM2, false, 0.0f, FL_EPSILON2)
+FL_PROJECT(decode_qkv, FL_QKV_CLUSTER, Qkv, false, FL_EPSILON1)
+FL_PROJECT(decode_out, FL_OUT_CLUSTER, Out, false, 0.0f)
+FL_PROJECT(decode_up, FL_UP_CLUSTER, Up, true, FL_EPSILON2)
+FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, false, 0.0f)
 
-// A block for each row.
-extern "C" __global__ void __launch_bounds__(kThreads) decode_finish(const T* x, const P* scale, const P* bias, T* out) {
-  constexpr int kLength = Out::kPitch;
-  fl_next();
-  fl_wait();
-  auto& found = *reinterpret_cast<Statistics<1>*>(static_cast<void*>(shared_memory));
-  const T* const row = x + static_cast<Index>(blockIdx.x) * kLength;
-  if (FL_NORM2 != kNoNorm) find_statistics<FL_NORM2, 1, kLength>(found, row, FL_EPSILON2);
-  for (int i = threadIdx.x; i < kLength; i += kThreads)
-    out[static_cast<Index>(blockIdx.x) * kLength + i] = static_cast<T>(normed(
-        static_cast<float>(fresh(row + i)), found.rows[0], scale ? static_cast<float>(scale[i]) : 1.0f,
-        bias ? static_cast<float>(bias[i]) : 0.0f));
-}
+#define FL_NORM(entry, norm, epsilon)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads) entry(const T* x, const P* scale, const P* bias, T* out) {             \
+    fl_next();                                                                                                                  \
+    fl_wait();                                                                                                                  \
+    const Index row = static_cast<Index>(blockIdx.x) * Up::kInner;                                                              \
+    norm_rows<norm, 1, Up::kInner>(x + row, scale, bias, epsilon, reinterpret_cast<float*>(&shared_memory[0]),                  \
+                                   [&](int, int word, uint4 entries) { reinterpret_cast<uint4*>(out + row)[word] = entries; }); \
+  }
+
+#if FL_NORM1
+FL_NORM(decode_norm1, FL_NORM1, FL_EPSILON1)
+#endif
+#if FL_NORM2
+FL_NORM(decode_norm2, FL_NORM2, FL_EPSILON2)
 #endif
 
 extern "C" __global__ void FL_CLUSTER(FL_PARTS) __launch_bounds__(kThreads, kGroup <= 2 ? 2 : 1)

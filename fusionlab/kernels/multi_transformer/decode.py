@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..compile import Source
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
@@ -24,8 +24,9 @@ WORD = 8  # entries of 16 bytes: rows of matrices and caches begin at multiples 
 NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
 _THREADS, _WARPS = 256, 8
 _UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
-_RING = 100 << 10  # bytes of a ring, at most: two blocks share a multiprocessor, the one that runs and the one that waits
-_STATISTICS = 1 << 10  # bytes, of both norms
+_BLOCK = 108 << 10  # bytes of shared memory of a block, at most: two blocks share a multiprocessor, the one that runs and the one that waits
+_SCRATCH = 64  # bytes: what the warps of a norm tell each other
+_RESIDENT = 24 << 10  # bytes of x, at most, that a block of a product keeps whole
 _UNROLL = 4
 _MOST_GROUP = 4  # query heads that share what a block reads
 _SPLITS = (1, 2, 4, 8)
@@ -46,13 +47,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of a layer: `columns` of up to three matrices side by side, or of the gate alone where there is one."""
+    """One product of a layer: `columns` of up to three matrices side by side, or of the gate alone where there is one; `norm` of its x, a
+    key of `NORMS`."""
 
     rows: int
     inner: int
     columns: tuple[int, ...]
     turned: bool = False
     gated: bool = False
+    norm: str | None = None
 
     def blocks(self, tile: Tile) -> int:
         made = tile.columns // 2 if self.gated else tile.columns
@@ -62,21 +65,28 @@ class Product:
         """Inner entries of a block."""
         return -(-(-(-self.inner // tile.split)) // tile.step) * tile.step
 
-    def slice_bytes(self, columns: int, step: int) -> int:
-        matrix = columns * (step + WORD) if self.turned else step * (columns + WORD)
-        return 2 * matrix + 2 * self.rows * (step + WORD) + 8 * step
+    def is_resident(self, tile: Tile) -> bool:
+        """Whether a block keeps its part of x whole."""
+        return self.norm is not None or 2 * self.rows * self.own(tile) <= _RESIDENT
+
+    def slice_bytes(self, tile: Tile) -> int:
+        matrix = tile.columns * (tile.step + WORD) if self.turned else tile.step * (tile.columns + WORD)
+        return 2 * matrix + (0 if self.is_resident(tile) else 2 * self.rows * (tile.step + WORD))
+
+    def resident_bytes(self, tile: Tile) -> int:
+        return 2 * self.rows * (self.own(tile) + WORD) if self.is_resident(tile) else 0
 
     def shared(self, tile: Tile) -> int:
-        """Bytes of shared memory of a block, as `Shape` of project.cuh has them or a little more."""
-        ring = _WARPS * tile.depth * self.slice_bytes(tile.columns, tile.step)
+        """Bytes of shared memory of a block, as `Shape` of project.cuh has them."""
         sums = 4 * self.rows * (_WARPS * (tile.columns + 4) + tile.columns)
-        return max(ring, sums) + _STATISTICS
+        return max(_WARPS * tile.depth * self.slice_bytes(tile), sums) + self.resident_bytes(tile) + _SCRATCH
 
     def arguments(self, tile: Tile) -> str:
         """The template arguments of `Shape`."""
         columns = (*self.columns, 0, 0)[:3]
-        flags = ("true" if flag else "false" for flag in (self.turned, self.gated))
-        return ",".join(map(str, (self.inner, *columns, tile.columns, tile.split, tile.step, tile.depth, *flags)))
+        cut = (tile.columns, tile.split, tile.step, tile.depth)
+        flags = (int(self.turned), int(self.gated), NORMS.get(self.norm or "", 0), int(self.is_resident(tile)))
+        return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
 
     def cut(self) -> Tile:
         """The tile for which the busiest multiprocessor has least to read."""
@@ -85,7 +95,7 @@ class Product:
         tiles = [Tile(n, s, step, 1) for n in range(least, 129, least) for s in _SPLITS]
         best = min(tiles, key=self._cost)
         own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
-        fit = _RING // (_WARPS * self.slice_bytes(best.columns, step))
+        fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
         return Tile(best.columns, best.split, step, max(1, min(own, fit)))
 
     def _cost(self, tile: Tile) -> float:
@@ -196,11 +206,12 @@ class Places:
 
     Attributes:
       slots: name without the layer's number -> place; shared operands as well.
-      x: what the layer begins with; `qkv`, `attended`, `between` and `hidden`: what its steps make; `y`: what it ends with.
+      x: what the layer begins with; `normed`, `qkv`, `attended`, `between` and `hidden`: what its steps make; `y`: what it ends with.
     """
 
     slots: Mapping[str, Param]
     x: Param
+    normed: Param
     qkv: Param
     attended: Param
     between: Param
@@ -219,8 +230,13 @@ def number(value: float) -> str:
     return f"{value!r}f" if math.isfinite(value) else "0.0f"
 
 
-def decode_plan(row: Row, layers: Sequence[Places], y: Param) -> KernelPlan:
-    """The kernels of all layers, one after another; `y` takes the result of the last.
+def fuses_norm(rows: int, width: int) -> bool:
+    """Whether every block of a product norms its x itself; else one kernel does it for all."""
+    return 2 * rows * width <= _RESIDENT and rows <= _WARPS
+
+
+def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
+    """The kernels of all layers, one after another.
 
     Returns:
       A plan whose operands and results are those that the places name.
@@ -232,55 +248,50 @@ def decode_plan(row: Row, layers: Sequence[Places], y: Param) -> KernelPlan:
         "P": int(row.parameters),
         "ROWS": row.qkv.rows,
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
-        "PRE": int(row.pre_norm),
     }
     for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
         options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": number(epsilon)}
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
-    launches: list[Launch] = []
-    for i, one in enumerate(layers):
-        launches += _layer(row, tiles, one, layers[i - 1] if i else None)
-    if not row.pre_norm and row.norms[1]:
-        last = layers[-1]
-        params = (last.y, *last.norm(2), y)
-        launches.append(Launch("decode_finish", (row.qkv.rows, 1, 1), (_THREADS, 1, 1), _STATISTICS, params, early=True))
+    launches = [one for at in layers for one in _layer(row, tiles, at)]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
-    first, *others = launches
-    first = Launch(first.entry, first.grid, first.block, first.shared, first.params)
-    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), (first, *others))
+    launches[0] = replace(launches[0], early=False)
+    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _layer(row: Row, tiles: Mapping[str, Tile], at: Places, before: Places | None) -> list[Launch]:
-    nothing = (NOTHING, NOTHING)
-    on = not row.pre_norm and before is not None and row.norms[1] is not None  # x is yet to be normed, as the layer before would
-    first_norm = at.norm(1) if row.pre_norm else before.norm(2) if before is not None and on else nothing
-    middle = at.norm(2 if row.pre_norm else 1)
-    threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
-    gated = ("gate", "up") if row.up.gated else ("up",)
-    ending = "_on" if on else ""
+def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
     none = NOTHING
 
-    def product(name: str, entry: str, x: Param, norm: tuple[Param, Param], slots: Sequence[str], *rest: Param) -> Launch:
-        one, tile = {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}[name], tiles[name]
+    def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
+        one, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
+        parameters = at.norm(number) if one.norm else (none, none)
         matrices = [*(at.at(s) for s in slots), none, none][:3]
         biases = [*(at.at(f"{s}_bias") for s in slots), none, none][:3]
-        params = (x, *norm, *matrices, *biases, *rest)
-        return Launch(entry, (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True)
+        params = (x, *parameters, *matrices, *biases, residual, out)
+        return Launch(f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True)
+
+    def norm(number: int, x: Param, out: Param) -> list[Launch]:
+        grid, params = (row.qkv.rows, 1, 1), (x, *at.norm(number), out)
+        return [Launch(f"decode_norm{number}", grid, (_THREADS, 1, 1), _SCRATCH, params, early=True)]
 
     shared = ("cos", "sin", "step", "lengths", "mask", "cache_k", "cache_v")
     attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
+    attention = row.attention
+    threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
+    gated = ("gate", "up") if row.up.gated else ("up",)
+    first, second = (norm is not None for norm in row.norms)
+    before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm
+    behind_first, behind = not row.pre_norm and first, not row.pre_norm and second
+    summed = at.normed if behind_first else at.between
     return [
-        product("QKV", f"decode_qkv{ending}", at.x, first_norm, threes, none, none, none, at.qkv),
-        Launch(
-            "decode_attend", (row.attention.grid, 1, 1), (_THREADS, 1, 1), row.attention.shared, attend, early=True
-        ),
-        product(
-            "OUT", f"decode_out{ending}", at.attended, nothing, ("out",), at.x, *(first_norm if on else nothing), at.between
-        ),
-        product("UP", "decode_up", at.between, middle, gated, none, none, none, at.hidden),
-        product(
-            "DOWN", "decode_down", at.hidden, nothing, ("down",), at.between, *(nothing if row.pre_norm else middle), at.y
-        ),
+        *(norm(1, at.x, at.normed) if before else ()),
+        product("qkv", at.normed if before else at.x, 1, threes, none, at.qkv),
+        Launch("decode_attend", (attention.grid, 1, 1), (_THREADS, 1, 1), attention.shared, attend, early=True),
+        product("out", at.attended, 1, ("out",), at.x, at.between),
+        *(norm(1, at.between, at.normed) if behind_first else ()),
+        *(norm(2, at.between, at.normed) if between else ()),
+        product("up", at.normed if between else summed, 2, gated, none, at.hidden),
+        product("down", at.hidden, 2, ("down",), summed, at.between if behind else at.y),
+        *(norm(2, at.between, at.y) if behind else ()),
     ]

@@ -3,25 +3,29 @@
 // A block takes kTile columns and, of a cluster of kSplit blocks, one part of the inner axis. Its warps go over slices of kStep of it by
 // themselves: each has a ring of kDepth slices in shared memory, which are on their way while others are multiplied, and no barrier with
 // other warps. The first slices of the matrix, which no kernel writes, are asked for before the kernel waits for the one ahead of it.
+// The block's part of x stands in shared memory as a whole, after its norm, or comes with the slices where it is large.
 // Then sums are added over warps and over the cluster, always in the same order.
 //
 // Products are mma.sync with the matrix as the left operand: 16 columns x 16 of the inner axis, by 8 rows of x.
 #pragma once
 
-template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, int kSplit_, int kStep_, int kDepth_, bool kTurned_, bool kGated_>
+template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, int kSplit_, int kStep_, int kDepth_, bool kTurned_, bool kGated_, int kNorm_,
+          bool kResident_>
 struct Shape {
-  static constexpr int kInner = kInner_, kTile = kTile_, kSplit = kSplit_, kStep = kStep_, kDepth = kDepth_;
-  static constexpr bool kTurned = kTurned_; // the matrix is columns x inner
-  static constexpr bool kGated = kGated_;   // there are two matrices alike: a tile is as many columns of either
+  static constexpr int kInner = kInner_, kTile = kTile_, kSplit = kSplit_, kStep = kStep_, kDepth = kDepth_, kNorm = kNorm_;
+  static constexpr bool kTurned = kTurned_;     // the matrix is columns x inner
+  static constexpr bool kGated = kGated_;       // there are two matrices alike: a tile is as many columns of either
+  static constexpr bool kResident = kResident_; // x does not come with the slices
   static constexpr int kMade = kGated ? kTile / 2 : kTile; // columns of the result that a tile makes
   static constexpr int kPitch = kFirst + kSecond + kThird; // of a row of the result; up to three matrices side by side
   static constexpr int kOwn = ((kInner + kSplit - 1) / kSplit + kStep - 1) / kStep * kStep; // of the inner axis, a block's
+  static constexpr bool kWholeInner = kInner % kStep == 0;
+  static constexpr bool kWholeColumns = kFirst % kMade == 0 && kSecond % kMade == 0 && kThird % kMade == 0;
   static constexpr int kMatrixPitch = (kTurned ? kStep : kTile) + 8; // in shared memory: an odd number of 16-byte words
   static constexpr int kMatrixRows = kTurned ? kTile : kStep;
-  static constexpr int kRowPitch = kStep + 8;
-  static constexpr int kMatrixBytes = kMatrixRows * kMatrixPitch * 2, kRowBytes = kRows * kRowPitch * 2;
-  static constexpr int kParameterBytes = kStep * static_cast<int>(sizeof(P));
-  static constexpr int kSlice = kMatrixBytes + kRowBytes + 2 * kParameterBytes;
+  static constexpr int kMatrixBytes = kMatrixRows * kMatrixPitch * 2;
+  static constexpr int kRowPitch = (kResident ? kOwn : kStep) + 8, kRowBytes = kRows * kRowPitch * 2;
+  static constexpr int kSlice = kMatrixBytes + (kResident ? 0 : kRowBytes);
   static constexpr int kRing = kWarps * kDepth * kSlice;
   static constexpr int kSumPitch = kTile + 4;
   static constexpr int kSums = kWarps * kRows * kSumPitch * 4, kPart = kRows * kTile * 4;
@@ -45,32 +49,18 @@ struct Shape {
 struct Given {
   const T* x; // kRows x kInner
   const P *scale, *bias; // of the norm of x
-  const T *matrix[3], *added[3]; // up to three matrices and their biases; gated, those of the gate and of the other
+  const T *matrix0, *matrix1, *matrix2, *bias0, *bias1, *bias2; // up to three matrices; gated, of the gate and of the other
   const T* residual; // kRows x the result's columns, added to it
-  const P *residual_scale, *residual_bias; // of the norm of the residual
   T* out;
 };
 
-template <class S> struct Slice {
-  unsigned char* at;
-  __device__ __forceinline__ T* matrix() const { return reinterpret_cast<T*>(at); }
-  __device__ __forceinline__ T* rows() const { return reinterpret_cast<T*>(at + S::kMatrixBytes); }
-  __device__ __forceinline__ P* scale() const { return reinterpret_cast<P*>(at + S::kMatrixBytes + S::kRowBytes); }
-  __device__ __forceinline__ P* bias() const { return scale() + S::kStep; }
+// What of the matrices a block reads: columns from `column` on of one, or of two alike.
+struct Source {
+  const T *matrix, *second;
+  int column, columns;
 };
 
-// Words of 16 bytes from a vector, beginning with entry k, as far as it has them.
-template <int kLength, int kCount, class V> __device__ __forceinline__ void fetch_vector(V* to, const V* from, int k, int first) {
-  constexpr int kWord = 16 / sizeof(V);
-  const int i = static_cast<int>(threadIdx.x % 32) - first;
-  if (i < 0 || i >= kCount / kWord) return;
-  const bool inside = k + i * kWord < kLength;
-  copy_16(to + i * kWord, inside ? from + k + i * kWord : from, inside);
-}
-
-// What does not hang on the kernel ahead: the matrix, and the norm's parameters.
-template <class S, int kNorm>
-__device__ __forceinline__ void fetch_matrix(Slice<S> to, const Given& given, const typename S::Place& place, int k) {
+template <class S> __device__ __forceinline__ void fetch_matrix(T* to, const Source& from, int k) {
   constexpr int kRowWords = (S::kTurned ? S::kStep : S::kTile) / 8, kWords = S::kMatrixRows * kRowWords;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -79,41 +69,58 @@ __device__ __forceinline__ void fetch_matrix(Slice<S> to, const Given& given, co
     if (kWords % 32 != 0 && i >= kWords) break;
     const int across = S::kTurned ? row : word * 8; // in the tile
     const bool second = S::kGated && across >= S::kMade;
-    const T* matrix = S::kGated ? given.matrix[second ? 1 : 0] : given.matrix[place.matrix];
-    const int column = place.column + across - (second ? S::kMade : 0), inner = k + (S::kTurned ? word * 8 : row);
-    const bool inside = inner < S::kInner && column < place.columns;
-    const Index at = S::kTurned ? static_cast<Index>(column) * S::kInner + inner : static_cast<Index>(inner) * place.columns + column;
-    copy_16(to.matrix() + row * S::kMatrixPitch + word * 8, inside ? matrix + at : matrix, inside);
-  }
-  if (kNorm != kNoNorm) {
-    constexpr int kHalf = S::kStep * static_cast<int>(sizeof(P)) / 16;
-    if (given.scale) fetch_vector<S::kInner, S::kStep>(to.scale(), given.scale, k, 0);
-    if (given.bias) fetch_vector<S::kInner, S::kStep>(to.bias(), given.bias, k, kHalf);
+    const T* const matrix = second ? from.second : from.matrix;
+    const int column = from.column + across - (second ? S::kMade : 0), inner = k + (S::kTurned ? word * 8 : row);
+    const bool inside = (S::kWholeInner || inner < S::kInner) && (S::kWholeColumns || column < from.columns);
+    const Index at = S::kTurned ? static_cast<Index>(column) * S::kInner + inner : static_cast<Index>(inner) * from.columns + column;
+    copy_16(to + row * S::kMatrixPitch + word * 8, inside ? matrix + at : matrix, inside);
   }
 }
 
-template <class S> __device__ __forceinline__ void fetch_rows(Slice<S> to, const T* x, int k) {
+template <class S> __device__ __forceinline__ void fetch_rows(T* to, const T* x, int k) {
   constexpr int kRowWords = S::kStep / 8, kWords = kRows * kRowWords;
 #pragma unroll
   for (int t = 0; t < (kWords + 31) / 32; ++t) {
     const int i = threadIdx.x % 32 + 32 * t, row = i / kRowWords, word = i % kRowWords;
     if (kWords % 32 != 0 && i >= kWords) break;
-    const bool inside = k + word * 8 < S::kInner;
-    copy_16(to.rows() + row * S::kRowPitch + word * 8, inside ? x + static_cast<Index>(row) * S::kInner + k + word * 8 : x, inside);
+    const bool inside = S::kWholeInner || k + word * 8 < S::kInner;
+    copy_16(to + row * S::kRowPitch + word * 8, inside ? x + static_cast<Index>(row) * S::kInner + k + word * 8 : x, inside);
   }
 }
 
-// Two entries of x after the norm, rounded as the norm alone would.
-__device__ __forceinline__ unsigned normed_two(unsigned two, float2 row, const P* scale, const P* bias) {
-  const float2 x = floats_of(two);
-  const float2 s = scale ? parameters_of(scale) : float2{1.0f, 1.0f}, b = bias ? parameters_of(bias) : float2{0.0f, 0.0f};
-  return rounded(normed(x.x, row, s.x, b.x), normed(x.y, row, s.y, b.y));
+// The block's part of x, from entry `first` on, to shared memory; what is beyond the inner axis is 0.
+template <class S> __device__ __forceinline__ void keep_rows(T* to, const Given& given, int first, float epsilon, float* place) {
+  constexpr int kWords = S::kOwn / 8;
+  const auto word_at = [&](int row, int word) { return reinterpret_cast<uint4*>(to + row * S::kRowPitch + word * 8); };
+  if (S::kNorm != kNoNorm) {
+    norm_rows<S::kNorm, kRows, S::kInner>(given.x, given.scale, given.bias, epsilon, place, [&](int row, int number, uint4 word) {
+      const int own = number - first / 8;
+      if (own >= 0 && own < kWords) *word_at(row, own) = word;
+    });
+  } else {
+    constexpr int kEach = (kRows * kWords + kThreads - 1) / kThreads;
+    uint4 held[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = threadIdx.x + i * kThreads, row = at / kWords, k = first + at % kWords * 8;
+      held[i] = {0, 0, 0, 0};
+      if (row < kRows && k < S::kInner) held[i] = __ldcg(reinterpret_cast<const uint4*>(given.x + static_cast<Index>(row) * S::kInner + k));
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = threadIdx.x + i * kThreads;
+      if (at < kRows * kWords) *word_at(at / kWords, at % kWords) = held[i];
+    }
+  }
+  if (S::kNorm != kNoNorm && S::kOwn * S::kSplit > S::kInner) // the words behind the end
+    for (int i = threadIdx.x; i < kRows * kWords; i += kThreads)
+      if (first + i % kWords * 8 >= S::kInner) *word_at(i / kWords, i % kWords) = {0, 0, 0, 0};
 }
 
 template <class S> using Sums = float[S::kTile / 16][kRowTiles][4];
 
-template <class S, int kNorm>
-__device__ __forceinline__ void multiply_slice(Sums<S>& sums, Slice<S> slice, const Given& given, const float2 (&rows)[kRowTiles]) {
+// `rows` is where the slice's part of x begins.
+template <class S> __device__ __forceinline__ void multiply_slice(Sums<S>& sums, const T* matrix, const T* rows) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < S::kStep; k += 16) {
@@ -121,27 +128,22 @@ __device__ __forceinline__ void multiply_slice(Sums<S>& sums, Slice<S> slice, co
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       const int row = lane / 4 + 8 * j;
+      const T* const from = rows + (row < kRows ? row : 0) * S::kRowPitch + k + lane % 4 * 2;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = k + 8 * half + lane % 4 * 2;
-        right[j][half] = 0;
-        if (row < kRows) {
-          right[j][half] = *reinterpret_cast<const unsigned*>(slice.rows() + row * S::kRowPitch + at);
-          if (kNorm != kNoNorm)
-            right[j][half] =
-                normed_two(right[j][half], rows[j], given.scale ? slice.scale() + at : nullptr, given.bias ? slice.bias() + at : nullptr);
-        }
-      }
+      for (int half = 0; half < 2; ++half) right[j][half] = row < kRows ? *reinterpret_cast<const unsigned*>(from + 8 * half) : 0;
     }
+    unsigned left[S::kTile / 16][4];
 #pragma unroll
     for (int m = 0; m < S::kTile / 16; ++m) {
-      unsigned left[4];
       if (S::kTurned)
-        load_matrices(left, slice.matrix() + (16 * m + lane % 16) * S::kMatrixPitch + k + lane / 16 * 8);
+        load_matrices(left[m], matrix + (16 * m + lane % 16) * S::kMatrixPitch + k + lane / 16 * 8);
       else
-        load_transposed(left, slice.matrix() + (k + lane % 8 + lane / 16 * 8) * S::kMatrixPitch + 16 * m + lane / 8 % 2 * 8);
+        load_transposed(left[m], matrix + (k + lane % 8 + lane / 16 * 8) * S::kMatrixPitch + 16 * m + lane / 8 % 2 * 8);
+      if (m % 4 == 3 || m == S::kTile / 16 - 1) // four at a time are on their way together
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) multiply(sums[m][j], left, right[j]);
+        for (int n = m / 4 * 4; n <= m; ++n)
+#pragma unroll
+          for (int j = 0; j < kRowTiles; ++j) multiply(sums[n][j], left[n], right[j]);
     }
   }
 }
@@ -170,70 +172,76 @@ template <class S> __device__ __forceinline__ float over_warps(const float* sums
 
 template <class S> __device__ __forceinline__ float over_cluster(const float* sums, const float* part, int row, int column) {
   if (S::kSplit == 1) return over_warps<S>(sums, row, column);
-  float total = 0.0f;
+  float each[S::kSplit], total = 0.0f;
 #pragma unroll
-  for (int r = 0; r < S::kSplit; ++r) total += of_block(part + row * S::kTile + column, r);
+  for (int r = 0; r < S::kSplit; ++r) each[r] = of_block(part + row * S::kTile + column, r);
+#pragma unroll
+  for (int r = 0; r < S::kSplit; ++r) total += each[r];
   return total;
 }
 
-// out = act(norm(x) matrix + bias) [+ norm(residual)], each step rounded to T as if it were done alone.
-template <class S, int kNorm, int kResidualNorm, bool kActive>
-__device__ __forceinline__ void project(const Given& given, float epsilon, float residual_epsilon) {
+// out = act(norm(x) matrix + bias) [+ residual], each step rounded to T as if it were done alone.
+template <class S, bool kActive> __device__ __forceinline__ void project(const Given& given, float epsilon) {
   fl_next();
   unsigned char* const shared = shared_memory;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int rank = S::kSplit == 1 ? 0 : blockIdx.x % S::kSplit;
   const auto place = S::place(blockIdx.x / S::kSplit);
+  const Source source = {place.matrix == 0 ? given.matrix0 : place.matrix == 1 ? given.matrix1 : given.matrix2, given.matrix1, place.column,
+                         place.columns};
+  const T* const bias = place.matrix == 0 ? given.bias0 : place.matrix == 1 ? given.bias1 : given.bias2;
   const int first = rank * S::kOwn, last = first + S::kOwn < S::kInner ? first + S::kOwn : S::kInner;
-  const auto ring = [&](int slot) { return Slice<S>{shared + (warp * S::kDepth + slot) * S::kSlice}; };
+  const auto matrix_in = [&](int slot) { return reinterpret_cast<T*>(shared + (warp * S::kDepth + slot) * S::kSlice); };
+  const auto rows_in = [&](int slot) { return matrix_in(slot) + S::kMatrixBytes / 2; };
   constexpr int kStride = kWarps * S::kStep; // from a slice of this warp to its next one
 
   int k = first + warp * S::kStep;
 #pragma unroll
-  for (int d = 0; d < S::kDepth; ++d)
-    if (k + d * kStride < last) fetch_matrix<S, kNorm>(ring(d), given, place, k + d * kStride);
-  copies_closed();
-  fl_wait();
-#pragma unroll
   for (int d = 0; d < S::kDepth; ++d) {
-    if (k + d * kStride < last) fetch_rows<S>(ring(d), given.x, k + d * kStride);
-    copies_closed();
+    if (k + d * kStride < last) fetch_matrix<S>(matrix_in(d), source, k + d * kStride);
+    if (S::kResident) copies_closed();
   }
-
   // What the end needs, on its way meanwhile.
   T added[S::kEach], second[S::kEach], residual[S::kEach];
   const auto result = [&](int t) { return rank * S::kShare + t * kThreads + static_cast<int>(threadIdx.x); };
   const auto is_mine = [&](int t) {
-    return t * kThreads + static_cast<int>(threadIdx.x) < S::kShare && place.column + result(t) % S::kMade < place.columns;
+    return t * kThreads + static_cast<int>(threadIdx.x) < S::kShare &&
+           (S::kWholeColumns || place.column + result(t) % S::kMade < place.columns);
   };
 #pragma unroll
   for (int t = 0; t < S::kEach; ++t) {
     const int column = place.column + result(t) % S::kMade;
-    if (!is_mine(t)) continue;
-    const T* const mine = given.added[place.matrix];
-    if (mine) added[t] = mine[column];
-    if (S::kGated && given.added[1]) second[t] = given.added[1][column];
-    if (given.residual) residual[t] = fresh(given.residual + static_cast<Index>(result(t) / S::kMade) * S::kPitch + column);
+    added[t] = second[t] = residual[t] = static_cast<T>(0.0f);
+    if (is_mine(t) && bias) added[t] = fresh(bias + column);
+    if (S::kGated && is_mine(t) && given.bias1) second[t] = fresh(given.bias1 + column);
   }
-  auto& found = *reinterpret_cast<Statistics<kRows>*>(shared + S::kBody);
-  auto& of_residual = *reinterpret_cast<Statistics<kRows>*>(shared + S::kBody + sizeof(Statistics<kRows>));
-  if (kNorm != kNoNorm) find_statistics<kNorm, kRows, S::kInner>(found, given.x, epsilon);
-  if (kResidualNorm != kNoNorm) find_statistics<kResidualNorm, kRows, S::kPitch>(of_residual, given.residual, residual_epsilon);
-  float2 rows[kRowTiles];
+  fl_wait();
+  T* const resident = reinterpret_cast<T*>(shared + S::kBody);
+  if (S::kResident) {
+    keep_rows<S>(resident, given, first, epsilon, reinterpret_cast<float*>(shared + S::kBody + S::kRowBytes));
+  } else {
 #pragma unroll
-  for (int j = 0; j < kRowTiles; ++j)
-    rows[j] = kNorm != kNoNorm && lane / 4 + 8 * j < kRows ? found.rows[lane / 4 + 8 * j] : float2{0.0f, 0.0f};
+    for (int d = 0; d < S::kDepth; ++d) {
+      if (k + d * kStride < last) fetch_rows<S>(rows_in(d), given.x, k + d * kStride);
+      copies_closed();
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < S::kEach; ++t)
+    if (is_mine(t) && given.residual)
+      residual[t] = fresh(given.residual + static_cast<Index>(result(t) / S::kMade) * S::kPitch + place.column + result(t) % S::kMade);
+  if (S::kResident) __syncthreads();
 
   Sums<S> sums = {};
   for (int slot = 0; k < last; k += kStride) {
     copies_left<S::kDepth - 1>();
     warp_meets(); // what the other lanes asked for is there too
-    multiply_slice<S, kNorm>(sums, ring(slot), given, rows);
+    multiply_slice<S>(sums, matrix_in(slot), S::kResident ? resident + (k - first) : rows_in(slot));
     warp_meets(); // all lanes have read it
     const int next = k + S::kDepth * kStride;
     if (next < last) {
-      fetch_matrix<S, kNorm>(ring(slot), given, place, next);
-      fetch_rows<S>(ring(slot), given.x, next);
+      fetch_matrix<S>(matrix_in(slot), source, next);
+      if (!S::kResident) fetch_rows<S>(rows_in(slot), given.x, next);
     }
     copies_closed();
     slot = slot + 1 == S::kDepth ? 0 : slot + 1;
@@ -249,30 +257,27 @@ __device__ __forceinline__ void project(const Given& given, float epsilon, float
     cluster_arrives();
     cluster_waits();
   }
+  float values[S::kEach], others[S::kEach];
 #pragma unroll
   for (int t = 0; t < S::kEach; ++t) {
     if (!is_mine(t)) continue;
-    const int row = result(t) / S::kMade, in_tile = result(t) % S::kMade, column = place.column + in_tile;
-    const bool plain = !given.added[place.matrix];
-    float value = over_cluster<S>(all, part, row, in_tile) + (plain ? 0.0f : static_cast<float>(added[t]));
+    values[t] = over_cluster<S>(all, part, result(t) / S::kMade, result(t) % S::kMade);
+    if (S::kGated) others[t] = over_cluster<S>(all, part, result(t) / S::kMade, S::kMade + result(t) % S::kMade);
+  }
+  if (S::kSplit > 1) cluster_arrives(); // no block ends while another one may read its sums
+#pragma unroll
+  for (int t = 0; t < S::kEach; ++t) {
+    if (!is_mine(t)) continue;
+    float value = values[t] + static_cast<float>(added[t]);
     if (kActive) value = activation(value);
     if (S::kGated) {
-      const float up = over_cluster<S>(all, part, row, S::kMade + in_tile);
-      const bool alone = plain && !given.added[1]; // then the op is one step, rounded once
-      const float other = given.added[1] ? up + static_cast<float>(second[t]) : up;
+      const bool alone = !bias && !given.bias1; // then the op is one step, rounded once
+      const float other = others[t] + static_cast<float>(second[t]);
       value = alone ? value * other : once(value) * once(other);
     }
-    if (given.residual) {
-      float before = static_cast<float>(residual[t]);
-      if (kResidualNorm != kNoNorm)
-        before = once(normed(before, of_residual.rows[row], given.residual_scale ? static_cast<float>(given.residual_scale[column]) : 1.0f,
-                             given.residual_bias ? static_cast<float>(given.residual_bias[column]) : 0.0f));
-      value = before + once(value);
-    }
-    given.out[static_cast<Index>(row) * S::kPitch + place.before + column] = static_cast<T>(value);
+    if (given.residual) value = static_cast<float>(residual[t]) + once(value);
+    given.out[static_cast<Index>(result(t) / S::kMade) * S::kPitch + place.before + place.column + result(t) % S::kMade] =
+        static_cast<T>(value);
   }
-  if (S::kSplit > 1) { // no block ends while another one may read its sums
-    cluster_arrives();
-    cluster_waits();
-  }
+  if (S::kSplit > 1) cluster_waits();
 }

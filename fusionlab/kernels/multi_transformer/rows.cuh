@@ -1,92 +1,89 @@
-// Statistics of rows and what a norm makes of their entries. A row is read once: mean and sum of squares of what each thread holds, merged by
-// the formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise algorithm for computing sample variances"), which
-// subtracts no large numbers of one another.
+// Rows of x as the right operand of a product reads them, with or without a norm: statistics in two passes over what the threads hold.
 #pragma once
 
 constexpr int kNoNorm = 0, kLayerNorm = 1, kRmsNorm = 2;
 
-struct Moments {
-  float count, mean, squares; // squares: the sum of (entry - mean)^2; of an RMSNorm the mean stays 0
+// How the block's warps share kCount rows of kLength entries: a team of warps for each row, a thread of it holds kHeld words of 8 entries.
+template <int kCount, int kLength> struct Teams {
+  static constexpr int kWarpsOfOne = kCount == 1 ? 8 : kCount == 2 ? 4 : kCount <= 4 ? 2 : 1;
+  static constexpr int kThreadsOfOne = 32 * kWarpsOfOne, kAtOnce = kThreads / kThreadsOfOne;
+  static constexpr int kWords = kLength / 8, kHeld = (kWords + kThreadsOfOne - 1) / kThreadsOfOne;
 };
 
-__device__ __forceinline__ Moments merged(Moments a, Moments b) {
-  const float count = a.count + b.count;
-  const float part = count > 0.0f ? b.count / count : 0.0f;
-  const float apart = b.mean - a.mean;
-  return {count, a.mean + apart * part, a.squares + b.squares + apart * apart * (a.count * part)};
+// The sum of a team's values, to all of its threads; `place` is scratch memory of a float for each warp of the block.
+template <int kWarpsOfOne> __device__ __forceinline__ float team_sum(float value, float* place) {
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) value += from_lane(value, other);
+  if (kWarpsOfOne == 1) return value;
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 0) place[warp] = value;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarpsOfOne; ++i) sum += place[warp / kWarpsOfOne * kWarpsOfOne + i];
+  return sum;
 }
 
-// Of the words [first, last) of a row, of 8 entries each: the warp's together.
-template <int kNorm, int kHeld> __device__ __forceinline__ Moments moments_of(const T* row, int first, int last) {
-  const int lane = threadIdx.x % 32;
-  Moments all = {0.0f, 0.0f, 0.0f};
-  for (int start = first + lane; start < last; start += 32 * kHeld) {
-    uint4 held[kHeld];
+// Two entries, the first in the lower half of the word, after the norm and rounded as it alone would.
+__device__ __forceinline__ unsigned normed_two(unsigned two, float mean, float factor, float2 scale, float2 bias) {
+  const float2 x = floats_of(two);
+  return rounded((x.x - mean) * factor * scale.x + bias.x, (x.y - mean) * factor * scale.y + bias.y);
+}
+
+__device__ __forceinline__ uint4 normed_word(uint4 word, float mean, float factor, const P* scale, const P* bias) {
+  unsigned to[4];
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i)
-      if (start + 32 * i < last) held[i] = __ldcg(reinterpret_cast<const uint4*>(row) + start + 32 * i);
-    Moments mine = {0.0f, 0.0f, 0.0f};
-    float sum = 0.0f;
+  for (int j = 0; j < 4; ++j) {
+    const float2 s = scale ? parameters_of(scale + 2 * j) : float2{1.0f, 1.0f};
+    const float2 b = bias ? parameters_of(bias + 2 * j) : float2{0.0f, 0.0f};
+    to[j] = normed_two(word_of(word, j), mean, factor, s, b);
+  }
+  return {to[0], to[1], to[2], to[3]};
+}
+
+// Norms kCount rows of kLength entries and gives them to `keep(row, number of the word, word)`. All threads of the block come here. `place`:
+// 16 floats of shared memory.
+template <int kNorm, int kCount, int kLength, class Keep>
+__device__ __forceinline__ void norm_rows(const T* rows, const P* scale, const P* bias, float epsilon, float* place, const Keep& keep) {
+  using Team = Teams<kCount, kLength>;
+  const int mine = threadIdx.x % Team::kThreadsOfOne;
+#pragma unroll 1
+  for (int row = threadIdx.x / Team::kThreadsOfOne; row < (kCount + Team::kAtOnce - 1) / Team::kAtOnce * Team::kAtOnce; row += Team::kAtOnce) {
+    const T* const from = rows + static_cast<Index>(row < kCount ? row : 0) * kLength;
+    uint4 held[Team::kHeld];
+    float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (start + 32 * i >= last) continue;
-      mine.count += 8.0f;
-      if (kNorm == kLayerNorm) {
+    for (int i = 0; i < Team::kHeld; ++i) {
+      const int number = mine + i * Team::kThreadsOfOne;
+      if (number < Team::kWords) held[i] = __ldcg(reinterpret_cast<const uint4*>(from) + number);
+    }
+    if (kNorm == kLayerNorm) {
+#pragma unroll
+      for (int i = 0; i < Team::kHeld; ++i)
+        if (mine + i * Team::kThreadsOfOne < Team::kWords)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 two = floats_of(word_of(held[i], j));
+            sum += two.x + two.y;
+          }
+      sum = team_sum<Team::kWarpsOfOne>(sum, place);
+    }
+    const float mean = sum * (1.0f / kLength);
+#pragma unroll
+    for (int i = 0; i < Team::kHeld; ++i)
+      if (mine + i * Team::kThreadsOfOne < Team::kWords)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float2 two = floats_of(word_of(held[i], j));
-          sum += two.x + two.y;
+          squares += (two.x - mean) * (two.x - mean) + (two.y - mean) * (two.y - mean);
         }
-      }
+    squares = team_sum<Team::kWarpsOfOne>(squares, place + kWarps);
+    const float factor = 1.0f / sqrtf(squares * (1.0f / kLength) + epsilon);
+#pragma unroll
+    for (int i = 0; i < Team::kHeld; ++i) {
+      const int number = mine + i * Team::kThreadsOfOne;
+      if (number < Team::kWords && row < kCount)
+        keep(row, number, normed_word(held[i], mean, factor, scale ? scale + 8 * number : nullptr, bias ? bias + 8 * number : nullptr));
     }
-    if (kNorm == kLayerNorm) mine.mean = sum / mine.count;
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (start + 32 * i >= last) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 two = floats_of(word_of(held[i], j));
-        const float x = two.x - mine.mean, y = two.y - mine.mean;
-        mine.squares += x * x + y * y;
-      }
-    }
-    all = merged(all, mine);
   }
-#pragma unroll
-  for (int other = 1; other < 32; other *= 2) {
-    const Moments its = {from_lane(all.count, other), from_lane(all.mean, other), from_lane(all.squares, other)};
-    all = lane & other ? merged(its, all) : merged(all, its); // in one order, so that all lanes have the same
-  }
-  return all;
-}
-
-// Mean and reciprocal deviation of each of kCount rows, in shared memory, by the whole block. `pieces` is scratch memory of kPieces each.
-template <int kCount> struct Statistics {
-  static constexpr int kPieces = kCount == 1 ? 8 : kCount == 2 ? 4 : kCount <= 4 ? 2 : 1;
-  Moments pieces[kCount * kPieces];
-  float2 rows[kCount];
-};
-
-template <int kNorm, int kCount, int kLength>
-__device__ __forceinline__ void find_statistics(Statistics<kCount>& found, const T* rows, float epsilon) {
-  constexpr int kPieces = Statistics<kCount>::kPieces, kWords = kLength / 8, kPiece = (kWords + kPieces - 1) / kPieces;
-  constexpr int kEach = (kPiece + 31) / 32, kHeld = kEach < 8 ? kEach : 8;
-  for (int i = threadIdx.x / 32; i < kCount * kPieces; i += kThreads / 32) {
-    const int first = i % kPieces * kPiece, last = first + kPiece < kWords ? first + kPiece : kWords;
-    const Moments one = moments_of<kNorm, kHeld>(rows + static_cast<Index>(i / kPieces) * kLength, first, last);
-    if (threadIdx.x % 32 == 0) found.pieces[i] = one;
-  }
-  __syncthreads();
-  if (threadIdx.x < kCount) {
-    Moments all = found.pieces[threadIdx.x * kPieces];
-#pragma unroll
-    for (int i = 1; i < kPieces; ++i) all = merged(all, found.pieces[threadIdx.x * kPieces + i]);
-    found.rows[threadIdx.x] = {all.mean, 1.0f / sqrtf(all.squares / kLength + epsilon)};
-  }
-  __syncthreads();
-}
-
-// An entry after its norm, in float.
-__device__ __forceinline__ float normed(float entry, float2 row, float scale, float bias) {
-  return (entry - row.x) * row.y * scale + bias;
 }

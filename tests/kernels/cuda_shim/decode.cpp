@@ -9,8 +9,9 @@ FL_RUN_CLUSTER(decode_attend, FL_PARTS)
 FL_RUN_CLUSTER(decode_out, FL_OUT_CLUSTER)
 FL_RUN_CLUSTER(decode_up, FL_UP_CLUSTER)
 FL_RUN_CLUSTER(decode_down, FL_DOWN_CLUSTER)
-#if !FL_PRE
-FL_RUN_CLUSTER(decode_qkv_on, FL_QKV_CLUSTER)
-FL_RUN_CLUSTER(decode_out_on, FL_OUT_CLUSTER)
-FL_RUN(decode_finish)
+#if FL_NORM1
+FL_RUN(decode_norm1)
+#endif
+#if FL_NORM2
+FL_RUN(decode_norm2)
 #endif
