@@ -117,7 +117,7 @@ __device__ __forceinline__ float mean_value(const Cached& cached, int f, int fre
 
 __device__ __forceinline__ float weight_of(float largest, float of_all) { return largest == nothing() ? 0.0f : exp2_of(largest - of_all); }
 
-__device__ __forceinline__ void attend(const T* qkv, const float* cosines, const float* sines, Cached cached, T* out) {
+__device__ __forceinline__ void attend(const T* qkv, const float* cosines, const float* sines, Cached cached, T* out, const Ahead& ahead) {
   fl_next();
   Block& shared = *reinterpret_cast<Block*>(shared_memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -191,6 +191,7 @@ __device__ __forceinline__ void attend(const T* qkv, const float* cosines, const
     now = then;
     start = next;
   }
+  fetch_ahead<Out>(ahead, static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) > kAheadBlocks ? gridDim.x - kAheadBlocks : 0));
 
 #pragma unroll
   for (int h = 0; h < kGroup; ++h) {
@@ -240,7 +241,7 @@ __device__ __forceinline__ void attend(const T* qkv, const float* cosines, const
       mixed = value / total;
     else if (kMaskIsFinite)
       mixed = mean_value(cached, f, at, static_cast<float>(fresh(mine + kValuesAt + key_head * kKeyRowStride + f)));
-    out[static_cast<Index>(text) * kHeads * kSize + (head + h) * kSize + f] = static_cast<T>(mixed);
+    out[in_strips(text, (head + h) * kSize + f)] = static_cast<T>(mixed);
   }
   if (kParts > 1) {
     cluster_arrives();

@@ -1,7 +1,8 @@
 // Copies in groups, warps and clusters of blocks: what decode.cu needs beside warp.cuh. Compiled as C++ they come from
 // cluster_emulated.h, which the tests hold.
 //
-// Sources: PTX ISA, "cp.async.commit_group", "cp.async.wait_group", "barrier.cluster", "mapa"; compute capability 9.0 and later.
+// Sources: PTX ISA, "cp.async.commit_group", "cp.async.wait_group", "barrier.cluster", "mapa",
+// "cp.async.bulk.prefetch"; compute capability 9.0 and later.
 #pragma once
 
 #ifdef __CUDACC__
@@ -27,6 +28,11 @@ __device__ __forceinline__ float of_block(const float* at, int block) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(place) : "r"(shared_address(at)), "r"(block));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(place) : "memory");
   return value;
+}
+
+// Brings memory into the L2 cache: `bytes`, a multiple of 16, from an address that is one.
+__device__ __forceinline__ void prefetch_to_l2(const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 #else

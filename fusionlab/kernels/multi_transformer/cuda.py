@@ -19,7 +19,7 @@ from ..arrays import is_explicitly_sharded, precisions
 from ..compile import refuses_device as refuses_compiled
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..launch import launch
-from .decode import CODES, MOST_ROWS, SOURCE, WORD, Attention, Param, Places, Product, Row, decode_plan, fuses_norm
+from .decode import CODES, MOST_ROWS, SOURCE, STRIP, WORD, Attention, Param, Places, Product, Row, decode_plan, fuses_norm
 from .layer import Form
 
 Array = Any
@@ -137,8 +137,10 @@ class _Call:
         form, (rows, width) = self.form, self.given["x"].shape
         caches = [f"{slot}.{i}" for i in range(form.layers) for slot in _CACHES]
         row = self.row()
-        widths = {"y": width, "qkv": sum(row.qkv.columns), "attended": row.out.inner, "hidden": row.down.inner}
-        widths |= {"between": width, "normed": width} | ({"x": width} if form.layers > 1 else {})
+        strips = {"attended": row.out.inner, "hidden": row.down.inner, "normed": width}
+        widths = {"y": width, "qkv": sum(row.qkv.columns), "between": width}
+        widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
+        widths |= {"x": width} if form.layers > 1 else {}
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]
@@ -174,6 +176,7 @@ class _Call:
             columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
         norms = tuple(None if e is None else form.norm for e in form.epsilons)
         fused = form.pre_norm and fuses_norm(rows, width)
+        in_strips = [form.pre_norm and norm is not None and not fused for norm in norms]
         return Row(
             dtype=np.dtype(self.dtype).name,
             parameters=self.parameters,
@@ -181,11 +184,11 @@ class _Call:
             norms=(norms[0], norms[1]),
             epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
             activation=form.activation,
-            qkv=Product(rows, width, columns, turned, norm=norms[0] if fused else None),
+            qkv=Product(rows, width, columns, turned, norm=norms[0] if fused else None, strips=in_strips[0]),
             attention=self.attention(),
-            out=Product(rows, heads * size, (width,), "out" in form.turned),
-            up=Product(rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None),
-            down=Product(rows, hidden, (width,), "down" in form.turned),
+            out=Product(rows, heads * size, (width,), "out" in form.turned, strips=True),
+            up=Product(rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None, in_strips[1]),
+            down=Product(rows, hidden, (width,), "down" in form.turned, strips=True),
         )
 
     def attention(self) -> Attention:

@@ -13,7 +13,8 @@
 // ended then.
 //
 // Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_NORM1 and FL_NORM2
-// (rows.cuh; 0 where there is none), FL_EPSILON1 and FL_EPSILON2, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
+// (rows.cuh; 0 where there is none), FL_EPSILON1 and FL_EPSILON2, FL_STRIPS (1: norms of their own
+// give strips), FL_AHEAD, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
 // Shape) and the sizes of the attention, as decode.py has them. FL_..._CLUSTER: how many blocks work together.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -82,7 +83,12 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4]
 }
 
 #include "rows.cuh"
+constexpr int kAheadBytes = FL_AHEAD, kAheadBlocks = 128; // of memory that each of so many blocks asks for ahead
 #include "project.cuh"
+using Qkv = Shape<FL_QKV>;
+using Out = Shape<FL_OUT>;
+using Up = Shape<FL_UP>;
+using Down = Shape<FL_DOWN>;
 
 constexpr int kHeads = FL_HEADS, kKeyHeads = FL_KEY_HEADS, kSize = FL_SIZE; // of the attention; kSize: features of a head
 constexpr int kGroup = FL_GROUP;                                           // query heads of a block
@@ -96,11 +102,6 @@ constexpr bool kMaskIsFinite = FL_MASK_IS_FINITE;
 constexpr float kScale = FL_SCALE; // times log2(e)
 #include "attend.cuh"
 
-using Qkv = Shape<FL_QKV>;
-using Out = Shape<FL_OUT>;
-using Up = Shape<FL_UP>;
-using Down = Shape<FL_DOWN>;
-
 #define FL_CLUSTER_1
 #define FL_CLUSTER_2 __cluster_dims__(2, 1, 1)
 #define FL_CLUSTER_4 __cluster_dims__(4, 1, 1)
@@ -108,17 +109,18 @@ using Down = Shape<FL_DOWN>;
 #define FL_CLUSTER_OF(number) FL_CLUSTER_##number
 #define FL_CLUSTER(number) FL_CLUSTER_OF(number)
 
-#define FL_PROJECT(entry, cluster, Shape, active, epsilon)                                                                      \
+#define FL_PROJECT(entry, cluster, Shape, Next, active, strips, epsilon)                                                        \
   extern "C" __global__ void FL_CLUSTER(cluster) __launch_bounds__(kThreads, 2)                                                 \
       entry(const T* x, const P* scale, const P* bias, const T* w0, const T* w1, const T* w2, const T* b0, const T* b1,         \
-            const T* b2, const T* residual, T* out) {                                                                           \
-    project<Shape, active>({x, scale, bias, w0, w1, w2, b0, b1, b2, residual, out}, epsilon);                                   \
+            const T* b2, const T* residual, T* out, const T* next0, const T* next1, const T* next2) {                           \
+    project<Shape, Next, active, strips>({x, scale, bias, w0, w1, w2, b0, b1, b2, residual, out}, {next0, next1, next2},        \
+                                         epsilon);                                                                              \
   }
 
-FL_PROJECT(decode_qkv, FL_QKV_CLUSTER, Qkv, false, FL_EPSILON1)
-FL_PROJECT(decode_out, FL_OUT_CLUSTER, Out, false, 0.0f)
-FL_PROJECT(decode_up, FL_UP_CLUSTER, Up, true, FL_EPSILON2)
-FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, false, 0.0f)
+FL_PROJECT(decode_qkv, FL_QKV_CLUSTER, Qkv, Out, false, false, FL_EPSILON1)
+FL_PROJECT(decode_out, FL_OUT_CLUSTER, Out, Up, false, false, 0.0f)
+FL_PROJECT(decode_up, FL_UP_CLUSTER, Up, Down, true, true, FL_EPSILON2)
+FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, Qkv, false, false, 0.0f)
 
 #define FL_NORM(entry, norm, epsilon)                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads) entry(const T* x, const P* scale, const P* bias, T* out) {             \
@@ -126,7 +128,10 @@ FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, false, 0.0f)
     fl_wait();                                                                                                                  \
     const Index row = static_cast<Index>(blockIdx.x) * Up::kInner;                                                              \
     norm_rows<norm, 1, Up::kInner>(x + row, scale, bias, epsilon, reinterpret_cast<float*>(&shared_memory[0]),                  \
-                                   [&](int, int word, uint4 entries) { reinterpret_cast<uint4*>(out + row)[word] = entries; }); \
+                                   [&](int, int word, uint4 entries) {                                                        \
+                                     *reinterpret_cast<uint4*>(out + (FL_STRIPS ? in_strips(blockIdx.x, word * 8) : row + word * 8)) = \
+                                         entries;                                                                              \
+                                   });                                                                                         \
   }
 
 #if FL_NORM1
@@ -138,6 +143,6 @@ FL_NORM(decode_norm2, FL_NORM2, FL_EPSILON2)
 
 extern "C" __global__ void FL_CLUSTER(FL_PARTS) __launch_bounds__(kThreads, kGroup <= 2 ? 2 : 1)
     decode_attend(const T* qkv, const float* cosines, const float* sines, const int* step, const int* lengths, const unsigned char* mask,
-                  T* keys, T* values, T* out) {
-  attend(qkv, cosines, sines, {step, lengths, mask, keys, values, 0}, out);
+                  T* keys, T* values, T* out, const T* next) {
+  attend(qkv, cosines, sines, {step, lengths, mask, keys, values, 0}, out, {next, nullptr, nullptr});
 }

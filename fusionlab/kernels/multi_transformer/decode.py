@@ -21,15 +21,19 @@ SOURCE = Source(
 CODES = {"bfloat16": 1, "float16": 2}  # FL_T
 MOST_ROWS = 16
 WORD = 8  # entries of 16 bytes: rows of matrices and caches begin at multiples of that
+STRIP = 16  # entries of a row that stand together in a scratch result in strips
 NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
 _THREADS, _WARPS = 256, 8
 _UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
 _BLOCK = 108 << 10  # bytes of shared memory of a block, at most: two blocks share a multiprocessor, the one that runs and the one that waits
 _SCRATCH = 64  # bytes: what the warps of a norm tell each other
+_AHEAD = 128 << 10  # bytes of the next product's matrix that each block asks for
 _RESIDENT = 24 << 10  # bytes of x, at most, that a block of a product keeps whole
 _UNROLL = 4
 _MOST_GROUP = 4  # query heads that share what a block reads
-_SPLITS = (1, 2, 4, 8)
+_SPLITS = (1, 2, 4, 8)  # of the inner axis, and of the keys: blocks of a cluster
+_COLUMNS = (16, 32, 64)  # of one matrix in a tile
+_LEAST_KEYS = 128  # of a block of the attention
 
 Param = tuple[str, int]
 NOTHING: Param = ("null", 0)
@@ -48,7 +52,7 @@ class Tile:
 @dataclass(frozen=True)
 class Product:
     """One product of a layer: `columns` of up to three matrices side by side, or of the gate alone where there is one; `norm` of its x, a
-    key of `NORMS`."""
+    key of `NORMS`; `strips`: x lies in strips."""
 
     rows: int
     inner: int
@@ -56,6 +60,7 @@ class Product:
     turned: bool = False
     gated: bool = False
     norm: str | None = None
+    strips: bool = False
 
     def blocks(self, tile: Tile) -> int:
         made = tile.columns // 2 if self.gated else tile.columns
@@ -85,27 +90,27 @@ class Product:
         """The template arguments of `Shape`."""
         columns = (*self.columns, 0, 0)[:3]
         cut = (tile.columns, tile.split, tile.step, tile.depth)
-        flags = (int(self.turned), int(self.gated), NORMS.get(self.norm or "", 0), int(self.is_resident(tile)))
+        flags = (int(self.turned), int(self.gated), NORMS.get(self.norm or "", 0), int(self.is_resident(tile)), int(self.strips))
         return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
 
     def cut(self) -> Tile:
         """The tile for which the busiest multiprocessor has least to read."""
         step = 32 if self.turned else 16
-        least = 32 if self.gated else 16
-        tiles = [Tile(n, s, step, 1) for n in range(least, 129, least) for s in _SPLITS]
+        made = 2 if self.gated else 1
+        tiles = [Tile(made * n, s, step, 1) for n in _COLUMNS[: 3 if made == 1 else 2] for s in _SPLITS]
         best = min(tiles, key=self._cost)
         own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
         fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
-        return Tile(best.columns, best.split, step, max(1, min(own, fit)))
+        return replace(best, depth=max(1, min(own, fit)))
 
     def _cost(self, tile: Tile) -> float:
-        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside."""
+        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside: factors and terms under which
+        the order is that of times measured on an H200 at widths of 1024 and 4096."""
         own = self.own(tile)
-        matrix = 2 * tile.columns * own
         wide = tile.step if self.turned else tile.columns // 2 if self.gated else tile.columns
-        scattered = 1.25 if wide < 32 else 1.05 if wide < 48 else 1.0
-        fixed = (4 << 10) + ((8 << 10) if tile.split > 1 else 0) + 8 * self.rows * tile.columns * (tile.split > 1)
-        return -(-self.blocks(tile) // _UNITS) * (scattered * matrix + 2 * self.rows * own + fixed)
+        scattered = {16: 1.5, 32: 1.22}.get(wide, 1.0)
+        summing = (20 << 10) + (tile.split << 12) + 8 * self.rows * tile.columns if tile.split > 1 else 0
+        return -(-self.blocks(tile) // _UNITS) * (scattered * 2 * tile.columns * own + 2 * self.rows * own + summing)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Attention:
     def parts(self) -> int:
         """Blocks that share the keys of a head."""
         jobs = self.rows * self.heads // self.group
-        return max((s for s in _SPLITS if jobs * s <= _UNITS + 28), default=1)
+        return max((s for s in _SPLITS if jobs * s <= _UNITS + 28 and s * _LEAST_KEYS <= self.past), default=1)
 
     @property
     def grid(self) -> int:
@@ -247,6 +252,8 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
         "T": CODES[row.dtype],
         "P": int(row.parameters),
         "ROWS": row.qkv.rows,
+        "AHEAD": _AHEAD,
+        "STRIPS": int(row.pre_norm),
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
     }
     for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
@@ -254,21 +261,27 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
-    launches = [one for at in layers for one in _layer(row, tiles, at)]
+    launches = [one for at, behind in zip(layers, [*layers[1:], None], strict=True) for one in _layer(row, tiles, at, behind)]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
     launches[0] = replace(launches[0], early=False)
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
+def _layer(row: Row, tiles: Mapping[str, Tile], at: Places, behind: Places | None) -> list[Launch]:
     none = NOTHING
+    threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
+    gated = ("gate", "up") if row.up.gated else ("up",)
+
+    def three(of: Places | None, slots: Sequence[str]) -> list[Param]:
+        return [*(of.at(s) if of else none for s in slots), none, none, none][:3]
+
+    after = {"qkv": three(None, ()), "out": three(at, gated), "up": three(at, ("down",)), "down": three(behind, threes)}
 
     def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
         one, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
         parameters = at.norm(number) if one.norm else (none, none)
-        matrices = [*(at.at(s) for s in slots), none, none][:3]
-        biases = [*(at.at(f"{s}_bias") for s in slots), none, none][:3]
-        params = (x, *parameters, *matrices, *biases, residual, out)
+        biases = three(at, [f"{s}_bias" for s in slots])
+        params = (x, *parameters, *three(at, slots), *biases, residual, out, *after[name])
         return Launch(f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True)
 
     def norm(number: int, x: Param, out: Param) -> list[Launch]:
@@ -276,13 +289,11 @@ def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
         return [Launch(f"decode_norm{number}", grid, (_THREADS, 1, 1), _SCRATCH, params, early=True)]
 
     shared = ("cos", "sin", "step", "lengths", "mask", "cache_k", "cache_v")
-    attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
+    attend = (at.qkv, *(at.at(s) for s in shared), at.attended, at.at("out"))
     attention = row.attention
-    threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
-    gated = ("gate", "up") if row.up.gated else ("up",)
     first, second = (norm is not None for norm in row.norms)
     before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm
-    behind_first, behind = not row.pre_norm and first, not row.pre_norm and second
+    behind_first, behind_second = not row.pre_norm and first, not row.pre_norm and second
     summed = at.normed if behind_first else at.between
     return [
         *(norm(1, at.x, at.normed) if before else ()),
@@ -292,6 +303,6 @@ def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
         *(norm(1, at.between, at.normed) if behind_first else ()),
         *(norm(2, at.between, at.normed) if between else ()),
         product("up", at.normed if between else summed, 2, gated, none, at.hidden),
-        product("down", at.hidden, 2, ("down",), summed, at.between if behind else at.y),
-        *(norm(2, at.between, at.y) if behind else ()),
+        product("down", at.hidden, 2, ("down",), summed, at.between if behind_second else at.y),
+        *(norm(2, at.between, at.y) if behind_second else ()),
     ]

@@ -3,19 +3,21 @@
 // A block takes kTile columns and, of a cluster of kSplit blocks, one part of the inner axis. Its warps go over slices of kStep of it by
 // themselves: each has a ring of kDepth slices in shared memory, which are on their way while others are multiplied, and no barrier with
 // other warps. The first slices of the matrix, which no kernel writes, are asked for before the kernel waits for the one ahead of it.
-// The block's part of x stands in shared memory as a whole, after its norm, or comes with the slices where it is large.
+// The block's part of x stands in shared memory as a whole, after its norm, or comes with the slices where it is large. Results
+// that only a product reads lie in strips of 16 entries of every row (`in_strips`), so that a slice of them is in one piece.
 // Then sums are added over warps and over the cluster, always in the same order.
 //
 // Products are mma.sync with the matrix as the left operand: 16 columns x 16 of the inner axis, by 8 rows of x.
 #pragma once
 
 template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, int kSplit_, int kStep_, int kDepth_, bool kTurned_, bool kGated_, int kNorm_,
-          bool kResident_>
+          bool kResident_, bool kStrips_>
 struct Shape {
   static constexpr int kInner = kInner_, kTile = kTile_, kSplit = kSplit_, kStep = kStep_, kDepth = kDepth_, kNorm = kNorm_;
   static constexpr bool kTurned = kTurned_;     // the matrix is columns x inner
   static constexpr bool kGated = kGated_;       // there are two matrices alike: a tile is as many columns of either
   static constexpr bool kResident = kResident_; // x does not come with the slices
+  static constexpr bool kStrips = kStrips_;     // x lies in strips
   static constexpr int kMade = kGated ? kTile / 2 : kTile; // columns of the result that a tile makes
   static constexpr int kPitch = kFirst + kSecond + kThird; // of a row of the result; up to three matrices side by side
   static constexpr int kOwn = ((kInner + kSplit - 1) / kSplit + kStep - 1) / kStep * kStep; // of the inner axis, a block's
@@ -32,9 +34,13 @@ struct Shape {
   static constexpr int kBody = kRing > kSums + kPart ? kRing : kSums + kPart; // the sums take the place of the ring
   static constexpr int kShare = kRows * kMade / kSplit; // of the tile's results, those that this block finishes
   static constexpr int kEach = (kShare + kThreads - 1) / kThreads;
+  // The kernel behind may start when all that this block reads is on its way: earlier, its reads would only take turns with this block's.
+  static constexpr bool kLate = kOwn > kDepth * kWarps * kStep;
 
   // Which of the matrices a tile is of, and where it is.
   static constexpr int kTiles0 = (kFirst + kMade - 1) / kMade, kTiles1 = (kSecond + kMade - 1) / kMade;
+  static constexpr int kMatrices = kThird ? 3 : kSecond ? 2 : 1;
+  static __device__ __forceinline__ int columns_of(int matrix) { return kGated || matrix == 0 ? kFirst : matrix == 1 ? kSecond : kThird; }
   struct Place {
     int matrix, column, columns, before; // columns of the matrix, and of those before it
   };
@@ -47,12 +53,30 @@ struct Shape {
 
 // What a product reads and writes; addresses may be null where there is nothing of the kind.
 struct Given {
-  const T* x; // kRows x kInner
+  const T* x; // kRows x kInner, in rows or in strips
   const P *scale, *bias; // of the norm of x
   const T *matrix0, *matrix1, *matrix2, *bias0, *bias1, *bias2; // up to three matrices; gated, of the gate and of the other
   const T* residual; // kRows x the result's columns, added to it
-  T* out;
+  T* out;            // as the residual, or in strips
 };
+
+// The matrices of the product behind, of which memory is asked for while this kernel comes to its end; null where there is none.
+struct Ahead {
+  const T *matrix0, *matrix1, *matrix2;
+};
+
+// Brings what the blocks of a product will read first into the L2 cache: a piece of it for each of kAheadBlocks blocks.
+template <class Next> __device__ __forceinline__ void fetch_ahead(const Ahead& ahead, int block) {
+  constexpr int kMatrices = Next::kGated || Next::kMatrices == 2 ? 2 : Next::kMatrices, kPiece = kAheadBytes / 32;
+  if (Next::kTurned || !ahead.matrix0 || block < 0 || block >= kAheadBlocks || threadIdx.x >= 32) return;
+  const int number = block % kMatrices, segment = block / kMatrices % Next::kSplit, piece = block / kMatrices / Next::kSplit;
+  const T* const matrix = number == 0 ? ahead.matrix0 : number == 1 ? ahead.matrix1 : ahead.matrix2;
+  const Index row = 2 * Next::columns_of(number), first = segment * Next::kOwn * row; // in bytes
+  const int behind = Next::kInner - segment * Next::kOwn, rows = behind < Next::kOwn ? behind : Next::kOwn;
+  const Index at = static_cast<Index>(piece) * kAheadBytes + static_cast<Index>(threadIdx.x) * kPiece, left = rows * row - at;
+  if (left > 0)
+    prefetch_to_l2(reinterpret_cast<const unsigned char*>(matrix) + first + at, static_cast<unsigned>(left < kPiece ? left : kPiece) / 16 * 16);
+}
 
 // What of the matrices a block reads: columns from `column` on of one, or of two alike.
 struct Source {
@@ -77,14 +101,21 @@ template <class S> __device__ __forceinline__ void fetch_matrix(T* to, const Sou
   }
 }
 
+// Where an entry is in memory that holds strips: of 16 entries of a row, all rows, then the next 16.
+__device__ __forceinline__ int in_strips(int row, int entry) { return (entry / 16 * kRows + row) * 16 + entry % 16; }
+
+template <class S> __device__ __forceinline__ const T* row_at(const T* x, int row, int k) {
+  return x + (S::kStrips ? in_strips(row, k) : row * S::kInner + k);
+}
+
 template <class S> __device__ __forceinline__ void fetch_rows(T* to, const T* x, int k) {
-  constexpr int kRowWords = S::kStep / 8, kWords = kRows * kRowWords;
+  constexpr int kWords = kRows * S::kStep / 8;
 #pragma unroll
   for (int t = 0; t < (kWords + 31) / 32; ++t) {
-    const int i = threadIdx.x % 32 + 32 * t, row = i / kRowWords, word = i % kRowWords;
+    const int i = threadIdx.x % 32 + 32 * t, row = i / 2 % kRows, word = i / (2 * kRows) * 2 + i % 2;
     if (kWords % 32 != 0 && i >= kWords) break;
     const bool inside = S::kWholeInner || k + word * 8 < S::kInner;
-    copy_16(to + row * S::kRowPitch + word * 8, inside ? x + static_cast<Index>(row) * S::kInner + k + word * 8 : x, inside);
+    copy_16(to + row * S::kRowPitch + word * 8, inside ? row_at<S>(x, row, k + word * 8) : x, inside);
   }
 }
 
@@ -102,14 +133,15 @@ template <class S> __device__ __forceinline__ void keep_rows(T* to, const Given&
     uint4 held[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int at = threadIdx.x + i * kThreads, row = at / kWords, k = first + at % kWords * 8;
+      const int at = threadIdx.x + i * kThreads, word = at / (2 * kRows) * 2 + at % 2;
       held[i] = {0, 0, 0, 0};
-      if (row < kRows && k < S::kInner) held[i] = __ldcg(reinterpret_cast<const uint4*>(given.x + static_cast<Index>(row) * S::kInner + k));
+      if (word < kWords && first + word * 8 < S::kInner)
+        held[i] = __ldcg(reinterpret_cast<const uint4*>(row_at<S>(given.x, at / 2 % kRows, first + word * 8)));
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int at = threadIdx.x + i * kThreads;
-      if (at < kRows * kWords) *word_at(at / kWords, at % kWords) = held[i];
+      const int at = threadIdx.x + i * kThreads, word = at / (2 * kRows) * 2 + at % 2;
+      if (word < kWords) *word_at(at / 2 % kRows, word) = held[i];
     }
   }
   if (S::kNorm != kNoNorm && S::kOwn * S::kSplit > S::kInner) // the words behind the end
@@ -181,8 +213,12 @@ template <class S> __device__ __forceinline__ float over_cluster(const float* su
 }
 
 // out = act(norm(x) matrix + bias) [+ residual], each step rounded to T as if it were done alone.
-template <class S, bool kActive> __device__ __forceinline__ void project(const Given& given, float epsilon) {
-  fl_next();
+template <class S, class Next, bool kActive, bool kStrips>
+__device__ __forceinline__ void project(const Given& given, const Ahead& ahead, float epsilon) {
+  if (!S::kLate) {
+    fl_next();
+    fetch_ahead<Next>(ahead, blockIdx.x);
+  }
   unsigned char* const shared = shared_memory;
   const int warp = threadIdx.x / 32;
   const int rank = S::kSplit == 1 ? 0 : blockIdx.x % S::kSplit;
@@ -244,7 +280,13 @@ template <class S, bool kActive> __device__ __forceinline__ void project(const G
       if (!S::kResident) fetch_rows<S>(rows_in(slot), given.x, next);
     }
     copies_closed();
+    if (S::kLate && next + kStride >= last) fl_next(); // all that this warp reads is on its way
     slot = slot + 1 == S::kDepth ? 0 : slot + 1;
+  }
+
+  if (S::kLate) {
+    fl_next();
+    fetch_ahead<Next>(ahead, blockIdx.x);
   }
 
   float* const all = reinterpret_cast<float*>(shared);
@@ -276,8 +318,8 @@ template <class S, bool kActive> __device__ __forceinline__ void project(const G
       value = alone ? value * other : once(value) * once(other);
     }
     if (given.residual) value = static_cast<float>(residual[t]) + once(value);
-    given.out[static_cast<Index>(result(t) / S::kMade) * S::kPitch + place.before + place.column + result(t) % S::kMade] =
-        static_cast<T>(value);
+    const int row = result(t) / S::kMade, column = place.before + place.column + result(t) % S::kMade;
+    given.out[kStrips ? in_strips(row, column) : row * S::kPitch + column] = static_cast<T>(value);
   }
   if (S::kSplit > 1) cluster_waits();
 }
