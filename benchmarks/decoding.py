@@ -52,16 +52,21 @@ def layers_of(case: Case) -> list[Any]:
     from fusionlab.ops import TransformerLayer
 
     e, h = case.embed, case.heads
-    shapes: dict[str, tuple[int, ...]] = {slot: (e, h, e // h) for slot in "qkv"}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (e, h, e // h))
     shapes |= {"out": (h, e // h, e), "up": (e, 4 * e), "down": (4 * e, e)}
     vectors = {f"{slot}_bias": (h, e // h) for slot in "qkv"}
     vectors |= {"out_bias": (e,), "up_bias": (4 * e,), "down_bias": (e,), "norm1_bias": (e,), "norm2_bias": (e,)}
     made = []
     for i in range(LAYERS):
         seed = 100 * i
-        arrays = {slot: normal(seed + n, *s, scale=(4 * e if slot == "down" else e) ** -0.5) for n, (slot, s) in enumerate(shapes.items())}
+        arrays = {
+            slot: normal(seed + n, *s, scale=(4 * e if slot == "down" else e) ** -0.5)
+            for n, (slot, s) in enumerate(shapes.items())
+        }
         arrays |= {slot: normal(seed + 20 + n, *s, scale=0.1) for n, (slot, s) in enumerate(vectors.items())}
-        arrays |= {slot: 1 + normal(seed + 40 + n, e, scale=0.1) for n, slot in enumerate(("norm1_scale", "norm2_scale"))}
+        arrays |= {
+            slot: 1 + normal(seed + 40 + n, e, scale=0.1) for n, slot in enumerate(("norm1_scale", "norm2_scale"))
+        }
         made.append(TransformerLayer(**arrays))
     return made
 
@@ -85,7 +90,9 @@ def plain(layers: Sequence[Any], x: Any, caches: Sequence[tuple[Any, Any]], step
         q, k, v = (
             jnp.einsum("bse,ehd->bshd", h, getattr(layer, slot)) + getattr(layer, f"{slot}_bias") for slot in "qkv"
         )
-        keys, values = (lax.dynamic_update_slice(old, new, (0, step, 0, 0)) for old, new in zip(cache, (k, v), strict=True))
+        keys, values = (
+            lax.dynamic_update_slice(old, new, (0, step, 0, 0)) for old, new in zip(cache, (k, v), strict=True)
+        )
         scores = jnp.einsum("bshd,bthd->bhst", q, keys).astype(jnp.float32) / q.shape[-1] ** 0.5
         seen = jnp.arange(keys.shape[1]) <= step
         weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1).astype(values.dtype)
@@ -138,7 +145,9 @@ def measure(case: Case, rate: float, samples: int) -> dict[str, Any]:
 
     layers, x, step = layers_of(case), normal(1, case.batch, 1, case.embed), jnp.int32(case.cache - FREE)
     fns: dict[str, Callable] = {"jax.jit": plain}
-    fns |= {name: functools.partial(by_op, implementation=name) for name in ("composed", "cuda") if not _refused(name, case)}
+    fns |= {
+        name: functools.partial(by_op, implementation=name) for name in ("composed", "cuda") if not _refused(name, case)
+    }
     programs = {name: stepping(fn, case, layers, x, step) for name, fn in fns.items()}
     outs = {name: run() for name, run in programs.items()}
     found = measured(programs, "jax.jit", samples, repeats=LAYERS)
@@ -168,7 +177,9 @@ def main(argv: list[str]) -> int:
         found = measure(case, rate, 4 if options.quick else SAMPLES)
         record["cases"][case.name] = found
         print(line(case.name, found))
-        print(f"  a layer's bytes alone: {found['floor_s'] * 1e6:.1f} us; difference from jax.jit {found['difference']}")
+        print(
+            f"  a layer's bytes alone: {found['floor_s'] * 1e6:.1f} us; difference from jax.jit {found['difference']}"
+        )
         if case.bar is not None and "cuda" in found:
             ratio = found["cuda"]["median_s"] / found["jax.jit"]["median_s"]
             missed |= ratio > case.bar

@@ -49,6 +49,40 @@ class Case:
     dtype: str = "bfloat16"
 
 
+CASES = {
+    "a layer": Case(),
+    "three texts": Case(rows=3),
+    "eleven texts, two layers": Case(rows=11, layers=2, past=13, step=7),
+    "half": Case(rows=2, dtype="float16"),
+    "of 136 columns": Case(width=136, heads=3, kv_heads=3, size=40, hidden=264),
+    "grouped heads": Case(heads=6, kv_heads=2, size=16, rows=2, qkv="concatenated"),
+    "one key head": Case(heads=5, kv_heads=1, size=8),
+    "interleaved, caches by head": Case(qkv="interleaved", cache_layout="BHSD", heads=3, kv_heads=3, rows=2),
+    "packed": Case(qkv="packed", rows=2),
+    "turned": Case(turned=("q", "k", "v", "out", "up", "down"), rows=2),
+    "rotary": Case(rotary=1, rotary_width=24, rows=2),
+    "rotary of a part, of each text": Case(rotary=2, rotary_width=16, rows=2, angles_of_each=True, qkv="concatenated"),
+    "root mean square": Case(norm="rms", biases=False, parameters="float32"),
+    "gated": Case(gated=True, activation="silu", gate_bias=False, rows=2),
+    "gated, with biases": Case(gated=True, activation="relu"),
+    "gated and turned": Case(gated=True, turned=("gate", "up"), gate_bias=False),
+    "norms behind": Case(pre_norm=False, rows=2),
+    "norms behind, two layers": Case(pre_norm=False, layers=2, rows=2),
+    "norms behind, the second left out": Case(pre_norm=False, layers=2, epsilons=(1e-5, None)),
+    "norms behind, the first left out": Case(pre_norm=False, layers=2, epsilons=(None, 1e-5)),
+    "no norms": Case(epsilons=(None, None)),
+    "a step of each": Case(rows=3, step=(0, 36, 12)),
+    "a step beyond the cache": Case(step=60),
+    "a step before it": Case(rows=2, step=(-3, 5)),
+    "lengths": Case(rows=3, lengths=(1, 0, 1), step=(4, 9, 30)),
+    "not causal": Case(causal=False),
+    "a mask": Case(causal=False, mask="shared", mask_value=float(np.finfo(np.float32).min)),
+    "a mask of each": Case(rows=3, causal=True, mask="each"),
+    "heads of 136": Case(heads=1, kv_heads=1, size=136, rotary=1, rotary_width=136),
+    "one text, many keys": Case(past=300, step=250, heads=1, kv_heads=1),
+}
+
+
 def operands_of(case: Case, seed: int = 0) -> dict[str, Any]:
     """Random operands, by name."""
     rng = np.random.default_rng(seed)
@@ -59,7 +93,9 @@ def operands_of(case: Case, seed: int = 0) -> dict[str, Any]:
 
     def weight(slot: str, inner: int, *columns: int) -> Any:
         wide = int(np.prod(columns))
-        shape = (*columns, inner) if slot in case.turned or (slot == "qkv" and case.qkv == "packed") else (inner, *columns)
+        shape = (
+            (*columns, inner) if slot in case.turned or (slot == "qkv" and case.qkv == "packed") else (inner, *columns)
+        )
         if slot == "out" and slot in case.turned:
             shape = (e, h, d)
         elif slot == "out":
@@ -141,7 +177,8 @@ def exact(case: Case, given: dict[str, Any]) -> tuple[np.ndarray, ...]:
     """The reference in float64 of the same numbers."""
     with jax.enable_x64(True):
         wide = {
-            n: jnp.asarray(np.asarray(a, np.float64)) if jnp.issubdtype(a.dtype, jnp.floating) else a for n, a in given.items()
+            n: jnp.asarray(np.asarray(a, np.float64)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+            for n, a in given.items()
         }
         names = tuple(wide)
         found = OP.reference(*wide.values(), present=names, **attributes_of(case))

@@ -19,13 +19,28 @@ from ..arrays import is_explicitly_sharded, precisions
 from ..compile import refuses_device as refuses_compiled
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..launch import launch
-from .decode import CODES, MOST_ROWS, SOURCE, STRIP, WORD, Attention, Param, Places, Product, Row, decode_plan, fuses_norm
+from .decode import (
+    CODES,
+    MOST_ROWS,
+    SOURCE,
+    STRIP,
+    WORD,
+    Attention,
+    Param,
+    Places,
+    Product,
+    Row,
+    decode_plan,
+    fuses_norm,
+)
 from .layer import Form
 
 Array = Any
 
 MOST_FEATURES = 256  # of a head
-HIDDEN = -1e9  # a finite mask value from which on the weight of a hidden key is 0 in float32, whatever the others' scores
+HIDDEN = (
+    -1e9
+)  # a finite mask value from which on the weight of a hidden key is 0 in float32, whatever the others' scores
 OTHERS = "implementation='composed' takes it"
 _NORM_SLOTS = ("norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias")
 _WEIGHTS = ("q", "k", "v", "qkv", "out", "up", "gate", "down")
@@ -71,7 +86,7 @@ def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | 
         return None
     if mask.dtype != jnp.bool_ or mask.shape[1] != 1:
         return f"a mask of {np.dtype(mask.dtype).name}{list(mask.shape)}, it takes bool[1 or R, 1, 1, T]; {OTHERS}"
-    if HIDDEN < form.mask_value:
+    if form.mask_value > HIDDEN:
         return f"mask_value is {form.mask_value:g}, above {HIDDEN:g}: a hidden key might have a weight; {OTHERS}"
     return None
 
@@ -154,7 +169,7 @@ class _Call:
         """Of each layer; the first reads the operand x, the last writes y."""
         form, found = self.form, []
         shared = {name: ("operand", i) for name, i in self.numbers.items() if "." not in name}
-        steps = [results[name] for name in ("normed", "qkv", "attended", "between", "hidden")]
+        steps = {name: results[name] for name in ("normed", "qkv", "attended", "between", "hidden")}
         for i in range(form.layers):
             own = {
                 name.partition(".")[0]: ("operand", at) for name, at in self.numbers.items() if name.endswith(f".{i}")
@@ -162,7 +177,7 @@ class _Call:
             own |= {slot: results[f"{slot}.{i}"] for slot in _CACHES}
             x = results["x"] if i else shared["x"]
             y = results["y"] if i == form.layers - 1 else results["x"]
-            found.append(Places(shared | own, x, *steps, y))
+            found.append(Places(shared | own, x=x, y=y, **steps))
         return found
 
     def row(self) -> Row:
@@ -187,7 +202,9 @@ class _Call:
             qkv=Product(rows, width, columns, turned, norm=norms[0] if fused else None, strips=in_strips[0]),
             attention=self.attention(),
             out=Product(rows, heads * size, (width,), "out" in form.turned, strips=True),
-            up=Product(rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None, in_strips[1]),
+            up=Product(
+                rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None, in_strips[1]
+            ),
             down=Product(rows, hidden, (width,), "down" in form.turned, strips=True),
         )
 

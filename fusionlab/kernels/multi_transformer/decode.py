@@ -25,7 +25,9 @@ STRIP = 16  # entries of a row that stand together in a scratch result in strips
 NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
 _THREADS, _WARPS = 256, 8
 _UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
-_BLOCK = 108 << 10  # bytes of shared memory of a block, at most: two blocks share a multiprocessor, the one that runs and the one that waits
+_BLOCK = (
+    108 << 10
+)  # bytes of shared memory of a block, at most: the one that runs and the one that waits share a multiprocessor
 _SCRATCH = 64  # bytes: what the warps of a norm tell each other
 _AHEAD = 128 << 10  # bytes of the next product's matrix that each block asks for
 _RESIDENT = 24 << 10  # bytes of x, at most, that a block of a product keeps whole
@@ -68,7 +70,8 @@ class Product:
 
     def own(self, tile: Tile) -> int:
         """Inner entries of a block."""
-        return -(-(-(-self.inner // tile.split)) // tile.step) * tile.step
+        whole = tile.split * tile.step
+        return -(-self.inner // whole) * tile.step
 
     def is_resident(self, tile: Tile) -> bool:
         """Whether a block keeps its part of x whole."""
@@ -90,7 +93,13 @@ class Product:
         """The template arguments of `Shape`."""
         columns = (*self.columns, 0, 0)[:3]
         cut = (tile.columns, tile.split, tile.step, tile.depth)
-        flags = (int(self.turned), int(self.gated), NORMS.get(self.norm or "", 0), int(self.is_resident(tile)), int(self.strips))
+        flags = (
+            int(self.turned),
+            int(self.gated),
+            NORMS.get(self.norm or "", 0),
+            int(self.is_resident(tile)),
+            int(self.strips),
+        )
         return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
 
     def cut(self) -> Tile:
@@ -104,8 +113,8 @@ class Product:
         return replace(best, depth=max(1, min(own, fit)))
 
     def _cost(self, tile: Tile) -> float:
-        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside: factors and terms under which
-        the order is that of times measured on an H200 at widths of 1024 and 4096."""
+        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside: factors and terms under
+        which the order is that of times measured on an H200 at widths of 1024 and 4096."""
         own = self.own(tile)
         wide = tile.step if self.turned else tile.columns // 2 if self.gated else tile.columns
         scattered = {16: 1.5, 32: 1.22}.get(wide, 1.0)
@@ -261,7 +270,9 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
-    launches = [one for at, behind in zip(layers, [*layers[1:], None], strict=True) for one in _layer(row, tiles, at, behind)]
+    launches = [
+        one for at, behind in zip(layers, [*layers[1:], None], strict=True) for one in _layer(row, tiles, at, behind)
+    ]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
     launches[0] = replace(launches[0], early=False)
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
@@ -282,7 +293,9 @@ def _layer(row: Row, tiles: Mapping[str, Tile], at: Places, behind: Places | Non
         parameters = at.norm(number) if one.norm else (none, none)
         biases = three(at, [f"{s}_bias" for s in slots])
         params = (x, *parameters, *three(at, slots), *biases, residual, out, *after[name])
-        return Launch(f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True)
+        return Launch(
+            f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True
+        )
 
     def norm(number: int, x: Param, out: Param) -> list[Launch]:
         grid, params = (row.qkv.rows, 1, 1), (x, *at.norm(number), out)
