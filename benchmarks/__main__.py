@@ -8,6 +8,7 @@ import sys
 NAMES = (
     "attention",
     "attention_cpu",
+    "decoding",
     "gemm_epilogue",
     "kernel_resources",
     "lerp",

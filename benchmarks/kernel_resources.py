@@ -19,6 +19,7 @@ from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
+from fusionlab.kernels.multi_transformer import decode
 
 LIMITS = KERNELS / "limits.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -50,6 +51,10 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
     yield from _norm(arch)
     yield from _attention(arch)
     yield from _gated(arch)
+    if arch in decode.SOURCE.archs:
+        nowhere = decode.Places({}, *[decode.NOTHING] * 7)
+        for name, row in decode_rows().items():
+            yield f"decode {name}", decode.decode_plan(row, [nowhere])
 
 
 def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:
@@ -105,6 +110,51 @@ def _gated(arch: str) -> Iterator[tuple[str, KernelPlan]]:
                 plan = gated.forward_plan(rows, columns, inner, dtype, activation, transposed=transposed, saves=saves)
                 kind = f"{'N x K' if transposed else 'K x N'}{', saves' if saves else ''}"
                 yield f"gated {dtype} {activation} {rows}x{inner}x{columns} {kind}", plan
+
+
+def decode_rows() -> dict[str, decode.Row]:
+    """Layers that decode one token a text: few and many texts, grouped heads, norms before and behind, weights turned and gated."""
+    found = {}
+    for dtype, e, h, g, d, rows, pre_norm, turned in (
+        ("bfloat16", 4096, 32, 32, 128, 1, True, False),
+        ("bfloat16", 4096, 32, 32, 128, 16, True, False),
+        ("bfloat16", 1024, 16, 16, 64, 1, True, False),
+        ("bfloat16", 4096, 32, 8, 128, 4, True, True),
+        ("float16", 768, 12, 12, 64, 3, False, False),
+    ):
+        norm = "layer" if pre_norm and decode.fuses_norm(rows, e) else None
+        own = pre_norm and norm is None
+        attention = decode.Attention(
+            rows,
+            h,
+            g,
+            d,
+            1024,
+            "BSHD",
+            False,
+            True,
+            d**-0.5,
+            False,
+            False,
+            False,
+            False,
+            1 if turned else None,
+            d if turned else 0,
+        )
+        found[f"{dtype} E{e} of {rows}"] = decode.Row(
+            dtype,
+            True,
+            pre_norm,
+            ("layer", "layer"),
+            (1e-5, 1e-5),
+            "silu" if turned else "gelu_tanh",
+            decode.Product(rows, e, (h * d, g * d, g * d), turned, norm=norm, strips=own),
+            attention,
+            decode.Product(rows, h * d, (e,), turned, strips=True),
+            decode.Product(rows, e, (4 * e,), turned, turned, norm, own),
+            decode.Product(rows, 4 * e, (e,), turned, strips=True),
+        )
+    return found
 
 
 def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:

@@ -36,9 +36,12 @@ def _no_linear(*_: Any, **__: Any) -> Any:
     raise TypeError(_NO_LINEAR)
 
 
-def composite_implementation(name: str, summary: str, forward: Callable[..., list[Array]]) -> Implementation:
-    """One way to run a composite op. `forward`: `(**operands by name, residuals=False, **attrs) -> results`."""
-    return Implementation(name, summary, forward, _no_linear, _no_linear)
+def composite_implementation(
+    name: str, summary: str, forward: Callable[..., list[Array]], *how: Any, **more: Any
+) -> Implementation:
+    """One way to run a composite op. `forward`: `(**operands by name, residuals=False, **attrs) -> results`; the rest as `Implementation`
+    has it behind the tangent and the cotangent."""
+    return Implementation(name, summary, forward, _no_linear, _no_linear, *how, **more)
 
 
 class CompositePrimitive(FusedPrimitive):

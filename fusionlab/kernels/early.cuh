@@ -11,3 +11,11 @@ static __device__ __forceinline__ void fl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Lets the kernel behind this one start, as far as there is room for it, from the time on when every block has been here or has ended. What
+// it does before its own wait may read nothing that is written since the first kernel of the launch plan began.
+static __device__ __forceinline__ void fl_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -347,7 +347,9 @@ def early_kernels():
     from benchmarks.kernel_resources import variants
 
     plans = [plan for _, plan in variants("sm_90")]
-    return sorted({(plan.source, one.entry) for plan in plans for one in plan.launches if one.early})
+    found = {(plan.source, one.entry) for plan in plans for one in plan.launches if one.early}
+    # Those of decode.cu ask for weights and caches before they wait: test_decode_cuda.py.
+    return sorted(one for one in found if one[0] != "multi_transformer/decode.cu")
 
 
 @pytest.mark.parametrize(("source", "entry"), early_kernels())

@@ -17,7 +17,7 @@ import pytest
 
 import fusionlab.kernels.multi_transformer.public as public
 import fusionlab.kernels.multi_transformer.weights as weights
-from fusionlab.errors import ArgumentError, UnknownNameError
+from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
 from fusionlab.evidence.tuning import calls_in
 from fusionlab.graph.trace import trace
 from fusionlab.kernels import OPS, meaning_of, plain_meaning_of
@@ -468,16 +468,20 @@ def test_implementations_and_their_names():
     given, attrs = case("write")
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given.values()]
     told = {v.name: v.verdict for v in OP.backends(*shapes, present=tuple(given), **attrs)}
-    assert told == {"xla": "possible", "composed": "chosen"}
+    assert told == {"xla": "possible", "composed": "chosen", "cuda": "unavailable"}
     named = OP.backends(*shapes, present=tuple(given), implementation="xla", **attrs)
-    assert {v.name: v.verdict for v in named} == {"xla": "same code", "composed": "possible"}
+    assert {v.name: v.verdict for v in named} == {"xla": "same code", "composed": "possible", "cuda": "unavailable"}
     assert OP.choose(*shapes, present=tuple(given), **attrs) == "composed"
     assert OP.choose(*shapes, present=tuple(given), implementation="xla", **attrs) == "xla"
     assert OP.residuals(*shapes, present=tuple(given), **attrs) == ()
     assert OP.left_alone(*shapes, present=tuple(given), **attrs) is None
     assert "name the pass" in OP.idle(*shapes, present=tuple(given), **attrs)
-    with pytest.raises(UnknownNameError, match="unknown multi_transformer implementation 'cuda'; valid: composed, xla"):
+    with pytest.raises(BackendError, match=r"implementation 'cuda' cannot run this call on .*: it needs a CUDA device"):
         OP.call(*given.values(), present=tuple(given), implementation="cuda", **attrs)
+    with pytest.raises(
+        UnknownNameError, match="unknown multi_transformer implementation 'gpu'; valid: composed, cuda, xla"
+    ):
+        OP.call(*given.values(), present=tuple(given), implementation="gpu", **attrs)
 
 
 @pytest.mark.parametrize(

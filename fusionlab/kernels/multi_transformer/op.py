@@ -12,7 +12,7 @@ from ...device import Device
 from ..arrays import batch_size, canonical_precision
 from ..composite import CompositeOp, composite_implementation
 from ..implementation import Implementation
-from . import composed, reference
+from . import composed, cuda, reference
 from .checks import PER_LAYER, SHARED, checked
 
 Array = Any
@@ -83,6 +83,13 @@ class MultiTransformer(CompositeOp):
         "composed": composite_implementation(
             "composed", "of the project's attention, products and norms, each by what it chooses", composed.forward
         ),
+        "cuda": composite_implementation(
+            "cuda",
+            "one token a text: five own CUDA kernels a layer, caches in place",
+            cuda.forward,
+            cuda.refuses,
+            opaque=True,
+        ),
     }
 
     @property
@@ -95,6 +102,10 @@ class MultiTransformer(CompositeOp):
         if full["attention_precision"] is not None:
             full["attention_precision"] = canonical_precision(full["attention_precision"])
         return dict(given), full
+
+    def dissolved(self, attrs: Mapping[str, Any]) -> str:
+        """Kernels that only run forward have no gradient: then it is the project's other ops."""
+        return "xla" if attrs["implementation"] == "xla" else self.composed
 
     def fold(
         self, values: list[Array], dims: list[int | None], params: dict[str, Any]

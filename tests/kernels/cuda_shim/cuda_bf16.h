@@ -17,6 +17,7 @@
 #define __shared__ static // one block runs at a time
 #define __restrict__
 #define __align__(bytes) alignas(bytes)
+#define __cluster_dims__(...)
 
 struct uint2 {
   unsigned x, y;
@@ -65,18 +66,24 @@ inline ucontext_t scheduler;
 inline Fiber* running = nullptr;
 inline void (*body)(void* const*) = nullptr;
 inline void* const* body_arguments = nullptr;
-inline unsigned alive = 0; // threads of the block that have not returned
+constexpr unsigned kMostBlocks = 8;          // of a cluster, whose blocks run in turns as well
+inline unsigned blocks_in_cluster = 1;
+inline unsigned block_in_cluster = 0;        // of the thread that runs
+inline unsigned alive[kMostBlocks] = {};     // threads of each block that have not returned
+inline unsigned alive_in_cluster = 0;        // of all of them
 
 inline void run_body() {
   body(body_arguments);
   running->done = true;
-  --alive;
+  --alive[block_in_cluster];
+  --alive_in_cluster;
   swapcontext(&running->context, &scheduler);
 }
 
 inline void hand_over() { swapcontext(&running->context, &scheduler); }
 
 inline unsigned thread_number() { return threadIdx.y * blockDim.x + threadIdx.x; }
+inline unsigned of_cluster_thread() { return block_in_cluster * 32 * 32 + thread_number(); }
 
 struct Barrier {
   unsigned arrived = 0, generation = 0;
@@ -93,8 +100,8 @@ struct Barrier {
     }
   }
 };
-inline Barrier of_block;
-inline void __syncthreads() { of_block.wait(alive); }
+inline Barrier block_barriers[kMostBlocks], of_cluster;
+inline void __syncthreads() { block_barriers[block_in_cluster].wait(alive[block_in_cluster]); }
 
 // What the threads of a warp show each other. Two places in turns: nobody writes one again before all have read it.
 constexpr unsigned kShown = 8;
@@ -103,13 +110,13 @@ struct Warp {
   unsigned shown[2][32][kShown];
   unsigned turn[32] = {};
 };
-inline Warp warps[32];
+inline Warp warps[32 * kMostBlocks];
 inline const unsigned kWarp = 32;
 
 template <std::size_t kCount> const unsigned (*show(const unsigned (&mine)[kCount]))[kShown] {
   static_assert(kCount <= kShown);
   const unsigned thread = thread_number(), lane = thread % 32;
-  Warp& warp = warps[thread / 32];
+  Warp& warp = warps[block_in_cluster * 32 + thread / 32];
   const unsigned turn = warp.turn[lane]++ % 2;
   for (std::size_t i = 0; i < kCount; ++i) warp.shown[turn][lane][i] = mine[i];
   warp.barrier.wait(kWarp);
@@ -124,6 +131,7 @@ inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned delta) 
 }
 
 template <typename Value> Value __ldcs(const Value* from) { return *from; }
+template <typename Value> Value __ldcg(const Value* from) { return *from; }
 
 template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int other) {
   if (mask != ~0u) std::abort();
@@ -135,21 +143,26 @@ template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int 
 
 inline void block_starts(); // what a header beside this one prepares
 
-// Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel.
-inline void launch(void (*kernel)(void* const*), const unsigned* grid, const unsigned* block, void* const* arguments) {
+// Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel. Blocks of a cluster lie along x.
+inline void launch(
+    void (*kernel)(void* const*), const unsigned* grid, const unsigned* block, void* const* arguments, unsigned cluster = 1) {
   body = kernel;
   body_arguments = arguments;
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {block[0], block[1], block[2]};
-  static std::vector<Fiber> fibers(32 * 32);
+  static std::vector<Fiber> fibers;
   const unsigned threads = block[0] * block[1];
-  for (unsigned number = 0; number < grid[0] * grid[1] * grid[2]; ++number) {
-    blockIdx = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
+  if (grid[0] % cluster || cluster > kMostBlocks) std::abort();
+  blocks_in_cluster = cluster;
+  if (fibers.size() < threads * cluster) fibers = std::vector<Fiber>(threads * cluster);
+  for (unsigned number = 0; number < grid[0] * grid[1] * grid[2]; number += cluster) {
     block_starts();
-    of_block = {};
+    of_cluster = {};
+    for (Barrier& one : block_barriers) one = {};
     for (Warp& warp : warps) warp = {};
-    alive = threads;
-    for (unsigned i = 0; i < threads; ++i) {
+    for (unsigned i = 0; i < cluster; ++i) alive[i] = threads;
+    alive_in_cluster = threads * cluster;
+    for (unsigned i = 0; i < threads * cluster; ++i) {
       Fiber& fiber = fibers[i];
       fiber.done = false;
       getcontext(&fiber.context);
@@ -159,15 +172,19 @@ inline void launch(void (*kernel)(void* const*), const unsigned* grid, const uns
     }
     for (bool any = true; any;) {
       any = false;
-      for (unsigned i = 0; i < threads; ++i) {
+      for (unsigned i = 0; i < threads * cluster; ++i) {
         if (fibers[i].done) continue;
-        threadIdx = {i % block[0], i / block[0], 0};
+        block_in_cluster = i / threads;
+        const unsigned of_block = i % threads, at = number + block_in_cluster;
+        blockIdx = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
+        threadIdx = {of_block % block[0], of_block / block[0], 0};
         running = &fibers[i];
         swapcontext(&scheduler, &fibers[i].context);
         any = true;
       }
     }
   }
+  block_in_cluster = 0;
 }
 
 #ifndef FL_BLOCK_STARTS // warp_emulated.h has its own

@@ -15,3 +15,8 @@ template <typename... P, void (*kKernel)(P...)> struct Runner<kKernel> {
   extern "C" void run_##entry(const unsigned* grid, const unsigned* block, void* const* arguments) {              \
     launch(Runner<entry>::body, grid, block, arguments);                                                          \
   }
+
+#define FL_RUN_CLUSTER(entry, blocks)                                                                             \
+  extern "C" void run_##entry(const unsigned* grid, const unsigned* block, void* const* arguments) {              \
+    launch(Runner<entry>::body, grid, block, arguments, blocks);                                                  \
+  }

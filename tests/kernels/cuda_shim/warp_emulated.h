@@ -5,32 +5,35 @@
 
 #include <cstring>
 
-alignas(128) inline unsigned char shared_memory[232448];
+alignas(128) inline unsigned char shared_memories[kMostBlocks][232448]; // of the blocks of a cluster
+#define shared_memory (shared_memories[block_in_cluster])
 
 struct Copy {
   void* to;
   unsigned char content[16];
   int bytes;
+  unsigned group;
 };
-inline std::vector<Copy> copies[32 * 32]; // of each thread, on their way
+inline std::vector<Copy> copies[kMostBlocks * 32 * 32]; // of each thread, on their way
+inline unsigned closed_groups[kMostBlocks * 32 * 32];    // of them
 
 inline void block_starts() {
-  std::memset(shared_memory, 0xff, sizeof(shared_memory));
-  for (auto& mine : copies) mine.clear();
+  std::memset(shared_memories, 0xff, blocks_in_cluster * sizeof(shared_memories[0]));
+  for (unsigned i = 0; i < blocks_in_cluster * 32 * 32; ++i) copies[i].clear(), closed_groups[i] = 0;
 }
 
 inline void copy_of(void* to, const void* from, bool inside, int bytes) {
   const auto at = static_cast<unsigned char*>(to) - shared_memory;
   if (at < 0 || at + bytes > static_cast<long>(sizeof(shared_memory)) || at % bytes) std::abort();
   if (inside && reinterpret_cast<std::uintptr_t>(from) % bytes) std::abort();
-  Copy copy{to, {}, bytes};
+  Copy copy{to, {}, bytes, closed_groups[of_cluster_thread()]};
   if (inside) std::memcpy(copy.content, from, bytes);
-  copies[thread_number()].push_back(copy);
+  copies[of_cluster_thread()].push_back(copy);
 }
 inline void copy_16(void* to, const void* from, bool inside) { copy_of(to, from, inside, 16); }
 inline void copy_4(void* to, const void* from, bool inside) { copy_of(to, from, inside, 4); }
 inline void copies_done() {
-  auto& mine = copies[thread_number()];
+  auto& mine = copies[of_cluster_thread()];
   for (const Copy& copy : mine) std::memcpy(copy.to, copy.content, copy.bytes);
   mine.clear();
 }
