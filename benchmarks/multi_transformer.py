@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
         record["parts"][name] = found
         if not options.json:
             print(line(name, found), flush=True)
-        for bar in BARS:
+        for bar in BARS if on_cuda else ():
             if bar.part == name and (bar.than in found or bar.than in found.get("torch", {})):
                 record["bars"][f"{name}: {bar.program} against {bar.than}"] = bar.reached(found)
         save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
