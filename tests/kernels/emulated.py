@@ -27,11 +27,16 @@ SHIM = Path(__file__).parent / "cuda_shim"
 
 
 class Emulator:
-    """Compiles a variant once, into `folder`, and runs launches."""
+    """Compiles a variant once, into `folder`, and runs launches.
+
+    Attributes:
+      last_thread_first: the order in which the threads of a block take turns.
+    """
 
     def __init__(self, compiler: str, folder: Path):
         self._compiler, self._folder = compiler, folder
         self._libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
+        self.last_thread_first = False
 
     def _library(self, spec: KernelPlan) -> ctypes.CDLL:
         key = (spec.source, spec.text, *spec.options)
@@ -81,7 +86,9 @@ class Emulator:
             ]
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
             sizes = [(ctypes.c_uint * 3)(*size) for size in (one.grid, one.block)]
-            getattr(self._library(spec), f"run_{one.entry}")(*sizes, pointers)
+            library = self._library(spec)
+            ctypes.c_int.in_dll(library, "last_thread_first").value = self.last_thread_first
+            getattr(library, f"run_{one.entry}")(*sizes, pointers)
 
 
 def emulator_in(folder: Path) -> Emulator:

@@ -26,8 +26,9 @@ NOWHERE = Places({}, *[NOTHING] * 7)
 
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory):
-    with kernels_on_the_cpu(emulator_in(tmp_path_factory.mktemp("decode")), cuda):
-        yield
+    emulator = emulator_in(tmp_path_factory.mktemp("decode"))
+    with kernels_on_the_cpu(emulator, cuda):
+        yield emulator
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -65,6 +66,17 @@ def test_differentiated_it_is_its_pieces():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name", ["three texts", "eleven texts, two layers", "of 136 columns", "gated and turned", "norms behind"]
+)
+def test_it_does_not_hang_on_the_order_of_threads(on_the_cpu, monkeypatch, name):
+    given = operands_of(CASES[name])
+    want = run(CASES[name], given, "cuda")
+    monkeypatch.setattr(on_the_cpu, "last_thread_first", True)
+    got = run(CASES[name], given, "cuda")
+    assert all((a == b).all() for a, b in zip(got, want, strict=True))
+
+
 # Caches.
 
 
@@ -79,11 +91,12 @@ def copies_of(text, shape):
 
 def step_of(case, given):
     names = tuple(given)
+    order = [f"cache_{slot}.{i}" for i in range(case.layers) for slot in "kv"]
 
     def step(x, caches, at):
         full = given | {"x": x, "step": at} | caches
         y, *made = OP.call(*[full[n] for n in names], present=names, implementation="cuda", **attributes_of(case))
-        return y, dict(zip(caches, made, strict=True))
+        return y, dict(zip(order, made, strict=True))
 
     return step
 

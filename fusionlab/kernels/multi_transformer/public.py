@@ -70,7 +70,8 @@ def multi_transformer(
       scale: multiplies the scores; None is 1/sqrt(D).
       precision: as for `jax.lax.dot_general`.
       cache_layout: "BSHD", or "BHSD" for caches and prefix with heads before tokens.
-      implementation: None or "composed" runs the project's own ops, "xla" plain jnp code.
+      implementation: None or "composed" runs the project's own ops, "xla" plain jnp code; "cuda" one token a text of up to 16 texts by
+        CUDA kernels of its own, in bfloat16 or float16 on a GPU of sm_90 or sm_100, where it takes the call.
 
     Returns:
       y [B, S, E] in x's dtype; with a cache (y, caches), the caches as they were given. Differentiated it is its pieces.
@@ -78,6 +79,7 @@ def multi_transformer(
     Raises:
       ArgumentError: a wrong shape, dtype or number, a step of 0 or one that leaves no room; names the argument.
       UnknownNameError: no activation, norm or implementation has that name.
+      BackendError: the implementation that is named cannot run this call here; says why.
 
     >>> import jax.numpy as jnp
     >>> layer = TransformerLayer(qkv=jnp.ones((4, 2, 3, 2)), out=jnp.ones((2, 2, 4)), up=jnp.ones((4, 8)), down=jnp.ones((8, 4)))

@@ -143,6 +143,11 @@ template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int 
 
 inline void block_starts(); // what a header beside this one prepares
 
+// Whose turn it is: the threads one after another, or from the last to the first. What hangs on it lacks a barrier.
+extern "C" {
+inline int last_thread_first = 0;
+}
+
 // Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel. Blocks of a cluster lie along x.
 inline void launch(
     void (*kernel)(void* const*), const unsigned* grid, const unsigned* block, void* const* arguments, unsigned cluster = 1) {
@@ -172,7 +177,8 @@ inline void launch(
     }
     for (bool any = true; any;) {
       any = false;
-      for (unsigned i = 0; i < threads * cluster; ++i) {
+      for (unsigned turn = 0; turn < threads * cluster; ++turn) {
+        const unsigned i = last_thread_first ? threads * cluster - 1 - turn : turn;
         if (fibers[i].done) continue;
         block_in_cluster = i / threads;
         const unsigned of_block = i % threads, at = number + block_in_cluster;
