@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..graph.ir import Block, Node, Value
 from ..graph.region import CASTS, VIEWS, Region, widens
@@ -48,36 +49,41 @@ def summands_of(block: Block, x: Value, feature: int | None) -> Summands | None:
     Args:
       feature: the axis that is normalised over; None for several, of which no vector is looked for.
     """
-    node = _addition(block, x)
-    if node is None:
+    outer = _addition(block, x)
+    if outer is None:
         return None
-    left, right = node.inputs
-    for full, other in ((left, right), (right, left)):
+    for full, other in (outer.sides, outer.sides[::-1]):
         found = _vector(block, x, full, other, feature)
         if found is not None:
-            vector, crossed = found
-            return Summands(full, None, vector, (node, *crossed))
-    if not all(_fits(v, x) for v in (left, right)):
+            return Summands(full, None, found[0], (outer.node, *found[1]))
+    left, right = outer.sides
+    if not (_fits(left, x) and _fits(right, x)):
         return None
     for one, other in ((left, right), (right, left)):
         inner = _addition(block, one)
         if inner is None or one.id in block.returned or len(block.users.get(one.id, ())) != 1:
             continue
-        for full, vector in (inner.inputs, inner.inputs[::-1]):
+        for full, vector in (inner.sides, inner.sides[::-1]):
             found = _vector(block, x, full, vector, feature)
             if found is not None:
-                return Summands(full, other, found[0], (node, inner, *found[1]))
-    return Summands(left, right, None, (node,))
+                return Summands(full, other, found[0], (outer.node, inner.node, *found[1]))
+    return Summands(left, right, None, (outer.node,))
 
 
-def _addition(block: Block, value: Value) -> Node | None:
+class _Addition(NamedTuple):
+    node: Node
+    sides: tuple[Value, Value]
+
+
+def _addition(block: Block, value: Value) -> _Addition | None:
     """The node that adds a value up of two others of its dtype."""
     node = block.producer.get(value.id)
     if node is None or node.primitive not in _ADDS or is_backward(node.eqn):
         return None
-    if not all(isinstance(a, Value) and a.dtype == value.dtype for a in node.inputs):
+    left, right = node.inputs
+    if not (isinstance(left, Value) and isinstance(right, Value)) or {left.dtype, right.dtype} != {value.dtype}:
         return None
-    return node if not any(_widened(block, a) for a in node.inputs) else None
+    return None if _widened(block, left) or _widened(block, right) else _Addition(node, (left, right))
 
 
 def _widened(block: Block, value: Value) -> bool:

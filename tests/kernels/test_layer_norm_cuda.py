@@ -76,7 +76,7 @@ def test_a_row_too_wide_for_registers_takes_two_passes_and_nothing_is_made_twice
         norm = Norm("layer", 100, columns, "bfloat16", VECTORS)
         passes = backward_passes(norm, ("x", "scale", "bias", "shift"), False, False)
         assert [slot for one in passes for slot in one.grads] == ["x", "scale", "bias", "shift"]
-        assert len(passes) == (1 if columns in (*WIDTHS[:11],) else 2)
+        assert len(passes) == (1 if columns <= 8192 or columns == 12288 else 2)
         if len(passes) == 2:
             assert "dx" in passes[1].reads
     wide = Norm("rms", 100, 65536, "bfloat16", (("scale", "bfloat16"),))

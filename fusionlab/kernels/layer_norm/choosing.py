@@ -11,7 +11,8 @@ from . import cuda, tiling
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x below which both take the same time, as launches are most of it
-WIDEST = 1 << 14  # columns beyond which XLA's code is faster forward as well
+# Columns beyond which XLA's code is faster, or nothing was measured.
+WIDEST = {"call": 1 << 14, "cotangent": 1 << 13}
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
 
 
@@ -26,10 +27,9 @@ def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residu
     elements, columns, dtype = math.prod(whole.shape), whole.shape[-1], whole.dtype.name
     if elements < LEAST:
         return f"x has {elements} elements; below {LEAST} XLA's code was measured to take as long"
-    if role == "cotangent" and tiling.backward_tile(columns, dtype, 3, ct_sum=False) is None:
-        return f"rows of {columns} entries take the kernels two passes backward, and XLA's code was measured faster"
-    if columns > WIDEST:
-        return f"for rows of {columns} entries XLA's code was measured faster"
+    if columns > WIDEST[role]:
+        way = "forward" if role == "call" else "backward"
+        return f"for rows of more than {WIDEST[role]} entries ({columns}) XLA's code was measured faster {way}"
     if role == "call" and not residuals and tiling.vector(columns, dtype) * tiling.ITEM_BYTES[dtype] < 4:
         return f"rows of {columns} entries are read one by one, and forward alone XLA's code was measured faster"
     return ""

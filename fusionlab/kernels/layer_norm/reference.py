@@ -128,7 +128,7 @@ def tangent(
         return jnp.broadcast_to(_along(vector, len(shape), axis), shape, out_sharding=shardings.get("out"))
 
     terms = [whole(moving[slot]) if slot == "shift" else moving[slot] for slot in SUMMANDS if slot in moving]
-    moved = sum(terms[1:], terms[0]) if terms else None
+    moved: Any = sum(terms[1:], terms[0]) if terms else None
     parts = []
     if moved is not None or "scale" in moving:
         xhat = _saved_xhat(saved, axis)

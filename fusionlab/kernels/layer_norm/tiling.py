@@ -20,7 +20,8 @@ HELD_WORDS = 32  # registers in which a thread keeps its part of a row, or of tw
 SMALL_BLOCK = 128  # threads of a block of several rows
 RESIDENT_THREADS = 512  # of norm_backward, for each multiprocessor: 128 registers a thread
 OWN_REGISTERS = 40  # of a thread of norm_backward beside what it holds
-MOST_REGISTERS = 200  # of one that holds three vectors of a row
+PARTITIONS = 4  # of a multiprocessor
+SHORT_OF = 4096  # registers that a multiprocessor may be short of by that count, which is a rough one
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def forward_tile(columns: int, dtype: str) -> Tile:
     """Of norm_forward: one row at a time, and no block for more than its rows."""
     vec = vector(columns, dtype)
     units = columns // vec
-    lanes = _lanes(units, FORWARD_LANES)
+    lanes = _lanes(units, FORWARD_LANES, (2, 3))
     while parts_of(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
         lanes *= 2
     vecs = parts_of(units, lanes)
@@ -87,18 +88,20 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
     vec = vector(columns, dtype)
     units = columns // vec
     arrays = 3 if ct_sum else 2
-    most = _lanes(units, MAX_THREADS)
+    most = _lanes(units, MAX_THREADS, (2, 3) if ct_sum else (2,))
     while most > RESIDENT_THREADS // 4 and vec * parts_of(units, most) < 8:
         most //= 2  # fewer threads where vectors are short
     for lanes in dict.fromkeys((most, min(most, RESIDENT_THREADS))):
         vecs, groups = parts_of(units, lanes), _groups(lanes)
-        held = vecs * _words(vec, dtype) * arrays
+        held, block = vecs * _words(vec, dtype) * arrays, lanes * groups
         for ahead in (True, False):
             # What is narrower than a register takes more than one on its way.
             needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead) + (held if vec == 1 else 0)
-            threads = max(RESIDENT_THREADS, lanes * groups)
-            resident = min(threads, REGISTERS // needed) // (lanes * groups)
-            if resident and (needed * threads <= REGISTERS or (vecs == 3 and needed <= MOST_REGISTERS)):
+            resident = min(RESIDENT_THREADS, REGISTERS // needed) // block
+            while resident > 1 and resident * block // WARP % PARTITIONS:
+                resident -= 1  # registers are dealt out to as many warps in each partition
+            resident = max(1, resident)
+            if needed * block * resident <= REGISTERS + (SHORT_OF if vecs < 4 else 0):
                 return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
     if sums:
         return None
@@ -106,10 +109,10 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
     return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
 
 
-def _lanes(units: int, most: int) -> int:
-    """Threads for a row of so many vectors: two for each; three where fewer threads are left without one."""
-    two, three = (min(most, power_of_2(parts_of(units, n))) for n in (2, 3))
-    return three if three * parts_of(units, three) < two * parts_of(units, two) else two
+def _lanes(units: int, most: int, each: tuple[int, ...]) -> int:
+    """Threads for a row of so many vectors, `each` of them a thread: the first of these that leaves fewest threads without one."""
+    tried = [min(most, power_of_2(parts_of(units, n))) for n in each]
+    return min(tried, key=lambda lanes: lanes * parts_of(units, lanes))
 
 
 def _groups(lanes: int) -> int:

@@ -1,0 +1,104 @@
+"""What a norm looks like, by example, and what is nearly one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..graph.pattern import Example
+
+
+def _two_pass(x: Any, mean: Any, share: Any) -> Any:
+    return jnp.sum((x - mean) ** 2, -1, keepdims=True) * share
+
+
+def _by_squares(x: Any, mean: Any, share: Any) -> Any:
+    return jnp.sum(x * x, -1, keepdims=True) * share - mean * mean
+
+
+def _no_less_than_zero(variance: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, mean, share: jnp.maximum(0.0, variance(x, mean, share))
+
+
+_VARIANCES: dict[str, Callable[..., Any]] = {
+    "var(x)": _two_pass,
+    "max(0, var(x))": _no_less_than_zero(_two_pass),
+    "mean(x^2) - mean(x)^2": _by_squares,
+    "max(0, mean(x^2) - mean(x)^2)": _no_less_than_zero(_by_squares),
+}
+
+
+def _layer(variance: Callable[..., Any], root: Callable[..., Any]) -> Callable[..., Any]:
+    def norm(x: Any, share: Any, epsilon: Any) -> Any:
+        mean = jnp.sum(x, -1, keepdims=True) * share
+        return (x - mean) / root(variance(x, mean, share), epsilon)
+
+    return norm
+
+
+def _rms(numerator: Callable[[Any], Any], root: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, share, epsilon: numerator(x) / root(jnp.sum(x * x, -1, keepdims=True) * share, epsilon)
+
+
+def _norms(root: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Name -> norm of (x, 1/N, epsilon), with `root` of the variance and epsilon."""
+    norms = {f"layer_norm by {name}": _layer(variance, root) for name, variance in _VARIANCES.items()}
+    norms["rms_norm"] = _rms(lambda x: x, root)
+    norms["rms_norm of x - 0"] = _rms(lambda x: x - jnp.zeros(()), root)
+    return norms
+
+
+_AFFINE: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
+    ", scale and bias": ({"scale": "n", "bias": "n"}, lambda xhat, scale, bias: xhat * scale + bias),
+    ", bias": ({"bias": "n"}, lambda xhat, bias: xhat + bias),
+    ", scale": ({"scale": "n"}, lambda xhat, scale: xhat * scale),
+    "": ({}, lambda xhat: xhat),
+}
+_SCALARS = ("1/N", "epsilon")
+
+
+def _examples() -> Iterator[Example]:
+    for after, (leaves, affine) in _AFFINE.items():
+        for name, norm in _norms(lambda variance, epsilon: jnp.sqrt(variance + epsilon)).items():
+
+            def fn(x: Any, *rest: Any, norm: Any = norm, affine: Any = affine) -> Any:
+                *vectors, share, epsilon = rest
+                return affine(norm(x, share, epsilon), *vectors)
+
+            yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, bare=True)
+
+
+EXAMPLES = tuple(_examples())
+
+
+@dataclass(frozen=True)
+class Near:
+    """What is nearly a norm: the examples, and what to say of a site that matches one."""
+
+    examples: tuple[Example, ...]
+    what: str
+    edit: str
+
+
+def _near(name: str, root: Callable[..., Any], what: str, edit: str) -> Near:
+    made = (Example(f"{n}, {name}", f, {"x": "mn"}, _SCALARS, bare=True) for n, f in _norms(root).items())
+    return Near(tuple(made), what, edit)
+
+
+NEAR = (
+    _near(
+        "epsilon outside",
+        lambda variance, epsilon: jnp.sqrt(variance) + epsilon,
+        "has epsilon added outside the root, to the standard deviation; the fused op adds it inside, to the variance",
+        "divide by jnp.sqrt(variance + epsilon) if that is what is meant",
+    ),
+    _near(
+        "no epsilon",
+        lambda variance, epsilon: jnp.sqrt(variance),
+        "has no epsilon: a row without variance divides by 0",
+        "add a small epsilon to the variance, inside the root",
+    ),
+)
