@@ -246,13 +246,12 @@ STEPS = {
 }
 
 
-def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: int, with_torch: bool) -> dict[str, Any]:
-    """A step (loss, gradients, SGD) of post-LN layers with flax.linen's own attention, unchanged; `wide`: its softmax in float32."""
+def encoder_step(size: Encoder, rate: float, wide: bool, parameters: str) -> tuple[Callable, tuple[Any, ...]]:
+    """A step (loss, gradients, SGD) of post-LN layers with flax.linen's own attention, unchanged, and its arguments; `wide`: its softmax
+    in float32."""
     import jax
     import jax.numpy as jnp
     from flax import linen as nn
-
-    import fusionlab as fl
 
     makers = (nn.LayerNorm, nn.Dense)
 
@@ -292,7 +291,14 @@ def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: in
         value, grads = jax.value_and_grad(loss)(params, x, y, key)
         return value, jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
 
-    args = params, x, y, jax.random.key(2)
+    return step, (params, x, y, jax.random.key(2))
+
+
+def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: int, with_torch: bool) -> dict[str, Any]:
+    """Times of `encoder_step`: jax.jit, by attention alone, as FusionLab comes, with every pass, and torch's."""
+    import fusionlab as fl
+
+    step, args = encoder_step(size, rate, wide, parameters)
     fused = fl.fuse(step, passes=["dot_product_attention"])
     rivals = {
         "jax.jit": step,
