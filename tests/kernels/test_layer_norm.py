@@ -401,12 +401,12 @@ def test_a_named_implementation_runs_or_says_why_it_cannot():
 # -- what is taken where nothing is named -----------------------------------------------------------------------------------
 
 
-def chosen(shape, device="sm_90", dtype="bfloat16", role="call", **attrs):
+def chosen(shape, device="sm_90", dtype="bfloat16", role="call", saves=False):
     x, v = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], dtype)
-    shapes, full = OP._prepared((x, v, None, None, x), attrs, Device.of(device))
+    shapes, full = OP._prepared((x, v, None, None, x), {}, Device.of(device))
     if role == "cotangent":
         shapes, full["live"] = {"sum": x, "scale": v, "ct": x}, (True, True, True)
-    return OP.preferred(role, shapes, Device.of(device), **full)
+    return OP.preferred(role, shapes, Device.of(device), residuals=saves, **full)
 
 
 def test_the_kernels_are_taken_where_they_were_measured_faster():
@@ -416,7 +416,7 @@ def test_the_kernels_are_taken_where_they_were_measured_faster():
     assert chosen((2048, 16384), role="cotangent")[0] == "xla"
     assert "below 1048576" in chosen((128, 1024))[1]
     assert "one by one" in chosen((16384, 1023))[1]
-    assert chosen((16384, 1023), residuals=True)[0] == "cuda"
+    assert chosen((16384, 1023), saves=True)[0] == "cuda"
     assert chosen((1024, 65536))[0] == "xla"
     for device in ("cpu", "sm_80", "sm_120"):
         assert chosen((32768, 1024), device)[0] == "xla"
