@@ -16,13 +16,14 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
-from .compat import varies
+from .compat import varies, varying_axes
 from .devices import COUNT, evaluate_together
 from .draws import STEPS, inputs_of, is_number, summed_with
 from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
 from .manual import Sums, as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
+from .trace import block_of_jaxpr
 from .trials import try_out
 
 _FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
@@ -139,9 +140,16 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     sums = region.sums
+    if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
+        return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
     new = with_vjp(replacement, avals, out, sums=sums)
     return _same(old, new, avals, out, inline, lambda found: _agree(region, found), sums.axes)
+
+
+def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums) -> frozenset[str]:
+    """The mesh axes a program sums over; its gradients may over more, those of what does not vary along them."""
+    return Sums.of(block_of_jaxpr(make_jaxpr(fn, avals, out, sums)).nodes).axes
 
 
 def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
@@ -260,7 +268,7 @@ def _evaluated(
             others = (
                 inputs_of(avals, out, products, first + _SEEDS // 2 + n, true, weights)[1] for n in range(1, COUNT)
             )
-            own = _differing([*avals, out])
+            own = _differing([*avals, out], axes)
             every += [[b if differs else a for differs, a, b in zip(own, args, other, strict=True)] for other in others]
         return sizes, every, run(old, sizes, every)
 
@@ -276,10 +284,10 @@ def _evaluated(
     return Results((want, run(new, sizes, args)), nudged)
 
 
-def _differing(avals: Sequence[Any]) -> list[bool]:
-    """Which values may be others on each device: where types do not tell, every float."""
+def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
+    """Which values may be others on each device along mesh axes: where types do not tell, every float."""
     typed = any(map(varies, avals))
-    return [varies(a) if typed else is_float(a.dtype) for a in avals]
+    return [not axes.isdisjoint(varying_axes(a)) if typed else is_float(a.dtype) for a in avals]
 
 
 def _is_float64(a: Any) -> bool:

@@ -43,6 +43,12 @@ class _Team:
     def sum(self, device: int, eqn: Any, ins: list[Array]) -> list[Array]:
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         named = frozenset(over if isinstance(over, tuple | list) else (over,))
+        if eqn.primitive.name == "psum_invariant" and not named <= self.axes:
+            # Over axes that the program itself sums nothing over: in a gradient, the transpose of an operand's copy to every device along
+            # them, in both programs alike. What is left to prove is what the devices along the others do.
+            named &= self.axes
+            if not named:
+                return ins
         if eqn.params.get("axis_index_groups") is not None or eqn.primitive.name not in _KNOWN or named != self.axes:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} over {', '.join(map(str, over))}")
         self.given[device] = tuple(str(v.aval) for v in eqn.invars), ins

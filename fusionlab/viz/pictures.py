@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fusionlab.fusers.findings import Candidate, Findings, Rejection
+from fusionlab.graph.cost import quantity
 from fusionlab.graph.ir import Graph, Literal, Node, Value, literal_text, type_text
+from fusionlab.graph.meshes import collective_axes, collective_bytes, sharding_text
 
 from .flow import Flow, flow
 from .folding import LAYOUT_OPS, Group, Known, Leaf, fold, size
@@ -247,6 +249,7 @@ class _Picture:
         outs = self.graph.top.outputs
         if is_input:
             lines = [self.graph.in_names[index], type_text(self.graph.top.inputs[index].aval)]
+            lines += [told] if (told := sharding_text(next(iter(self.graph.in_shardings[index:]), None))) else []
         elif len(outs) > _MAX_OUTPUTS:
             lines = [f"{len(outs)} results"]
         else:
@@ -314,6 +317,8 @@ def _inside_text(sites: list[Site]) -> list[str]:
 def _node_lines(node: Node) -> list[str]:
     constants = [literal_text(a.val) for a in node.inputs if isinstance(a, Literal)]
     first = " ".join([node.primitive, *constants])
+    if axes := collective_axes(node):
+        first += f" over {', '.join(axes)}: {quantity(collective_bytes(node))}B"
     lines = [f"{v.name} {type_text(v.aval)}" for v in node.outputs[:1]]
     more = f" +{len(node.outputs) - 1}" if len(node.outputs) > 1 else ""
     return [short(first, _LABEL), *(short(line + more, _LABEL) for line in lines)]

@@ -75,7 +75,7 @@ POST = Parts(mlp=relu, pre=False)
 
 @dataclass(frozen=True)
 class Trial:
-    """A program on `devices` devices, and what is found in it: `site`, so many times."""
+    """A program on `devices` devices, and what is found in it: `site`, so many times. `by_rows`: half of them have other rows."""
 
     name: str
     build: Callable[[bool], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]]
@@ -83,6 +83,7 @@ class Trial:
     site: str
     count: int = 2
     check_vma: bool = True
+    by_rows: bool = False
 
 
 def weights(layers: int = 2, kv_heads: int = HEADS) -> list[Params]:
@@ -142,6 +143,11 @@ def trials() -> Iterator[Trial]:
     yield Trial("post/4", partial(encoder, POST, HEADS), 4, ENCODER)
     yield Trial("llama/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER)
     yield Trial("scanned/4", scanned, 4, ENCODER, 1)
+    for check in (True, False):
+        end = "rows/4" if check else "rows/4/unchecked"
+        yield Trial(f"separate/{end}", partial(encoder, PRE, HEADS), 4, ENCODER, 2, check, by_rows=True)
+        yield Trial(f"write/{end}", partial(decoder, PRE, HEADS, True), 4, DECODER, 2, check, by_rows=True)
+    yield Trial("llama/rows/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER, by_rows=True)
     for writes in (False, True):
         name = "write" if writes else "append"
         yield Trial(f"{name}/2", partial(decoder, PRE, HEADS, writes), 2, DECODER)
@@ -149,6 +155,11 @@ def trials() -> Iterator[Trial]:
         yield Trial(
             f"{name}/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 4, DECODER, check_vma=False
         )
+
+
+def split_rows(specs: Any) -> Any:
+    """The same, and the first axis over "data"."""
+    return jax.tree.map(lambda spec: P("data", *spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
 
 
 def collectives(fn: Callable[..., Any], args: Any) -> dict[str, int]:
@@ -174,7 +185,12 @@ def problem(trial: Trial) -> str | None:
     """What is wrong with a trial: what is found, values and gradients against one device, collectives before and after."""
     alone, args, _, _ = trial.build(False)
     body, _, given, made = trial.build(True)
-    mesh = jax.make_mesh((trial.devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: trial.devices])
+    sizes = (2, trial.devices // 2) if trial.by_rows else (1, trial.devices)
+    mesh = jax.make_mesh(sizes, ("data", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: trial.devices])
+    if trial.by_rows:
+        x, *rest = given[1:]
+        given = (given[0], *split_rows([x, *rest[:1]]), *rest[1:])  # rows and caches, not the step
+        made = split_rows(made)
     fn = jax.shard_map(body, mesh=mesh, in_specs=given, out_specs=made, check_vma=trial.check_vma)
     found = fl.find(fn, *args, passes=PASSES)
     counts = {name: n for name, n in found.counts().items() if n}
