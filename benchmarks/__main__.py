@@ -17,6 +17,7 @@ NAMES = (
     "parts",
     "random_programs",
     "recall",
+    "tensor_parallel",
     "timing_method",
     "xla_mapping",
 )

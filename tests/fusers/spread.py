@@ -75,7 +75,9 @@ POST = Parts(mlp=relu, pre=False)
 
 @dataclass(frozen=True)
 class Trial:
-    """A program on `devices` devices, and what is found in it: `site`, so many times. `by_rows`: half of them have other rows."""
+    """A program on `devices` devices, and what is found in it: `site`, so many times. `by_rows`: half of them have other rows.
+    `trains`: a train step is tried as well.
+    """
 
     name: str
     build: Callable[[bool], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]]
@@ -84,6 +86,7 @@ class Trial:
     count: int = 2
     check_vma: bool = True
     by_rows: bool = False
+    trains: bool = False
 
 
 def weights(layers: int = 2, kv_heads: int = HEADS) -> list[Params]:
@@ -136,7 +139,7 @@ def decoder(how: Parts, kv_heads: int, writes: bool, on_devices: bool) -> Any:
 
 def trials() -> Iterator[Trial]:
     for n in (2, 4, 8):
-        yield Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER)
+        yield Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER, trains=True)
     yield Trial("separate/4/unchecked", partial(encoder, PRE, HEADS), 4, ENCODER, check_vma=False)
     yield Trial("by_head/2", partial(encoder, BY_HEAD, HEADS), 2, ENCODER + "_fuse_qkv")
     yield Trial("by_head/8/unchecked", partial(encoder, BY_HEAD, HEADS), 8, ENCODER + "_fuse_qkv", check_vma=False)
@@ -206,7 +209,35 @@ def problem(trial: Trial) -> str | None:
     one, several = (jax.jit(jax.grad(partial(loss, f)))(*args) for f in (alone, fused))
     if why := far(one, several, 1e-4):
         return f"gradient {why}"
-    return None
+    return untrained(alone, fn, fused, args) if trial.trains else None
+
+
+def step(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Two steps of gradient descent with momentum on the mean square of the result."""
+
+    def descend(made: Any, x: Array) -> Any:
+        speed, values = jax.tree.map(jnp.zeros_like, made), []
+        for _ in range(2):
+            value, grads = jax.value_and_grad(lambda made: jnp.mean(jnp.square(fn(made, x))))(made)
+            speed = jax.tree.map(lambda v, g: 0.9 * v + g, speed, grads)
+            made = jax.tree.map(lambda p, v: p - 0.05 * v, made, speed)
+            values.append(value)
+        return made, values
+
+    return descend
+
+
+def untrained(alone: Any, fn: Any, fused: Any, args: Any) -> str | None:
+    """What is wrong with a train step of the fused layers, or with one that is fused once it is differentiated (default passes)."""
+    want = jax.jit(step(alone))(*args)
+    if why := far(want, jax.jit(step(fused))(*args), 1e-5):
+        return f"train step: {why}"
+    whole = fl.fuse(step(fn))
+    counts = whole.findings(*args).counts()
+    if counts["gemm_epilogue_grad"] < 8 or counts["dot_product_attention_grad"] < 2:
+        return f"train step, fused as a whole: {counts}"
+    why = far(want, whole(*args), 1e-5)
+    return f"train step, fused as a whole: {why}" if why else None
 
 
 if __name__ == "__main__":
