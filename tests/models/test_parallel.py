@@ -1,4 +1,4 @@
-"""The encoder over devices: here on a mesh of one, where it has to equal the encoder of one device; notebook 07 and tests/fusers run it on more."""
+"""The encoder over devices, on a mesh of one: it has to equal the encoder of one device. Notebook 07 runs it on more."""
 
 from __future__ import annotations
 
