@@ -21,6 +21,7 @@ NAMES = (
     "random_programs",
     "recall",
     "sanitizer",
+    "tensor_parallel",
     "timing_method",
     "xla_mapping",
 )

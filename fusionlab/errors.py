@@ -47,6 +47,10 @@ class OutOfMemoryError(FusionLabError, MemoryError):
     code = "out_of_memory"
 
 
+class ProcessError(FusionLabError, RuntimeError):
+    """One of several processes that run a program together (`jax.distributed`) has ended, or is not where the others are."""
+
+
 class RewriteError(FusionLabError, RuntimeError):
     """The rewritten graph failed its own check (`fuse(check=True)`)."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ArgumentError, OutputError
+from .processes import speaks
 
 
 @contextlib.contextmanager
@@ -19,11 +20,15 @@ def output_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary folder to write into; on success its files become those of `target`, on an error nothing is left.
 
     A new `target` appears by one rename. In a folder that exists already, files of the same name are replaced one by
-    one and others are left alone.
+    one and others are left alone. Of several processes one writes (`processes.speaks`); for the others it all goes nowhere.
 
     Raises:
       OutputError: `target` cannot be written to; raised on entering, before any work.
     """
+    if not speaks():
+        with tempfile.TemporaryDirectory(prefix="fusionlab-") as nowhere:
+            yield Path(nowhere)
+        return
     target = Path(target)
     made: list[Path] = []
     try:
@@ -84,6 +89,7 @@ def write_file(
     folders: bool = False,
     advice: str = "choose a folder that exists and is yours",
     mode: int = 0o666,
+    every_process: bool = False,
 ) -> Path:
     """Writes a whole file or nothing: to a temporary file in the same folder, then renamed. No part is left where that is interrupted.
 
@@ -93,11 +99,15 @@ def write_file(
       folders: make those that are missing.
       advice: ends the message of the error.
       mode: permissions of the file, less the umask.
+      every_process: where several processes run one program, all of them write; else one does (`processes.speaks`), and in the others
+        nothing happens.
 
     Raises:
       OutputError: the file cannot be written.
     """
     target = Path(path)
+    if not (every_process or speaks()):
+        return target
     data = content.encode() if isinstance(content, str) else content
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.tmp")
     try:

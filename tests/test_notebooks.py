@@ -12,7 +12,16 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-NAMES = ("00_tour", "01_gemm_epilogues", "02_attention", "03_gpt_layers", "04_lerp", "05_matmul_routes", "06_own_pass")
+NAMES = (
+    "00_tour",
+    "01_gemm_epilogues",
+    "02_attention",
+    "03_gpt_layers",
+    "04_lerp",
+    "05_matmul_routes",
+    "06_own_pass",
+    "07_tensor_parallel",
+)
 
 
 def test_the_notebooks_are_those_that_are_run_here():
@@ -60,6 +69,11 @@ def lerp():
 @pytest.fixture(scope="module")
 def matmul_routes():
     return executed("05_matmul_routes")
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel():
+    return executed("07_tensor_parallel")
 
 
 def code_cells(notebook):
@@ -276,6 +290,26 @@ def test_matmul_routes_runs_and_shows_its_story(matmul_routes):
     faster = re.findall(r"([\d.]+) us -> +([\d.]+) us", text_of(cells[-1]))
     assert len(faster) >= 10
     assert sum(float(before) > 1.03 * float(after) for before, after in faster) >= 3
+
+
+def test_tensor_parallel_runs_and_shows_its_story(tensor_parallel):
+    cells = code_cells(tensor_parallel)
+    everything = "\n".join(text_of(c) for c in cells)
+    for said in (
+        "multi_devices_multi_transformer_encoder: 2 subgraphs fused, 0 declined",
+        "mlp gelu_tanh, causal, summed over tensor",
+        *(f"{n} devices: {{'multi_devices_multi_transformer_encoder': 2}} error below 1e-5: True" for n in (2, 4, 8)),
+        "'gemm_epilogue': 12, 'gemm_epilogue_grad': 12, 'dot_product_attention': 2, 'dot_product_attention_grad': 2",
+        "largest error of a gradient below 1e-4: True",
+        "on 8 devices, mesh data=2 x tensor=4",
+        "error against float64, worst gradient",
+    ):
+        assert said in everything, said
+    sent = re.findall(r"collectives of a device, forward: all-reduce (\d+) \((.+?)\) -> (\d+) \((.+?)\)", everything)
+    assert sent == [("4", "65.5 kB", "4", "65.5 kB")] * 2
+    (picture,) = [o.data["text/html"] for c in cells for o in c.outputs if "text/html" in o.get("data", {})]
+    assert "shard_map, mesh data=2 x tensor=4" in words(picture)
+    assert sum(w.endswith("over tensor: 16.4 kB") for w in words(picture)) == 2  # two layers, drawn once
 
 
 def test_no_cell_defines_a_helper_or_reaches_outside():

@@ -12,6 +12,7 @@ from typing import Any, Self
 from fusionlab.errors import ArgumentError, MissingDependencyError
 
 from .clocks import Clocks
+from .devices import OverDevices
 from .kernels import KernelCounts, kernels_of
 from .measuring import Measuring
 from .memory import CompiledMemory, Memory
@@ -32,6 +33,7 @@ class Evidence:
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
       kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
         HLO.
+      devices: mesh, collectives before and after, and the time of each device; None for what runs on one.
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
@@ -48,6 +50,7 @@ class Evidence:
     same_code: bool = False
     notes: tuple[str, ...] = ()
     kernels: KernelCounts | None = None
+    devices: OverDevices | None = None
     hlo: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -88,6 +91,7 @@ class Evidence:
         lines += [f"  {m.text}" for m in (self.memory,) if m is not None]
         lines += [f"  forward + backward, {m.text}" for m in (self.memory_grad,) if m is not None]
         lines += [f"  {self.kernels}"] if self.kernels is not None else []
+        lines += [f"  {line}" for line in self.devices.lines] if self.devices is not None else []
         lines += self._error_lines()
         return "\n".join([*lines, *(f"  note: {n}" for n in self.all_notes), f"  measured on {self.environment}"])
 
@@ -105,7 +109,7 @@ class Evidence:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back. Medians and quartiles are for readers; the samples are the source."""
         data: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "same_code": self.same_code}
-        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad", "kernels"):
+        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad", "kernels", "devices"):
             value = getattr(self, part)
             data[part] = None if value is None else asdict(value)
             if isinstance(value, Timing):
@@ -133,6 +137,7 @@ class Evidence:
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
             kernels=KernelCounts(**kernels) if (kernels := data.get("kernels")) else None,  # older records have none
+            devices=OverDevices.from_dict(over) if (over := data.get("devices")) else None,
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -186,6 +191,7 @@ class Evidence:
         for version, counts in self.kernels.versions if self.kernels else ():
             where = self.environment.hardware
             rows += [("XLA kernels", kind, version, n, "", "", where) for kind, n in counts.items()]
+        rows += self._device_rows()
         for leaf in self.numerics.leaves if self.numerics else ():
             for version, error in (("before", leaf.before), ("after", leaf.after)):
                 numbers = (
@@ -195,6 +201,21 @@ class Evidence:
                 )
                 name, where = f"{leaf.kind} {leaf.name}", (leaf.dtype, self.environment.hardware)
                 rows += [(quantity, name, version, value, unit, *where) for quantity, value, unit in numbers]
+        return rows
+
+    def _device_rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
+        if self.devices is None:
+            return []
+        rows: list[tuple[str, str, str, float, str, str, str]] = []
+        where = f"{self.environment.hardware}, {self.devices.place}"
+        for call in self.devices.collectives:
+            for kind in call.kinds:
+                for version, sent in zip(("before", "after"), call.of(kind), strict=True):
+                    name = f"{call.what}: {kind}"
+                    rows += [("collectives", name, version, sent.count, "", "", where)]
+                    rows += [("bytes of collectives", name, version, sent.bytes, "bytes", "", where)]
+        for version, times in self.devices.device_s.items():
+            rows += [("time of a device", f"device {i}", version, s, "s", "", where) for i, s in times.items()]
         return rows
 
 
@@ -324,4 +345,5 @@ def measure(
     if same_code and not same and measuring.differs:
         notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
     hlo = measuring.hlo()
-    return Evidence(name, environment(), same_code=same, notes=tuple(notes), kernels=kernels_of(hlo), hlo=hlo, **parts)
+    told = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **told, **parts)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fusionlab.errors import OutOfMemoryError, TraceError
+from fusionlab.processes import several
 
+from .devices import OverDevices, over_devices
 from .instructions import instructions
 from .memory import memory_of
 from .numerics import Numerics, filled_notes, tolerance_notes
@@ -79,6 +81,10 @@ class Measuring:
                 self._compared[what] = before == after
         return self._compared
 
+    def devices(self, timed: bool) -> OverDevices | None:
+        """What several devices do together, of the programs compiled so far; None of one device."""
+        return over_devices({"forward": self._forward, "forward + backward": self._backward}, timed)
+
     def notes(self) -> list[str]:
         """What was seen of the compiled programs, in sentences."""
         equal = [what for what, same in self._equal().items() if same]
@@ -93,6 +99,12 @@ class Measuring:
         Raises:
           OutOfMemoryError: a program does not fit by itself.
         """
+        if several(self.forward[0].devices):
+            notes.append(
+                "no errors were measured: the arguments lie on devices of other processes as well, and the float64 reference is "
+                "computed by one; compare the same program on the devices of one process"
+            )
+            return None
         original, after = self.original, self.forward[1]
         backward = self.backward[1] if self.grad else None  # what cannot be differentiated is an error, not a note
         with Reporter(progress, "comparing with float64", 2) as reporter:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fusionlab.processes import speaks
+
 Progress = bool | Callable[[str, int, int], Any]
 
 
 class Reporter:
     """Counts steps of one named piece of work.
 
-    `progress` is False (silence), True (a `tqdm.auto` bar), or a function called with (what, done, total).
+    `progress` is False (silence), True (a `tqdm.auto` bar; of several processes one shows it), or a function called with (what, done,
+    total).
     """
 
     def __init__(self, progress: Progress, what: str, total: int) -> None:
         self.progress, self.what, self.total, self.done = progress, what, total, 0
         self._bar = None
-        if progress is True:
+        if progress is True and speaks():
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=total, desc=what, leave=False)

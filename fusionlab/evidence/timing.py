@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from fusionlab.errors import ArgumentError
+from fusionlab.processes import from_process_0, several
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
@@ -272,7 +273,8 @@ def runs_of(
     enough: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> tuple[list[Runs], str]:
     """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
-    clock = device_clock.NAME if device_clock.can_time(frozenset().union(*(p.devices for p in programs))) else WALL
+    devices = frozenset().union(*(p.devices for p in programs))
+    clock = device_clock.NAME if device_clock.can_time(devices) else WALL
     made = {p.name: _sampler(p, clock, cold) for p in programs}
     taken, stopped = take_turns(
         {name: sample for name, (sample, _) in made.items()},
@@ -281,6 +283,7 @@ def runs_of(
         step=step,
         cancel=cancel,
         enough=enough,
+        agreed=(lambda own: bool(from_process_0(np.int32(own), "timing"))) if several(devices) else bool,
     )
     return [
         Runs(
@@ -300,7 +303,7 @@ def runs_of(
 
 def _dispatch_s(program: Program) -> float:
     """The least of some calls, as what else the host did is no part of it; one call is enough of a program that takes long."""
-    least, spent = math.inf, 0.0
+    least, spent = math.inf, 0.8 * DISPATCHING_S if several(program.devices) else 0.0  # as many calls in every process
     while spent < DISPATCHING_S:
         args = program.fresh_args()
         start = time.perf_counter()
@@ -357,7 +360,8 @@ def _warm_up(program: Program) -> int:
     """Runs it, discards the times, and says how many calls make a sample."""
     program.run()
     quickest = min(_sample(program, 1) for _ in range(3))
-    return min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))
+    repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))
+    return int(from_process_0(np.int32(repeats), "timing")) if several(program.devices) else repeats
 
 
 def _sample(program: Program, repeats: int) -> float:

@@ -18,6 +18,7 @@ def take_turns(
     step: Callable[[int], None] | None = None,
     cancel: Callable[[], bool] | None = None,
     enough: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
+    agreed: Callable[[bool], bool] = bool,
 ) -> tuple[dict[str, list[float]], str]:
     """Takes samples forwards and backwards (A B, B A, B A, A B), so that drift of clocks and neighbours falls on all.
 
@@ -29,6 +30,7 @@ def take_turns(
       cancel: asked after each two rounds; when it says True, what was taken is returned.
       enough: told what was taken when `samples` are; where it says False, as many are taken again, and once more until `MOST` times as
         many are.
+      agreed: what is to happen, of what this process would do: the same in all that run the programs.
 
     Returns:
       The samples in the order taken, by name, and why fewer came than were asked for: "", "time budget" or "cancelled".
@@ -40,7 +42,7 @@ def take_turns(
     gc.disable()  # a collection is no program's doing; while calls are queued it would let the device run dry
     try:
         for i in range(MOST * samples if enough is not None else samples):
-            if i and i % samples == 0 and enough is not None and enough(taken):
+            if i and i % samples == 0 and enough is not None and agreed(enough(taken)):
                 break
             for name in list(samplers) if i % 4 in (0, 3) else reversed(list(samplers)):
                 taken[name].append(samplers[name]())
@@ -48,9 +50,9 @@ def take_turns(
                 continue
             if step is not None:
                 step(i % 2 + 1)
-            if cancel is not None and cancel():
+            if cancel is not None and agreed(cancel()):
                 return taken, "cancelled"
-            if time.perf_counter() > deadline:
+            if agreed(time.perf_counter() > deadline):
                 return taken, "time budget" if i + 1 < samples else ""
     finally:
         if collecting:

@@ -138,7 +138,8 @@ class Findings:
         """The graph with the selected candidates applied (see `select`)."""
         g = self.graph
         closed = self.rewritten(enabled, skip)
-        new = graph_of_jaxpr(closed, name=g.name, in_tree=g.in_tree, out_tree=g.out_tree, in_names=g.in_names)
+        kept = {name: getattr(g, name) for name in ("name", "in_tree", "out_tree", "in_names", "in_shardings")}
+        new = graph_of_jaxpr(closed, **kept)
         return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
 
     def xla(self, fused: bool = False) -> Compiled:

@@ -23,6 +23,7 @@ from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate,
 from .manual import Sums, as_varying, make_jaxpr
 from .region import Region
 from .signature import Memo, region_signature
+from .trace import block_of_jaxpr
 from .trials import try_out
 
 _FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
@@ -139,9 +140,16 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     sums = region.sums
+    if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
+        return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
     new = with_vjp(replacement, avals, out, sums=sums)
     return _same(old, new, avals, out, inline, lambda found: _agree(region, found), sums.axes)
+
+
+def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums) -> frozenset[str]:
+    """The mesh axes a program sums over; its gradients may over more, those of what does not vary along them."""
+    return Sums.of(block_of_jaxpr(make_jaxpr(fn, avals, out, sums)).nodes).axes
 
 
 def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:

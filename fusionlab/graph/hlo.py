@@ -138,7 +138,7 @@ def xla_view(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Compiled:
-    """Compiles a program for this process's default device, and maps what XLA made of it to the nodes.
+    """Compiles a program for this process's default device, or the mesh its arguments lie on, and maps what XLA made of it to the nodes.
 
     Args:
       program: a function `jax.jit` accepts, with its arguments; or a Graph, without any.
@@ -160,11 +160,13 @@ def compiled_text(closed: Any, graph: Graph) -> str:
         return run(*args)
 
     program.__name__ = program.__qualname__ = graph.name
-    return jax.jit(program).lower(*(_example(v.aval) for v in graph.top.inputs)).compile().as_text() or ""
+    values, shardings = graph.top.inputs, graph.in_shardings or (None,) * len(graph.top.inputs)
+    examples = (_example(v.aval, sharding) for v, sharding in zip(values, shardings, strict=True))
+    return jax.jit(program).lower(*examples).compile().as_text() or ""
 
 
-def _example(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+def _example(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
 
 
 def read_hlo(text: str, graph: Graph) -> Compiled:

@@ -29,6 +29,7 @@ _CALLED = re.compile(
 _FUSION_KIND = re.compile(r"\bkind=(\w+)")
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 _BACKEND_KIND = re.compile(r'\\?"kind\\?":\s*\\?"(__[^"\\]+)\\?"')  # in a backend_config, which may be a string of JSON
+_TRIPS = re.compile(r'\\?"known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
 _TABLES = frozenset({"FileNames", "FunctionNames", "FileLocations", "StackFrames"})
 _ENTRY = re.compile(r"^(\d+)\s+(.*)$")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
@@ -47,6 +48,8 @@ class Instruction:
       op_name: JAX's name for the operation it came from, "" where XLA kept none.
       frame: number of its stack frame in the module's tables, 0 for none.
       file, line: of older metadata, that says them itself; "" and 0 otherwise.
+      type: of its result, as the text has it: "f32[8,16]{1,0}", "(f32[2]{0}, s32[])".
+      trips: how often a loop's body runs, where XLA knows; else 0.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Instruction:
     frame: int = 0
     file: str = ""
     line: int = 0
+    type: str = ""
+    trips: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +137,7 @@ def _instruction(line: str) -> Instruction | None:
     attributes = _METADATA.sub("", attributes)
     kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
     target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
+    trips = _TRIPS.search(attributes) if opcode.group(1) == "while" else None
     numbers = dict(_NUMBER.findall(metadata))
     return Instruction(
         name=match.group(2),
@@ -144,6 +150,8 @@ def _instruction(line: str) -> Instruction | None:
         frame=int(numbers.get("stack_frame_id", 0)),
         file=_quoted(metadata, "source_file"),
         line=int(numbers.get("source_line", 0)),
+        type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
+        trips=int(trips.group(1)) if trips else 0,
     )
 
 

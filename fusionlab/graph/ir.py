@@ -169,6 +169,8 @@ class Graph:
       in_tree, out_tree: pytree structure of `(args, kwargs)` without the static ones, and of the result.
       in_names: a readable name for each top input ("x", "params['w']").
       jax_version: the version of JAX that traced it.
+      in_shardings: for each top input the sharding of the argument it was traced with, None for one that lies on no mesh; () where nothing
+        was given.
     """
 
     name: str
@@ -177,6 +179,7 @@ class Graph:
     out_tree: Any
     in_names: tuple[str, ...]
     jax_version: str
+    in_shardings: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
 
     def blocks(self) -> Iterator[Block]:
         """All blocks, outermost first, depth first in program order."""

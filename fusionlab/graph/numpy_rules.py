@@ -185,6 +185,10 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
     right = [next(letters) for _ in rhs.shape]
     for i, j in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
         right[int(j)] = left[int(i)]
+        one, other = lhs.shape[int(i)], rhs.shape[int(j)]
+        if one != other:  # what one of them is made of was reduced apart
+            real = eqn.invars[0].aval.shape[int(i)]
+            raise SizesDifferError(real, one, other if one == run.sizes(real) else one)
     batch = [left[int(i)] for i in lb]
     free = [x for d, x in enumerate(left) if d not in lc and d not in lb]
     free += [x for d, x in enumerate(right) if d not in rc and d not in rb]

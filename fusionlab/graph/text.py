@@ -8,6 +8,7 @@ import numpy as np
 
 from .compat import is_jaxpr
 from .ir import Atom, Block, Graph, Node, Value, dtype_text
+from .meshes import region_mesh_text, sharding_text
 
 # Params that say how, not what, or that hold a jaxpr (shown as a child block) or a Python object.
 _HIDDEN = frozenset(
@@ -56,7 +57,8 @@ def graph_text(graph: Graph, *, sources: bool = True, scopes: bool | None = None
       scopes: append the scope; None is as `sources`. Without sources and with scopes the text stays as it is where lines only move.
     """
     names = dict(zip((v.id for v in graph.top.inputs), graph.in_names, strict=True))
-    head = ", ".join(f"{v!r} {names[v.id]}" for v in graph.top.inputs)
+    placed = dict(zip((v.id for v in graph.top.inputs), map(sharding_text, graph.in_shardings), strict=False))
+    head = ", ".join(" ".join(filter(None, (repr(v), names[v.id], placed.get(v.id)))) for v in graph.top.inputs)
     lines = [f"graph {graph.name}({head})"]
     lines += _block_lines(graph.top, "  ", sources, sources if scopes is None else scopes)
     return "\n".join(lines)
@@ -96,7 +98,7 @@ def params_text(node: Node) -> str:
         (lc, rc), (lb, rb) = node.params["dimension_numbers"]
         text = f"contract {_axes(lc)}x{_axes(rc)}"
         return text + (f", batch {_axes(lb)}x{_axes(rb)}" if lb else "")
-    parts = []
+    parts = [mesh] if (mesh := region_mesh_text(node)) else []
     for key in sorted(node.params):
         val = node.params[key]
         if key in _HIDDEN or val is None or is_jaxpr(val) or hasattr(val, "jaxpr") or callable(val):
@@ -117,6 +119,8 @@ def _plain(val: Any) -> str:
     """numpy ints print as ints, dtypes by their short name; nothing prints an address."""
     if isinstance(val, tuple | list):
         return "(" + ",".join(map(_plain, val)) + ")"
+    if isinstance(val, frozenset):
+        return "{" + ",".join(sorted(map(_plain, val))) + "}"
     if isinstance(val, bool | np.bool_):
         return str(bool(val))
     if isinstance(val, int | np.integer):

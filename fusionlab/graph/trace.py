@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 from ..errors import ArgumentError, TraceError
 from .compat import child_jaxprs, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
+from .meshes import sharding_of
 from .scopes import source_of_error
 
 _ERROR_LENGTH = 600  # of a message of JAX's; the longest that says something useful throughout
@@ -125,6 +126,7 @@ def _graph_of(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any, stat
         in_tree=in_tree,
         out_tree=jax.tree_util.tree_structure(out_shape),
         in_names=_input_names(fn, args, static_argnums, dyn_args, dyn_kwargs),
+        in_shardings=tuple(map(sharding_of, flat)),
     )
 
 
@@ -182,9 +184,17 @@ def _input_names(fn: Callable, args: tuple, static_argnums: Any, dyn_args: tuple
     return tuple(names)
 
 
-def graph_of_jaxpr(closed: Any, *, name: str, in_tree: Any, out_tree: Any, in_names: tuple[str, ...]) -> Graph:
+def graph_of_jaxpr(
+    closed: Any,
+    *,
+    name: str,
+    in_tree: Any,
+    out_tree: Any,
+    in_names: tuple[str, ...],
+    in_shardings: tuple[Any, ...] = (),
+) -> Graph:
     """A closed jaxpr -> Graph."""
-    return Graph(name, block_of_jaxpr(closed), in_tree, out_tree, in_names, jax.__version__)
+    return Graph(name, block_of_jaxpr(closed), in_tree, out_tree, in_names, jax.__version__, in_shardings)
 
 
 def block_of_jaxpr(closed: Any) -> Block:

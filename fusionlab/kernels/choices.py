@@ -26,6 +26,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..output import write_file
+from ..processes import from_process_0
 from .disk import locked, warn_once
 
 FORMAT = 1
@@ -184,7 +185,7 @@ def _write(path: Path, arch: str, more: Measured, rebuild: bool) -> Path:
     known[arch] = known.get(arch, Measured()).with_more(more)
     data = {"format": FORMAT, "archs": {a: m.to_dict() for a, m in sorted(known.items())}}
     advice = "give a path you can write to, or set FUSIONLAB_PLAN_FILE"
-    return write_file(path, json.dumps(data, indent=1) + "\n", folders=True, advice=advice)
+    return write_file(path, json.dumps(data, indent=1) + "\n", folders=True, advice=advice, every_process=True)
 
 
 @dataclass
@@ -213,7 +214,7 @@ class Choices:
         With one process there is nothing to share.
 
         Raises:
-          ArgumentError: process 0's file is there and is no plan file; in all processes.
+          ArgumentError: process 0's file is there and is no plan file; in all processes. ProcessError: another process has ended.
         """
         if jax.process_count() > 1:
             shared = _from_process_0(self.path or plan_file())
@@ -335,18 +336,16 @@ def _stamp(path: Path) -> Any:
 
 def _from_process_0(path: Path) -> dict[str, Measured]:
     """The plan file that process 0 reads, in every process; a collective."""
-    from jax.experimental import multihost_utils
-
     try:
         mine = path.read_bytes() if jax.process_index() == 0 and path.is_file() else b""
     except OSError as error:
         mine = f"unreadable: {error}".encode()  # no plan file to any process: all raise, none is left waiting
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
+    size = int(from_process_0(np.int32(len(mine)), "share_plan"))
     if not size:
         return {}
     padded = np.zeros(size, np.uint8)
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)
-    content = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
+    content = bytes(from_process_0(padded, "share_plan"))
     try:
         return parse(content.decode(), "the plan file of process 0")  # its path means nothing in the others
     except (ValueError, LookupError, TypeError, AttributeError) as e:

@@ -162,7 +162,7 @@ class CompileCache:
             distrusted = why_not_trusted(folder)
             if not distrusted:
                 content = _MAGIC + hashlib.sha256(cubin).digest() + cubin
-                write_file(folder / f"{key}.cubin", content, mode=0o600)
+                write_file(folder / f"{key}.cubin", content, mode=0o600, every_process=True)
                 return
         except (OutputError, OSError) as error:
             distrusted = str(getattr(error.__cause__, "strerror", None) or getattr(error, "strerror", None) or error)

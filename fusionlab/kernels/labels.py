@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
-
 from .primitive import FusedPrimitive, attributes_of, wanted_of
 
 Array = Any
@@ -38,10 +36,12 @@ class SummedCall:
     Attributes:
       params: of the call that computes a part; it takes the slots in `params["present"]` and its first result is the part.
       finish: (sum of the parts, operands by slot) -> [out, *residuals], in plain jnp.
+      part: operands by slot -> the part, in plain jnp, where no call of the op gives it; `params` are not used then.
     """
 
     params: Mapping[str, Any]
     finish: Callable[[Array, Mapping[str, Array]], list[Array]]
+    part: Callable[[Mapping[str, Array]], Array] | None = None
 
 
 class Axis(NamedTuple):
@@ -94,22 +94,22 @@ class Labels:
     def rule(self) -> tuple[str, tuple[str, ...], dict[str, int]]:
         """Shardy's rule, as `custom_partitioning` takes it: the text, factors that are not to be split, sizes of inner factors.
 
-        A packed label is two factors: "m (n n_8), ... -> m n". Where the devices may be more than its coarse axis has parts, or no
-        divisor of them, that axis stands alone: Shardy would give it a part of a mesh axis, which JAX has no name for.
+        A packed label is two factors: "m (n n_8), ... -> m n". Where a mesh axis is longer than its coarse axis, or no divisor of it,
+        Shardy gives that a part of a mesh axis, for which there is no name: nobody is to read it as one (`decode_shardings`).
         """
         alone = iter(range(sum(map(len, self.tensors))))
-        packed = {n: per for n, per in self._per.items() if self.sizes[n] // per % jax.device_count() == 0}
+        packed = self._per
         sizes = {f"{label}_{per}": per for label, per in packed.items() if per > 1}
         unsplit: dict[str, None] = {}
 
         def factor(axis: Axis | None) -> str:
-            if axis is None or (axis.per > 1 and axis.label not in packed):
+            if axis is None:
                 name = f"whole{next(alone)}"
                 unsplit[name] = None
                 return name
             if axis.label in self.whole:
                 unsplit[axis.label] = None
-            if axis.per == packed.get(axis.label, 1):
+            if axis.per == packed[axis.label]:
                 return axis.label
             return f"({axis.label} {axis.label}_{packed[axis.label]})"
 

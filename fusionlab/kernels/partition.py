@@ -105,6 +105,7 @@ def _split(primitive: FusedPrimitive, params: Mapping[str, Any], body: Body, mes
             infer_sharding_from_operands=parts.infer,
             sharding_rule=rule,
             need_replication_factors=unsplit,
+            decode_shardings=False,  # JAX refuses one over a part of a mesh axis; `_placing` reads it as none
             **sizes,  # pyright: ignore[reportArgumentType] - its last parameter takes the sizes of factors by name
         )
         return wrapped(*operands)
@@ -146,7 +147,7 @@ class _Parts:
         if not mesh.empty:
             return mesh
         known = next((a for a in args if a.sharding is not None), None)
-        devices = list(known.sharding.devices_indices_map(known.shape)) if known is not None else jax.devices()
+        devices = list(_held(known)) if known is not None else jax.devices()
         if self.context.size == len(devices) and not self.context.empty:
             return Mesh(np.array(devices).reshape(self.context.axis_sizes), self.context.axis_names)
         return Mesh(np.array(devices), ("devices",))
@@ -190,7 +191,10 @@ class _Parts:
 
         def call(*operands: Array) -> list[Array]:
             known = dict(zip(self.params["present"], operands, strict=True))
-            part = self.body(parts.params, *(known[slot] for slot in parts.params["present"]))[0]
+            if parts.part is not None:
+                part = parts.part(known)
+            else:
+                part = self.body(parts.params, *(known[slot] for slot in parts.params["present"]))[0]
             return parts.finish(lax.psum(part, axes), known)
 
         return call
@@ -247,10 +251,15 @@ def _placing(tensor: Any, mesh: Mesh) -> list[tuple[str, ...]]:
         return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
     if tensor.sharding is None:
         return [()] * rank
-    held = tensor.sharding.devices_indices_map(tuple(tensor.shape))
+    held = _held(tensor)
     indices = [held[d] for d in mesh.devices.flat]
     starts = [np.reshape([index[i].start or 0 for index in indices], mesh.devices.shape) for i in range(rank)]
     return [_split_along(s, mesh) for s in starts]
+
+
+def _held(tensor: Any) -> Mapping[Any, tuple[slice, ...]]:
+    """Which part each device holds, as of a tensor whose axes are as long as there are devices: any number of parts divides those."""
+    return tensor.sharding.devices_indices_map((len(tensor.sharding.device_set),) * len(tensor.shape))
 
 
 def _split_along(starts: np.ndarray, mesh: Mesh) -> tuple[str, ...]:

@@ -74,11 +74,11 @@ def attention(
     if spelling not in SPELLINGS:
         raise unknown_name("spelling", spelling, SPELLINGS)
     q, k, v = (dense(params[n], x).reshape(batch, seq, heads, embed // heads) for n in ("q", "k", "v"))
-    attend = _attend_einsum if spelling == "einsum" else _attend_matmul
+    attend = attend_einsum if spelling == "einsum" else _attend_matmul
     return dense(params["out"], attend(q, k, v, causal).reshape(batch, seq, embed))
 
 
-def _attend_einsum(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+def attend_einsum(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
     """`softmax(q k^T / sqrt(D)) v` on `[B, T, H, D]`."""
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
     if causal:

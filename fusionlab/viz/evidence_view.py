@@ -10,6 +10,7 @@ from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.memory import size
 from fusionlab.evidence.numerics import LeafNumerics, Numerics
 from fusionlab.evidence.timing import Timing, seconds
+from fusionlab.graph.collectives import bytes_text
 
 _MANY_ULP = 1_000_000
 
@@ -67,7 +68,22 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
         "regressions": len(numerics.regressions) if numerics is not None else 0,
         "notes": list(evidence.all_notes),
         "memory": [{"what": what, **dataclasses.asdict(m)} for what, m in memories if m is not None],
+        "devices": _devices_dict(evidence),
         "environment": environment_dict(evidence),
+    }
+
+
+def _devices_dict(evidence: Evidence) -> dict[str, Any] | None:
+    over = evidence.devices
+    if over is None:
+        return None
+    rows = [[c.what, kind, *c.of(kind)] for c in over.collectives for kind in c.kinds]
+    return {
+        "place": over.place,
+        "collectives": [
+            [what, kind, b.count, a.count, bytes_text(b.bytes), bytes_text(a.bytes)] for what, kind, b, a in rows
+        ],
+        "device_s": {version: dict(times) for version, times in over.device_s.items()},
     }
 
 
@@ -79,6 +95,12 @@ def _worst(leaves: Sequence[LeafNumerics]) -> dict[str, Any] | None:
 def worst_leaf(leaves: Sequence[LeafNumerics]) -> LeafNumerics | None:
     """The output or gradient that is furthest off, by the rule of `Numerics.worst`, so that all that names one names the same."""
     return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
+
+
+def measured_on(evidence: Evidence) -> str:
+    """The hardware, and the devices with their mesh where there are several."""
+    over = evidence.devices
+    return evidence.environment.hardware + (f": {over.place}" if over is not None else "")
 
 
 def environment_dict(evidence: Evidence | None) -> dict[str, Any]:
@@ -141,6 +163,8 @@ def evidence_tables(measured: Mapping[str, Any] | None) -> list[Table]:
         tables.append(_error_table(measured["errors"]))
     if measured["memory"]:
         tables.append(_memory_table(measured["memory"]))
+    if measured.get("devices") is not None:
+        tables += _device_tables(measured["devices"])
     return tables
 
 
@@ -152,6 +176,18 @@ def _memory_table(memories: list[dict[str, Any]]) -> Table:
         for version in ("before", "after")
     ]
     return "Compiled memory", heads, rows, (2, 3, 4, 5)
+
+
+def _device_tables(over: Mapping[str, Any]) -> list[Table]:
+    """The collectives of each kind, and the time of each device where that was measured."""
+    rows = over["collectives"] or [["every call", "none", 0, 0, "0 B", "0 B"]]
+    heads = ["what", "kind", "runs before", "after", "bytes of a device before", "after"]
+    tables: list[Table] = [("Collectives", heads, rows, (2, 3, 4, 5))]
+    before, after = (over["device_s"].get(version, {}) for version in ("before", "after"))
+    if before:
+        times = [[f"device {i}", seconds(s), seconds(after[i]) if i in after else ""] for i, s in before.items()]
+        tables.append(("Time of each device", ["device", "before", "after"], times, (1, 2)))
+    return tables
 
 
 def _timing_table(timings: list[dict[str, Any]]) -> Table:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionlab.graph.ir import Atom, Block, Graph, Literal, Node, literal_text
+from fusionlab.graph.meshes import region_mesh_text
 
 from .sites import Site
 
@@ -346,12 +347,14 @@ class _Builder:
 
 
 def region_label(node: Node) -> str:
-    """A region by what it does: "scan, 12 steps", "cond", "relu (custom_jvp)"."""
+    """A region by what it does: "scan, 12 steps", "cond", "relu (custom_jvp)", "shard_map, mesh data=2 x tensor=4"."""
     kind = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp", "checkpoint": "remat"}.get(
         node.primitive, node.primitive
     )
     if kind == "scan":
         return f"scan, {node.params.get('length')} steps"
+    if mesh := region_mesh_text(node):
+        return f"{kind}, {mesh}"
     name = function_name(node.blocks[0]) if kind.startswith("custom_") else node.params.get("name")
     return f"{name} ({kind})" if isinstance(name, str) and name else kind
 

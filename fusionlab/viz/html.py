@@ -18,7 +18,7 @@ from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Graph
 
 from .dot import dom_id, dot_of_view
-from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline
+from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from .gpu_record import record_html
 from .page import AFTER, PREFIX, page_data
 from .pictures import Pictures
@@ -168,7 +168,7 @@ def _worst(evidence: Any, kind: str) -> Any:
 
 
 def _where(evidence: Any) -> str:
-    return f'<p class="quiet">Measured on {_e(evidence.environment.hardware)}.</p>'
+    return f'<p class="quiet">Measured on {_e(measured_on(evidence))}.</p>'
 
 
 def picture(view: Mapping[str, Any], id_prefix: str = "fl-", engine: str | None = None) -> str:

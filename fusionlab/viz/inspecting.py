@@ -21,6 +21,7 @@ from fusionlab.fusers.structures import Structure
 from fusionlab.graph.cost import Cost, Costs, cost_of, quantity, trips_text
 from fusionlab.graph.hlo import CONTROL, Compiled, Kernel
 from fusionlab.graph.ir import Atom, Block, Graph, Literal, Node, Value, literal_text, type_text
+from fusionlab.graph.meshes import collective_axes, collective_bytes, region_mesh_text, sharding_text
 
 from .inspect_sites import site_html, structure_html, summed, touching_html, xla_html
 from .inspector import find_node
@@ -134,6 +135,7 @@ class _Inspector:
         body = [
             equation(node),
             facts([*self.results(node, block), *self.operands(node, block)]),
+            section("Devices", facts(_over_devices(node))),
             section("Cost", self.cost(node)),
             section("Source", facts([("line", source_line(node.source)), *_around(node, block)])),
             section("XLA", self.fate(node, kernels)),
@@ -181,7 +183,11 @@ class _Inspector:
         if block is not self.graph.top:
             return f"← given to {self.owner(block)}"
         names = {v.id: n for v, n in zip(self.graph.top.inputs, self.graph.in_names, strict=False)}
-        return f"← argument {mono(names.get(value.id, value.name))}"
+        placed = dict(
+            zip((v.id for v in self.graph.top.inputs), map(sharding_text, self.graph.in_shardings), strict=False)
+        )
+        sharded = f", sharded {mono(told)}" if (told := placed.get(value.id)) else ""
+        return f"← argument {mono(names.get(value.id, value.name))}{sharded}"
 
     def cost(self, node: Node) -> str:
         rows = cost_rows(self.costs.of(node))
@@ -373,6 +379,13 @@ def cost_rows(cost: Cost) -> list[Fact]:
 
 def _typed(value: Value) -> str:
     return f"{pick(value.name)} {mono(type_text(value.aval))} {bytes_text(value.nbytes)}"
+
+
+def _over_devices(node: Node) -> list[Fact]:
+    """Of a shard_map its mesh, of a collective the axes and the bytes of one device in one run."""
+    axes = collective_axes(node)
+    rows: list[Fact] = [("region", text(mesh))] if (mesh := region_mesh_text(node)) else []
+    return rows + ([("over", text(", ".join(axes))), ("bytes", bytes_text(collective_bytes(node)))] if axes else [])
 
 
 def _around(node: Node, block: Block) -> list[Fact]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from fusionlab.fusers.findings import Candidate, Findings, Rejection
 from fusionlab.graph.compat import names_an_axis
+from fusionlab.graph.cost import quantity
 from fusionlab.graph.ir import Graph, Literal, Node, Value, literal_text, type_text
+from fusionlab.graph.meshes import collective_axes, collective_bytes, sharding_text
 
 from .flow import Flow, flow
 from .folding import LAYOUT_OPS, Group, Known, Leaf, fold, size
@@ -248,6 +250,7 @@ class _Picture:
         outs = self.graph.top.outputs
         if is_input:
             lines = [self.graph.in_names[index], type_text(self.graph.top.inputs[index].aval)]
+            lines += [told] if (told := sharding_text(next(iter(self.graph.in_shardings[index:]), None))) else []
         elif len(outs) > _MAX_OUTPUTS:
             lines = [f"{len(outs)} results"]
         else:
@@ -315,14 +318,17 @@ def _inside_text(sites: list[Site]) -> list[str]:
 def _node_lines(node: Node) -> list[str]:
     constants = [literal_text(a.val) for a in node.inputs if isinstance(a, Literal)]
     first = " ".join([node.primitive, *constants, *_said(node)])
+    if axes := collective_axes(node):
+        first += f" over {', '.join(axes)}: {quantity(collective_bytes(node))}B"
     lines = [f"{v.name} {type_text(v.aval)}" for v in node.outputs[:1]]
     more = f" +{len(node.outputs) - 1}" if len(node.outputs) > 1 else ""
     return [short(first, _LABEL), *(short(line + more, _LABEL) for line in lines)]
 
 
 def _said(node: Node) -> list[str]:
-    """What a node's name does not tell of it: which mesh axes it goes along, which part of a layer it is."""
-    axes = node.params.get("axes", node.params.get("axis_name", ())) if names_an_axis(node.eqn) else ()
+    """What a node's name does not tell of it: the mesh axes that it names, where it is no collective; which part of a layer it is."""
+    plain = names_an_axis(node.eqn) and not collective_axes(node)
+    axes = node.params.get("axes", node.params.get("axis_name", ())) if plain else ()
     named = axes if isinstance(axes, tuple | list) else (axes,)
     part = node.params.get("part") if pass_of_op(node.primitive) else None
     return [*map(str, named), *([str(part).replace("_", "-")] if part else [])]

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusionlab.fusers.findings import Candidate, Findings, Rejection
 from fusionlab.graph.ir import Graph
+from fusionlab.graph.meshes import mesh_of_arguments
 
 from .evidence_view import evidence_dict, headline
 from .inspector import site_dict, source_dict
@@ -49,6 +50,7 @@ def _structures(findings: Findings | None) -> list[dict[str, Any]]:
 def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, measured: Mapping | None) -> str:
     """One sentence that tells the whole truth: sizes, what can be and is fused, and a speed only with its interval."""
     parts = [f"{graph.name} · {counts['nodes']:,} nodes"]
+    parts += [f"mesh {mesh}"] if (mesh := mesh_of_arguments(graph.in_shardings)) else []
     if findings is not None:
         device = getattr(findings, "device", "")
         parts += [device] if device else []

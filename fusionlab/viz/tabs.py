@@ -13,7 +13,7 @@ from fusionlab.graph.cost import Cost, quantity, total_of
 from fusionlab.graph.ir import Graph
 
 from .diff import diff_html
-from .evidence_view import Table, evidence_dict, evidence_tables
+from .evidence_view import Table, evidence_dict, evidence_tables, measured_on
 from .kernel_sources import kernels_html
 from .markup import quiet, section, text
 from .sections import table
@@ -60,13 +60,17 @@ def evidence_tabs(
         "Errors": figures.get("Errors", "") + _table(tables.get("Errors")) or _missing(evidence, "compared"),
         "Memory": _table(tables.get("Compiled memory")) or _missing(evidence, "asked for memory"),
         "Roofline": _roofline(findings, device, under),
-        "Kernels": kernels,
+        "Kernels": kernels + _titled(tables, "Collectives") + _titled(tables, "Time of each device"),
         "Graph diff": _diff(findings, after, enabled),
     }
     notes = "".join(quiet(note) for note in measured["notes"]) if measured is not None else ""
-    where = quiet(f"Measured on {evidence.environment.hardware}.") if evidence is not None else ""
+    where = quiet(f"Measured on {measured_on(evidence)}.") if evidence is not None else ""
     told = {"Timing": where + notes, "Errors": where, "Memory": where}
     return [{"name": name, "html": html + told.get(name, "")} for name, html in tabs.items()]
+
+
+def _titled(tables: dict[str, Any], name: str) -> str:
+    return section(name, _table(tables.get(name)))
 
 
 def _missing(evidence: Any, what: str) -> str:

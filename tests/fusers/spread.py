@@ -5,7 +5,6 @@ for each trial: its name, and what went wrong or null. The number of devices is 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -76,7 +75,9 @@ POST = Parts(mlp=relu, pre=False)
 
 @dataclass(frozen=True)
 class Trial:
-    """A program on `devices` devices, and what is found in it: `site`, so many times."""
+    """A program on `devices` devices, and what is found in it: `site`, so many times. `by_rows`: half of them have other rows.
+    `trains`: a train step is tried as well.
+    """
 
     name: str
     build: Callable[[bool], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]]
@@ -84,7 +85,8 @@ class Trial:
     site: str
     count: int = 2
     check_vma: bool = True
-    batches: int = 1  # along a mesh axis "dp", each with as many devices
+    by_rows: bool = False
+    trains: bool = False
 
 
 def weights(layers: int = 2, kv_heads: int = HEADS) -> list[Params]:
@@ -106,12 +108,6 @@ def encoder(how: Parts, kv_heads: int, on_devices: bool) -> Any:
 
     made = weights(kv_heads=kv_heads)
     return fn, (made, parts.inputs()), (specs(made), P()), P()
-
-
-def of_batches(how: Parts, kv_heads: int, on_devices: bool) -> Any:
-    """As `encoder`, of a batch that is split along another mesh axis."""
-    fn, args, (own, _), _ = encoder(how, kv_heads, on_devices)
-    return fn, args, (own, P("dp")), P("dp")
 
 
 def turned(axes: str) -> Parts:
@@ -165,20 +161,22 @@ def decoder(how: Parts, kv_heads: int, writes: bool, on_devices: bool) -> Any:
 
 def trials() -> Iterator[Trial]:
     for n in (2, 4, 8):
-        yield Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER)
+        yield Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER, trains=True)
     yield Trial("separate/4/unchecked", partial(encoder, PRE, HEADS), 4, ENCODER, check_vma=False)
     yield Trial("by_head/2", partial(encoder, BY_HEAD, HEADS), 2, ENCODER + "_fuse_qkv")
     yield Trial("by_head/8/unchecked", partial(encoder, BY_HEAD, HEADS), 8, ENCODER + "_fuse_qkv", check_vma=False)
     yield Trial("post/4", partial(encoder, POST, HEADS), 4, ENCODER)
     yield Trial("llama/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER)
     yield Trial("scanned/4", scanned, 4, ENCODER, 1)
-    for name, how in (("separate", PRE), ("post", POST), ("by_head", BY_HEAD)):
-        site = ENCODER + "_fuse_qkv" * (how is BY_HEAD)
-        yield Trial(f"{name}/2 of 2", partial(of_batches, how, HEADS), 2, site, batches=2)
-    yield Trial("llama/2 of 2", partial(of_batches, LLAMA, HEADS // 2), 2, ENCODER, batches=2)
-    yield Trial("separate/2 of 2/unchecked", partial(of_batches, PRE, HEADS), 2, ENCODER, check_vma=False, batches=2)
     for axes in ("esb", "seb", "ebs"):
         yield Trial(f"summed as {axes}", partial(in_order, axes), 2, ENCODER, 1)
+    for check in (True, False):
+        end = "rows/4" if check else "rows/4/unchecked"
+        yield Trial(f"separate/{end}", partial(encoder, PRE, HEADS), 4, ENCODER, 2, check, by_rows=True)
+        yield Trial(f"write/{end}", partial(decoder, PRE, HEADS, True), 4, DECODER, 2, check, by_rows=True)
+    yield Trial("post/rows/4", partial(encoder, POST, HEADS), 4, ENCODER, by_rows=True)
+    yield Trial("by_head/rows/4", partial(encoder, BY_HEAD, HEADS), 4, ENCODER + "_fuse_qkv", by_rows=True)
+    yield Trial("llama/rows/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER, by_rows=True)
     for writes in (False, True):
         name = "write" if writes else "append"
         yield Trial(f"{name}/2", partial(decoder, PRE, HEADS, writes), 2, DECODER)
@@ -186,6 +184,11 @@ def trials() -> Iterator[Trial]:
         yield Trial(
             f"{name}/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 4, DECODER, check_vma=False
         )
+
+
+def split_rows(specs: Any) -> Any:
+    """The same, and the first axis over "data"."""
+    return jax.tree.map(lambda spec: P("data", *spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
 
 
 def collectives(fn: Callable[..., Any], args: Any) -> dict[str, int]:
@@ -211,10 +214,12 @@ def problem(trial: Trial) -> str | None:
     """What is wrong with a trial: what is found, values and gradients against one device, collectives before and after."""
     alone, args, _, _ = trial.build(False)
     body, _, given, made = trial.build(True)
-    shape, names = ((trial.batches, trial.devices), ("dp", "tp")) if trial.batches > 1 else ((trial.devices,), ("tp",))
-    mesh = jax.make_mesh(
-        shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[: math.prod(shape)]
-    )
+    sizes = (2, trial.devices // 2) if trial.by_rows else (1, trial.devices)
+    mesh = jax.make_mesh(sizes, ("data", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: trial.devices])
+    if trial.by_rows:
+        x, *rest = given[1:]
+        given = (given[0], *split_rows([x, *rest[:1]]), *rest[1:])  # rows and caches, not the step
+        made = split_rows(made)
     fn = jax.shard_map(body, mesh=mesh, in_specs=given, out_specs=made, check_vma=trial.check_vma)
     found = fl.find(fn, *args, passes=PASSES)
     counts = {name: n for name, n in found.counts().items() if n}
@@ -230,7 +235,35 @@ def problem(trial: Trial) -> str | None:
     one, several = (jax.jit(jax.grad(partial(loss, f)))(*args) for f in (alone, fused))
     if why := far(one, several, 1e-4):
         return f"gradient {why}"
-    return None
+    return untrained(alone, fn, fused, args) if trial.trains else None
+
+
+def step(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Two steps of gradient descent with momentum on the mean square of the result."""
+
+    def descend(made: Any, x: Array) -> Any:
+        speed, values = jax.tree.map(jnp.zeros_like, made), []
+        for _ in range(2):
+            value, grads = jax.value_and_grad(lambda made: jnp.mean(jnp.square(fn(made, x))))(made)
+            speed = jax.tree.map(lambda v, g: 0.9 * v + g, speed, grads)
+            made = jax.tree.map(lambda p, v: p - 0.05 * v, made, speed)
+            values.append(value)
+        return made, values
+
+    return descend
+
+
+def untrained(alone: Any, fn: Any, fused: Any, args: Any) -> str | None:
+    """What is wrong with a train step of the fused layers, or with one that is fused once it is differentiated (default passes)."""
+    want = jax.jit(step(alone))(*args)
+    if why := far(want, jax.jit(step(fused))(*args), 1e-5):
+        return f"train step: {why}"
+    whole = fl.fuse(step(fn))
+    counts = whole.findings(*args).counts()
+    if counts["gemm_epilogue_grad"] < 8 or counts["dot_product_attention_grad"] < 2:
+        return f"train step, fused as a whole: {counts}"
+    why = far(want, whole(*args), 1e-5)
+    return f"train step, fused as a whole: {why}" if why else None
 
 
 if __name__ == "__main__":

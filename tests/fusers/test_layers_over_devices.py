@@ -224,5 +224,5 @@ def test_the_picture_of_a_pass_tells_its_two_parts_and_what_they_are_summed_over
     found = fl.find(fn, *args, passes=[name])
     drawn = found.apply().to_dot()
     assert all(text in drawn for text in ("multi_transformer attention", "multi_transformer feed-forward"))
-    assert drawn.count('label="psum tp') == 2
+    assert drawn.count('label="psum over tp') == 2
     assert [n.primitive for n in found.apply().nodes()] == ["shard_map", *("multi_transformer", "psum", "add") * 2]

@@ -13,6 +13,7 @@ import fusionlab as fl
 from fusionlab.fusers.registry import registry
 from fusionlab.models import transformer
 
+from . import layer_parts as parts
 from .layer_misses import MISSES
 from .layer_models import CASES
 
@@ -190,6 +191,16 @@ def test_it_composes(encoder):
     _, old = jax.jvp(fn, (params, x), (params, x))
     _, new = jax.jvp(fused, (params, x), (params, x))
     close(old, new, 1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (16, 4), (12, 6)])
+def test_heads_of_keys_may_be_as_many_as_a_head_is_long(heads, kv_heads):
+    """Where sizes are reduced for the proof, 16 heads are 2 times what the 8 of the keys are reduced to, and those are as many as D."""
+    how = parts.Parts(norm=parts.rms_norm, attend=parts.attend_grouped, mlp=parts.swiglu)
+    p = {n: a for n, a in parts.params(heads=heads, kv_heads=kv_heads).items() if not n.startswith("qkv")}
+    (cache,) = parts.caches(parts.T, 1, kv_heads)
+    found = fl.find(functools.partial(parts.append, how), p, parts.inputs(parts.B, 1, parts.E), cache, passes=PASSES)
+    assert len(found.candidates) == 1, found
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -116,3 +116,34 @@ def test_what_devices_sum_is_proved_on_several(check_vma, batches):
         if check_vma and name in ("no sum", "summed twice"):
             continue  # their types are others, which JAX itself refuses
         assert judge(fn).code == "value", name
+
+
+def region_over_rows_too(fn, *shapes):
+    """As `region_of`, on a mesh that the rows of the first argument are split over as well."""
+    mesh = AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    specs = (P("dp", "tp"), *(P() for _ in shapes[1:]))
+    split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    (owner,) = trace(split, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).top.nodes
+    block = owner.blocks[0]
+    view = View(block)
+    return cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip("xb", block.inputs, strict=True)})
+
+
+def test_devices_with_other_rows_are_no_part_of_the_proof():
+    """The gradient of b is summed over rows on other devices; what is proved is the sum over tp."""
+    scaled = lambda x, b: lax.psum(jnp.sin(x).sum(1, keepdims=True), "tp") * b  # noqa: E731
+    region = region_over_rows_too(scaled, (512, 64), (48,))
+
+    def judge(replacement):
+        return Certifier(meaning_of).region(region, replacement, "test")
+
+    assert judge(scaled).ok, judge(scaled)
+    assert judge(lambda x, b: lax.psum(jnp.sin(x).sum(1, keepdims=True) * b, "tp")).ok  # the same, one after the other
+    wrong = {
+        "twice": lambda x, b: 2 * scaled(x, b),
+        "before": lambda x, b: jnp.sin(lax.psum(x, "tp")).sum(1, keepdims=True) * b,
+        "b of each": lambda x, b: lax.psum(jnp.sin(x).sum(1, keepdims=True) + b, "tp"),
+        "other rows too": lambda x, b: lax.pcast(lax.psum(scaled(x, b), "dp"), "dp", to="varying"),
+    }
+    for name, fn in wrong.items():
+        assert not judge(fn).ok, name

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from ...device import Device
@@ -16,7 +17,7 @@ from ..choices import CHOICES, NEAR_GAIN, Choice, case_text
 from ..gemm_epilogue.activations import ACTIVATIONS
 from ..gemm_epilogue.cublaslt import compute_of
 from ..implementation import Implementation
-from ..labels import Axes
+from ..labels import Axes, SummedCall
 from ..op import Op
 from . import cuda, reference
 
@@ -129,6 +130,20 @@ class GatedMatmul(Op):
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         return Axes(_labels(len(shapes["out"]), attrs["w_contract"]))
+
+    def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
+        """Both bare products of the parts, by XLA, and summed as a program sums them, in the operands' dtype; then the gate."""
+        how = {name: params[name] for name in ("w_contract", "precision")}
+
+        def part(operands: Mapping[str, Array]) -> Array:
+            x = operands["x"]
+            return jnp.stack([reference.product(x, operands[slot], **how).astype(x.dtype) for slot in ("w", "v")])
+
+        def finish(both: Array, operands: Mapping[str, Array]) -> list[Array]:
+            gate, up = map(reference.wide, both)
+            return reference.gated(gate, up, operands["x"].dtype, params["activation"], params["residuals"])
+
+        return SummedCall(params, finish, part)
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((-1,), (params["w_contract"],)), ((), ())

@@ -1,0 +1,105 @@
+"""Two processes with two CPU devices each, on one machine (`jax.distributed`, sums through gloo): the numbers of one device, one process
+that writes, and an end where one of them is killed. What they run is in worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from .worker import LOCAL
+
+TESTS = Path(__file__).resolve().parents[1]
+COUNT = 2
+
+
+def run(scenario, folder, limit_s):
+    """What each process printed (name -> last value), its errors, how it ended, and after how many seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={LOCAL}", "JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
+    outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(COUNT)]
+    started = []
+    begun = time.monotonic()
+    try:
+        for i, (out, err) in enumerate(outputs):
+            command = [sys.executable, "-m", "processes.worker", scenario, str(i), str(COUNT), port, str(folder)]
+            with out.open("w") as stdout, err.open("w") as stderr:
+                started.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr))
+        ended = [p.wait(timeout=max(1.0, limit_s - (time.monotonic() - begun))) for p in started]
+    finally:
+        for p in started:
+            p.kill()
+            p.wait()
+    told = []
+    for (out, err), code in zip(outputs, ended, strict=True):
+        lines = [line for line in out.read_text().splitlines() if line.startswith('["')]
+        told.append(SimpleNamespace(said=dict(map(json.loads, lines)), errors=err.read_text(), code=code))
+    return told, time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    told, _ = run("numbers", tmp_path_factory.mktemp("numbers"), 400)
+    assert [one.code for one in told] == [0, 0], "\n".join(one.errors[-3000:] for one in told)
+    return [one.said for one in told]
+
+
+def test_a_train_step_and_layers_over_processes_equal_one_device(numbers):
+    for said in numbers:
+        assert said["train step"] <= 1e-5
+        layers, error = said["layers"]
+        assert layers == 2
+        assert error <= 1e-5
+
+
+def test_processes_find_the_same(numbers):
+    assert numbers[0]["sites"] == numbers[1]["sites"]
+    assert numbers[0]["sites"]["gemm_epilogue"] == 6
+
+
+def test_a_comparison_knows_all_devices_and_stops_in_all_processes_at_once(numbers):
+    (first, second) = (said["devices"] for said in numbers)
+    assert first[:4] == second[:4] == [COUNT * LOCAL, COUNT, {"data": COUNT, "tp": LOCAL}, {"all-reduce": 4}]
+    assert first[4] != second[4]  # each has times of its own devices
+    assert len(first[4]) == len(second[4]) == LOCAL
+    assert numbers[0]["samples"] == numbers[1]["samples"]
+    assert any("devices of other processes" in note for note in numbers[0]["notes"])
+
+
+def test_one_process_writes(numbers):
+    assert [said["wrote"] for said in numbers] == [[True, True], [False, False]]
+
+
+def test_a_process_that_is_killed_in_a_step_ends_the_others(tmp_path):
+    (first, second), seconds = run("killed_in_a_step", tmp_path, 120)
+    assert second.code == -signal.SIGKILL
+    assert first.said["step"] >= 3
+    assert "end" not in first.said
+    assert first.code not in (0, None)
+    assert any(word in first.errors for word in ("heartbeat", "unhealthy", "closed by peer", "Connection reset")), (
+        first.errors[-3000:]
+    )
+    assert seconds < 100
+
+
+def test_a_process_that_is_killed_before_a_plan_is_shared_is_an_error_of_the_others(tmp_path):
+    (first, second), seconds = run("killed_before_the_plan", tmp_path, 120)
+    assert second.code == -signal.SIGKILL
+    assert first.said == {"shared": True}
+    assert first.code not in (0, None)
+    assert "ProcessError: share_plan: this is process 0 of 2, and not all of them answered" in first.errors, (
+        first.errors[-3000:]
+    )
+    assert seconds < 100
