@@ -179,7 +179,8 @@ def trials() -> Iterator[Trial]:
     yield Trial("llama/rows/8", partial(encoder, LLAMA, HEADS // 2), 8, ENCODER, by_rows=True)
     for writes in (False, True):
         name = "write" if writes else "append"
-        yield Trial(f"{name}/2", partial(decoder, PRE, HEADS, writes), 2, DECODER)
+        for n in (2, 8):
+            yield Trial(f"{name}/{n}", partial(decoder, PRE, HEADS, writes), n, DECODER)
         yield Trial(f"{name}/by_head/4", partial(decoder, BY_HEAD, HEADS, writes), 4, DECODER + "_fuse_qkv")
         yield Trial(
             f"{name}/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 4, DECODER, check_vma=False
