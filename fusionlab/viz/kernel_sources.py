@@ -14,6 +14,7 @@ from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
+from fusionlab.kernels.multi_transformer import decode
 
 from .markup import code, folded, quiet
 from .sections import table
@@ -26,6 +27,7 @@ _KERNELS: dict[str, tuple[Source, str]] = {
     "dot_product_attention": (tiles.SOURCE, "attention {dtype}"),
     "lerp": (lerp.SOURCE, "lerp {dtype}"),
     "layer_norm": (norm.SOURCE, "norm {dtype}"),
+    "multi_transformer": (decode.SOURCE, "decode {dtype}"),
 }
 RECORDED_ARCH = "sm_90"  # the one whose every variant is on record
 _ROWS = 12
