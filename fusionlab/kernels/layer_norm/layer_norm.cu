@@ -290,7 +290,14 @@ struct Row {
   float mean = 0, rstd = 0;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, FL_BLOCKS) norm_backward(
+// On sm_100 and later a thread needs more registers than would leave room for that many.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kRoom = 1;
+#else
+constexpr int kRoom = FL_BLOCKS;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
     const T* ct, const T* ct_sum, const T* x, const Shift* shift, const Scale* scale, const float* means, const float* rstds,
     T* dx, float* parts_scale, float* parts_bias, float* parts_shift, Index rows) {
   fl_wait();
