@@ -19,7 +19,7 @@ from .base import GRADIENT, Pass, Search, found_at, has_gradient, is_whole
 from .findings import Candidate, Findings, Rejection
 from .linear_groups import grouped
 from .matmul_schedule import routes_of
-from .overlaps import settle
+from .overlaps import settle, with_shares_left
 from .pairing import is_differentiated, with_backward
 from .registry import op_of
 
@@ -78,13 +78,14 @@ def _find_in(
             items = shared[found_at(pass_.name, view)] = list(pass_.search(search))
             found += [_inside_rule(item, owner) if owner is not None else item for item in items]
         seconds[pass_.name] = time.perf_counter() - started
+    last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
+    found = with_shares_left(found, last)
     if differentiated:
         started = time.perf_counter()
         certifier_views = [view for view, _ in found_views]
         found = with_backward(graph, certifier_views, found, certifier)
         found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
         seconds["pairs"] = time.perf_counter() - started
-    last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
     candidates, rejections = settle(found, last)
     names = tuple(p.name for p, _ in passes)
     gradients = tuple(f"{p.name}_grad" for p, options in passes if has_gradient(p) and options.get(GRADIENT, True))

@@ -9,7 +9,7 @@ be the example's; 1/N is captured and has to be the size of the axis that is sum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,19 +83,25 @@ class LayerNormPass:
         return norm, (jnp.zeros((8, 16)), jnp.zeros(16), jnp.zeros(16))
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        made: set[int] = set()
         for node in search.block.nodes:
             if node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn):
                 around = Surroundings(search, node)
                 if around.is_norm:
-                    yield _Site(self, search, node, around).examine()
+                    outcome = _Site(self, search, node, around, made).examine()
+                    if isinstance(outcome, Candidate):
+                        made.add(outcome.root.id)
+                    yield outcome
 
 
 class _Site(Site):
     """One norm, from anchor to candidate or rejection."""
 
-    def __init__(self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings) -> None:
+    def __init__(
+        self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings, made: Collection[int]
+    ) -> None:
         super().__init__(pass_, search, anchor)
-        self.view, self.around = around.view, around
+        self.view, self.around, self.made = around.view, around, made
         self.x = {"x": self.nid(around.x)}  # for the matcher: the leaf x is x, and nothing made of it
 
     def examine(self) -> Candidate | Rejection:
@@ -126,7 +132,11 @@ class _Site(Site):
             outcome.code in ("scalar", "structure", "value") or (outcome.code == "axes" and self.over_batch())
         ):
             return outcome
-        return with_concepts(outcome, (f"{example.name.partition('_')[0]}_norm",))
+        concepts = (f"{example.name.partition('_')[0]}_norm",)
+        outcome = with_concepts(outcome, concepts)
+        if isinstance(outcome, Candidate) and outcome.plain is not None:
+            outcome = replace(outcome, plain=with_concepts(outcome.plain, concepts))
+        return outcome
 
     def over_batch(self) -> bool:
         """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
@@ -232,7 +242,7 @@ class _Site(Site):
             return plain
         axes = axes_of(found, self.view, found.leaf_id("x"), x)
         features = in_order(axes, found.letters["n"])
-        summands = summands_of(self.search.block, x, axes.index(features[0]) if len(features) == 1 else None)
+        summands = summands_of(self.search.block, x, axes.index(features[0]) if len(features) == 1 else None, self.made)
         if summands is None:
             return plain
         leaks = escapes(summands.joined_to(region))
@@ -296,7 +306,7 @@ def _else(first: Candidate, last: Candidate) -> Candidate:
     if first.plain is None:
         return replace(first, otherwise=lambda: (last,))
     plain = replace(first.plain, otherwise=lambda: (last,))
-    return replace(first, otherwise=lambda: (plain,))
+    return replace(first, plain=plain, otherwise=lambda: (plain,))
 
 
 def _plan(search: Search, view: View, found: Match, region: Region, summands: Summands | None = None) -> Plan | str:

@@ -28,7 +28,7 @@ from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .layer_site import Site as LayerSite
 from .layer_site import site_of
-from .overlaps import settle
+from .overlaps import settle, with_shares_left
 from .site import FUSE_FIRST, Site
 
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
@@ -65,7 +65,8 @@ def _folded(search: Search) -> _Folded:
 def _fold(search: Search) -> _Folded:
     # By "xla" a site is found wherever it stands; whether a device gains by it is not asked.
     alone = replace(search, options={}, implementation="xla")
-    candidates, rejections = settle([item for p in _PIECES for item in _items(search, alone, p)])
+    found = [item for p in _PIECES for item in _items(search, alone, p)]
+    candidates, rejections = settle(with_shares_left(found))
     closed = [
         c for c in candidates if (s := c.seen).program is not None and s.region is not None and not escapes(s.region)
     ]

@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..graph.gradients import first_gradients
 from ..graph.order import SitesWaitError, in_order
 from .outcomes import Candidate, Rejection
+
+
+def with_shares_left(
+    found: Sequence[Candidate | Rejection], last: Collection[tuple[str, str]] = ()
+) -> list[Candidate | Rejection]:
+    """The sites, those that would take nodes of others beside what their op is for (`Candidate.plain`) without them.
+
+    A sum that two norms are taken of is the first one's. An idle site, or one of a pass named in `last`, takes nothing from any.
+    """
+    firm = _Claims()
+    for c in found:
+        if isinstance(c, Candidate) and not c.idle and (c.pass_name, c.op) not in last:
+            firm.add(c, c.seen)
+    left: list[Candidate | Rejection] = []
+    for c in found:
+        if isinstance(c, Candidate) and c.plain is not None:
+            if firm.others(c, c) != firm.others(c, c.plain):
+                left.append(c.plain)
+                continue
+            firm.add(c, c)
+        left.append(c)
+    return left
+
+
+class _Claims:
+    """What sites take, several maybe the same."""
+
+    def __init__(self) -> None:
+        self.takes: dict[tuple[str, int], set[int]] = defaultdict(set)  # what is taken -> the sites (their ids)
+        self.reads: dict[int, set[int]] = defaultdict(set)  # value -> the sites that read it
+
+    def add(self, c: Candidate, form: Candidate) -> None:
+        """A site, in a form it may have."""
+        for key in _taken_by(form):
+            self.takes[key].add(id(c))
+        for v in form.site.leaves:
+            self.reads[v.id].add(id(c))
+
+    def others(self, c: Candidate, form: Candidate) -> set[int]:
+        """The sites that one, in this form, cannot stand beside."""
+        hits = [self.takes.get(key, set()) for key in _taken_by(form)]
+        hits += [self.takes.get(("value", v.id), set()) for v in form.site.leaves]
+        hits += [self.reads.get(i, set()) for i in _inner_values(form)]
+        return set[int]().union(*hits) - {id(c)}
+
+
+def _taken_by(c: Candidate) -> Iterator[tuple[str, int]]:
+    yield from (("node", n) for n in c.node_ids)
+    yield from (("value", i) for i in _inner_values(c))
 
 
 def settle(
@@ -18,7 +68,8 @@ def settle(
     is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
     what they would only leave to XLA.
 
-    Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other.
+    Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other. One
+    that can do with one result (`Candidate.plain`) does.
     """
     stuck: dict[int, Rejection] = {}
     while True:
@@ -26,7 +77,11 @@ def settle(
         waiting = _waiting(candidates)
         if waiting is None:
             return candidates, [*rejections, *stuck.values()]
-        stuck[id(waiting[0])] = _stuck(*waiting)
+        given_up, others = waiting
+        if given_up.plain is not None:
+            found = [given_up.plain if f is given_up else f for f in found]
+        else:
+            stuck[id(given_up)] = _stuck(given_up, others)
 
 
 def _settled(

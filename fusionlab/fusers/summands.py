@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -40,16 +40,17 @@ class Summands:
         )
 
 
-def summands_of(block: Block, x: Value, feature: int | None) -> Summands | None:
+def summands_of(block: Block, x: Value, feature: int | None, made: Collection[int] = frozenset()) -> Summands | None:
     """How x is added up right before the norm; None where it is not, or where folding that in would be no gain.
 
     Only additions in the dtype of x: one that widens its operands is XLA's to join with their casts. A vector added to a product stays with
-    the product.
+    the product, and the bias of another norm with that norm.
 
     Args:
       feature: the axis that is normalised over; None for several, of which no vector is looked for.
+      made: ids of the results of norms that were found before.
     """
-    outer = _addition(block, x)
+    outer = _addition(block, x) if x.id not in made else None
     if outer is None:
         return None
     for full, other in (outer.sides, outer.sides[::-1]):
@@ -60,7 +61,7 @@ def summands_of(block: Block, x: Value, feature: int | None) -> Summands | None:
     if not (_fits(left, x) and _fits(right, x)):
         return None
     for one, other in ((left, right), (right, left)):
-        inner = _addition(block, one)
+        inner = _addition(block, one) if one.id not in made and one.id != other.id else None
         if inner is None or one.id in block.returned or len(block.users.get(one.id, ())) != 1:
             continue
         for full, vector in (inner.sides, inner.sides[::-1]):

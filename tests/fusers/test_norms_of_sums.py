@@ -141,6 +141,80 @@ def test_a_residual_stream_folds_forward_and_stays_apart_in_a_train_step():
     assert all(c.backward.is_fused for c in f.candidates)
 
 
+def formulas(fn, *args, **options):
+    f = found(fn, *args, **options)
+    assert "overlap" not in {r.code for r in f.rejections}
+    return [c.formula for c in f.candidates]
+
+
+WHOLE, FOLDED = "layer_norm(x) * scale + bias", "layer_norm(x + residual) * scale + bias"
+BOTH = f"{FOLDED}, and x + residual"
+
+
+def test_a_sum_that_two_norms_are_taken_of_is_the_first_ones():
+    """The second reads it as it was given: it is not declined for wanting the same addition."""
+
+    def parallel(x, r, g, b):
+        h = x + r
+        return norm(h, g, b) * 2, jnp.sin(norm(h, b, g))
+
+    def added(x, r, g, b):
+        h = x + r
+        return norm(h + norm(h, g, b), b, g)
+
+    assert formulas(parallel, *ARGS) == [BOTH, WHOLE]
+    assert formulas(added, *ARGS) == [BOTH, FOLDED]
+    for fn in (parallel, added):
+        f = found(stepped(fn), *ARGS, factor=60)
+        assert len(f.candidates) == 2
+        assert all(c.backward.is_fused for c in f.candidates)
+
+
+def test_the_bias_of_a_norm_is_not_the_shift_of_the_next():
+    """Taken as its shift it would cost the norm before it its site."""
+
+    def twice(x, r, g, b):
+        return norm(norm(x, g, b), b, g)
+
+    def before_a_block(x, r, g, b):  # BLOOM's and CLIP's first layers
+        h = norm(x, g, b)
+        return h + jnp.tanh(norm(h, b, g))
+
+    def with_residual(x, r, g, b):
+        return norm(norm(x, g, b) + r, b, g)
+
+    assert formulas(twice, *ARGS) == formulas(before_a_block, *ARGS) == [WHOLE, WHOLE]
+    assert formulas(with_residual, *ARGS) == [WHOLE, FOLDED]
+    for fn in (twice, before_a_block, with_residual):
+        assert len(formulas(stepped(fn), *ARGS, factor=60)) == 2
+
+
+def test_what_another_pass_makes_of_the_sum_is_left_to_it():
+    def blended(x, r, g, b):
+        return norm(x + jax.nn.sigmoid(g) * (r - x), g, b)
+
+    f = fl.find(blended, *ARGS, device="sm_90", passes=[NORM, "lerp"])
+    assert {c.pass_name: c.formula for c in f.candidates}[NORM] == WHOLE
+    assert {c.pass_name for c in f.candidates} == {NORM, "lerp"}
+    assert formulas(blended, *ARGS) == [FOLDED]
+
+
+def test_norms_that_would_wait_for_each_others_sums_go_without_one():
+    def crossed(x, r, g, b):
+        h, k = x + r, jnp.sin(x) + r
+        return norm(h, k[0, 0], b), norm(k, h[0, 0], b), h * k
+
+    assert set(formulas(crossed, *ARGS)) == {WHOLE, BOTH}
+
+
+def test_a_sum_of_a_shifted_value_with_itself():
+    def doubled(x, r, g, b, s):
+        h = jnp.tanh(x * r) + s
+        return norm(h + h, g, b)
+
+    assert formulas(doubled, *ARGS, S) == formulas(stepped(doubled), *ARGS, S) == [FOLDED]
+
+
 def test_a_vector_before_the_norm_is_the_shift():
     one = site(lambda x, r, g, b, s: norm(jnp.tanh(x) + s + r, g, b), *ARGS, S)
     assert one.formula == "layer_norm(x + shift + residual) * scale + bias"
