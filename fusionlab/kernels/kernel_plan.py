@@ -29,6 +29,9 @@ class Launch:
         ("i32", value).
       early: the kernel starts with `fl_wait()` of `early.cuh`, so that on sm_90 and later it may be started before what comes before it has
         ended; without that wait it would read what is not written yet.
+      cooperative: its blocks wait for each other, so all of them must be resident at once; where they cannot, the launch fails.
+
+    A kernel may as well have one parameter, a structure of eight bytes for each of `params`: they lie one behind another.
     """
 
     entry: str
@@ -37,6 +40,7 @@ class Launch:
     shared: int
     params: tuple[tuple[str, int], ...]
     early: bool = False
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class KernelPlan:
                 one["shared"],
                 tuple((kind, value) for kind, value in one["params"]),
                 one["early"],
+                one["cooperative"],
             )
             for one in content["launches"]
         )
@@ -98,10 +103,16 @@ class KernelPlan:
             geometry = one.grid, one.block, one.shared
             steps.append(
                 KernelStep(
-                    entry.ptr, one.entry, image, *geometry, one.params, one.early and int(arch[3:]) >= _EARLY_SINCE
+                    entry.ptr,
+                    one.entry,
+                    image,
+                    *geometry,
+                    one.params,
+                    one.early and int(arch[3:]) >= _EARLY_SINCE,
+                    one.cooperative,
                 )
             )
-        ready = [_launcher(driver.launchKernel, step) for step in steps]
+        ready = [_launcher(driver, step) for step in steps]
 
         def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
             for start in ready:
@@ -128,7 +139,7 @@ def digest(source: str) -> str:
 
 
 def _launcher(
-    launch_kernel: Callable[..., None], one: KernelStep
+    driver: Any, one: KernelStep
 ) -> Callable[[int, Sequence[int], Sequence[int]], None]:
     """A parameter takes eight bytes here, of which a kernel reads as many as it has (x86-64 and Arm are little-endian)."""
     count = len(one.params)
@@ -155,7 +166,10 @@ def _launcher(
             given[i] = operands[number]
         for i, number in from_results:
             given[i] = results[number]
-        launch_kernel(one.function, *geometry, stream, block[2], 0)
+        if one.cooperative:
+            driver.launchCooperativeKernel(one.function, *geometry, stream, block[2])
+        else:
+            driver.launchKernel(one.function, *geometry, stream, block[2], 0)
         free.append(block)
 
     return start

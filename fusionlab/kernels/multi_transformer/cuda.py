@@ -22,6 +22,7 @@ from ..launch import launch
 from .decode import (
     CODES,
     MOST_ROWS,
+    NOTHING,
     SOURCE,
     STRIP,
     WORD,
@@ -34,6 +35,8 @@ from .decode import (
     fuses_norm,
 )
 from .layer import Form
+from .persistent import partials, persistent_plan
+from .persistent import takes as persists
 
 Array = Any
 
@@ -157,19 +160,27 @@ class _Call:
         widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
         widths |= {"x": width} if form.layers > 1 else {}
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
+        if whole := self.persists(row):
+            del shapes["normed"]
+            shapes["attended"] = jax.ShapeDtypeStruct((partials(row.attention),), jnp.float32)
+            shapes["counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]
         results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
-        plan = decode_plan(row, self.places(results))
+        places = self.places(results)
+        plan = persistent_plan(row, places, results["counter"]) if whole else decode_plan(row, places)
         aliases = {self.numbers[name]: results[name][1] for name in caches}
         made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
         return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
+
+    def persists(self, row: Row) -> bool:
+        return persists(row)
 
     def places(self, results: Mapping[str, Param]) -> list[Places]:
         """Of each layer; the first reads the operand x, the last writes y."""
         form, found = self.form, []
         shared = {name: ("operand", i) for name, i in self.numbers.items() if "." not in name}
-        steps = {name: results[name] for name in ("normed", "qkv", "attended", "between", "hidden")}
+        steps = {name: results.get(name, NOTHING) for name in ("normed", "qkv", "attended", "between", "hidden")}
         for i in range(form.layers):
             own = {
                 name.partition(".")[0]: ("operand", at) for name, at in self.numbers.items() if name.endswith(f".{i}")

@@ -16,71 +16,9 @@
 // (rows.cuh; 0 where there is none), FL_EPSILON1 and FL_EPSILON2, FL_STRIPS (1: norms of their own
 // give strips), FL_AHEAD, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
 // Shape) and the sizes of the attention, as decode.py has them. FL_..._CLUSTER: how many blocks work together.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "../dot_product_attention/warp.cuh"
 #include "../early.cuh"
-#include "cluster.cuh"
-
-#define FL_16BIT 1
-#define FL_HAS_EXP2
-using C = float;
-#include "../gemm_epilogue/activation.cuh"
-
-using Index = long long;
-#if FL_T == 1
-using T = __nv_bfloat16;
-using Two = __nv_bfloat162;
-#else
-using T = __half;
-using Two = __half2;
-#endif
-#if FL_P
-using P = T;
-#else
-using P = float;
-#endif
-
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = FL_ROWS, kRowTiles = (kRows + 7) / 8;
-
-__device__ __forceinline__ float2 floats_of(unsigned word) {
-#if FL_T == 1
-  return __bfloat1622float2(reinterpret_cast<const Two&>(word));
-#else
-  return __half22float2(reinterpret_cast<const Two&>(word));
-#endif
-}
-
-__device__ __forceinline__ unsigned rounded(float x, float y) {
-#if FL_T == 1
-  const Two two = __floats2bfloat162_rn(x, y);
-#else
-  const Two two = __floats2half2_rn(x, y);
-#endif
-  return reinterpret_cast<const unsigned&>(two);
-}
-
-__device__ __forceinline__ float once(float x) { return static_cast<float>(static_cast<T>(x)); } // rounded to T
-
-__device__ __forceinline__ float2 parameters_of(const P* two) { return {static_cast<float>(two[0]), static_cast<float>(two[1])}; }
-
-__device__ __forceinline__ unsigned word_of(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
-
-// From memory rather than from a cache of this multiprocessor: what other blocks wrote while this one waited.
-__device__ __forceinline__ T fresh(const T* from) {
-  const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short*>(from));
-  return reinterpret_cast<const T&>(bits);
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-#if FL_T == 1
-  multiply_bf16(sum, a, b);
-#else
-  multiply_half(sum, a, b);
-#endif
-}
+#include "numbers.cuh"
+__device__ __forceinline__ void block_meets() { __syncthreads(); }
 
 #include "rows.cuh"
 constexpr int kAheadBytes = FL_AHEAD, kAheadBlocks = 128; // of memory that each of so many blocks asks for ahead
@@ -90,16 +28,6 @@ using Out = Shape<FL_OUT>;
 using Up = Shape<FL_UP>;
 using Down = Shape<FL_DOWN>;
 
-constexpr int kHeads = FL_HEADS, kKeyHeads = FL_KEY_HEADS, kSize = FL_SIZE; // of the attention; kSize: features of a head
-constexpr int kGroup = FL_GROUP;                                           // query heads of a block
-constexpr int kPast = FL_PAST, kParts = FL_PARTS, kUnroll = FL_UNROLL;
-constexpr Index kKeyStride = FL_KEY_STRIDE, kHeadStride = FL_HEAD_STRIDE, kTextStride = static_cast<Index>(kPast) * kKeyHeads * kSize;
-constexpr int kLanes = kSize <= 8 ? 1 : kSize <= 16 ? 2 : kSize <= 32 ? 4 : kSize <= 64 ? 8 : kSize <= 128 ? 16 : 32;
-constexpr int kAtOnce = 32 / kLanes;
-constexpr int kKeysAt = FL_KEYS_AT, kValuesAt = FL_VALUES_AT, kQueryStride = FL_QUERY_STRIDE, kKeyRowStride = FL_KEY_ROW_STRIDE;
-constexpr bool kCausal = FL_CAUSAL, kStepOfEach = FL_STEP_OF_EACH, kMaskOfEach = FL_MASK_OF_EACH, kTurnOfEach = FL_TURN_OF_EACH;
-constexpr bool kMaskIsFinite = FL_MASK_IS_FINITE;
-constexpr float kScale = FL_SCALE; // times log2(e)
 #include "attend.cuh"
 
 #define FL_CLUSTER_1

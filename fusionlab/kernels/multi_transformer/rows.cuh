@@ -17,7 +17,7 @@ template <int kWarpsOfOne> __device__ __forceinline__ float team_sum(float value
   if (kWarpsOfOne == 1) return value;
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) place[warp] = value;
-  __syncthreads();
+  block_meets();
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarpsOfOne; ++i) sum += place[warp / kWarpsOfOne * kWarpsOfOne + i];

@@ -1,0 +1,96 @@
+// One token a text through transformer layers over caches of keys and values, all of them in one kernel: a block of each multiprocessor,
+// which goes with the others through five phases a layer.
+//
+//   qkv = norm(x) Wqkv + b
+//   attention over parts of the keys, after rotary turn and cache write
+//   a = x + (attended Wout + b)
+//   hidden = act(norm(a) Wup + b), or gated
+//   x = a + (hidden Wdown + b)
+//
+// A block makes whole columns of a product, and between phases all blocks meet. What is read of weights and caches does not hang on
+// that: it is one stream (stream.cuh), of which a ring of slices in shared memory is always on its way.
+//
+// All blocks must be resident at once: a cooperative launch sees to that. `decode_begin` sets the counter of their meetings to 0.
+//
+// Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_EPSILON1 and
+// FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_DEPTH, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of Product) and the
+// sizes of the attention, as persistent.py has them.
+#include "numbers.cuh"
+#include "grid.cuh"
+#include "rows.cuh"
+#include "keys.cuh"
+#include "stream.cuh"
+
+__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int kMostTile = most(most(Qkv::kTile, Out::kTile), most(Up::kTile, Down::kTile));
+constexpr int kSumsCount = kWarps * kRows * (kMostTile + 4); // floats
+
+struct Block { // of the attention
+  float queries[kGroup][kSize];
+  float largest[kWarps][kGroup], total[kWarps][kGroup];
+  float values[kWarps][kGroup][kSize];
+  __align__(16) T key[kSize]; // of the new token
+  __align__(16) T value[kSize];
+};
+constexpr int kRingBytes = kWarps * kDepth * kSlice;
+constexpr int kMostPitch = most(most(Qkv::kRowPitch, Out::kRowPitch), most(Up::kRowPitch, Down::kRowPitch));
+constexpr int kRowsBytes = (most(2 * kRows * kMostPitch, sizeof(Block)) + 15) / 16 * 16; // x of a phase, or what an attention shares
+
+__device__ __forceinline__ T* rows_in() { return reinterpret_cast<T*>(shared_memory + kRingBytes); }
+__device__ __forceinline__ float* sums_in(int which) {
+  return reinterpret_cast<float*>(shared_memory + kRingBytes + kRowsBytes) + which * kSumsCount;
+}
+__device__ __forceinline__ float* place_in() { return sums_in(2); } // 16 floats
+
+#include "phases.cuh"
+
+extern "C" __global__ void decode_begin(unsigned* counter) {
+  if (threadIdx.x == 0) *counter = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode_layers(const FL_CONSTANT Places places) {
+  if (threadIdx.x >= kThreads) { // the ninth warp: what it waits for is no copy
+    unsigned count = 0;
+    for (int phase = 1; phase < kLayers * kPhases; ++phase) {
+      count += kBlocks;
+      block_ends_phase();
+      if (threadIdx.x == kThreads) blocks_meet(shared_at<unsigned>(places, kCounter), count);
+      block_ends_phase();
+    }
+    return;
+  }
+  Ring ring = {shared_memory + threadIdx.x / 32 * kDepth * kSlice, 0, {}};
+  ring.stream.unit = static_cast<int>(blockIdx.x) - kBlocks;
+#pragma unroll 1
+  for (int i = 0; i < kDepth; ++i) ask(ring.stream, ring.slots + i * kSlice, places);
+#pragma unroll 1
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const T* const x = shared_at<const T>(places, layer ? kNext : kX);
+    T* const between = shared_at<T>(places, kBetween);
+    T* const hidden = shared_at<T>(places, kHidden);
+    const auto own = [&](int which) { return own_at<const T>(places, layer, which); };
+    const auto meet = [] { block_ends_phase(), block_ends_phase(); };
+    if (blockIdx.x < Qkv::kTiles) {
+      keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
+      project<Qkv, false>(ring, places, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
+    }
+    meet();
+    attend(ring, places, layer);
+    meet();
+    if (blockIdx.x < Out::kTiles) {
+      keep_attended(places, layer);
+      project<Out, false>(ring, places, own(kOutBias), nullptr, nullptr, x, between);
+    }
+    meet();
+    if (blockIdx.x < Up::kTiles) {
+      keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
+      project<Up, true>(ring, places, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
+    }
+    meet();
+    if (blockIdx.x < Down::kTiles) {
+      keep_normed<Down>(hidden, nullptr, nullptr, 0.0f);
+      project<Down, false>(ring, places, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
+    }
+    if (layer + 1 < kLayers) meet();
+  }
+}

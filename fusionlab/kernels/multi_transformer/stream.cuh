@@ -1,0 +1,210 @@
+// What the blocks of persistent.cu read of weights and caches, as one stream for each warp: slices of kSlice bytes, in the order in which
+// they are used, over products, attentions and layers alike. None of it is written by the kernel (but for the new token's place in the
+// caches, which is left out), so the stream runs on while the blocks wait for each other.
+#pragma once
+
+constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kDepth = FL_DEPTH; // kDepth: slices of a warp's ring
+constexpr int kSlice = 2048;                                              // bytes: four copies of 16 for each lane
+constexpr int kPhases = 5;
+
+enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kCounter, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kY, kSharedCount };
+enum Own { kScale1, kBias1, kQ, kK, kV, kQBias, kKBias, kVBias, kCacheK, kCacheV, kOut, kOutBias, kScale2, kBias2, kUp0, kUp1, kUp0Bias,
+           kUp1Bias, kDown, kDownBias, kOwnCount };
+
+// Addresses of all that the kernel reads and writes; null where there is nothing of the kind.
+struct Places {
+  void* at[kSharedCount + kLayers * kOwnCount];
+};
+
+template <class Value> __device__ __forceinline__ Value* shared_at(const Places& places, int which) {
+  return static_cast<Value*>(places.at[which]);
+}
+template <class Value> __device__ __forceinline__ Value* own_at(const Places& places, int layer, int which) {
+  return static_cast<Value*>(places.at[kSharedCount + layer * kOwnCount + which]);
+}
+
+// A product: up to three matrices side by side, or two alike (gated). A tile is kTile columns, a slice kStep of the inner axis by a tile.
+template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTurned_, bool kGated_, int kNorm_> struct Product {
+  static constexpr int kInner = kInner_, kTile = kTile_, kNorm = kNorm_, kStep = kSlice / 2 / kTile;
+  static constexpr bool kTurned = kTurned_; // the matrix is columns x inner
+  static constexpr bool kGated = kGated_;   // a tile is half of either matrix
+  static constexpr int kMade = kGated ? kTile / 2 : kTile, kPitch = kFirst + kSecond + kThird;
+  static constexpr int kTiles0 = (kFirst + kMade - 1) / kMade, kTiles1 = (kSecond + kMade - 1) / kMade;
+  static constexpr int kTiles = kTiles0 + kTiles1 + (kThird + kMade - 1) / kMade;
+  static constexpr int kSlices = (kInner + kStep - 1) / kStep;
+  static constexpr int kRowWords = (kTurned ? kStep : kTile) / 8; // of a slice in shared memory, 16 bytes each
+  static constexpr int kRowPitch = kSlices * kStep + 8;          // of x in shared memory
+  static_assert(kRowWords == 2 || kRowWords == 4 || kRowWords == 8);
+  struct Place {
+    int matrix, column, columns, before; // columns of the matrix, and of those before it
+  };
+  static __device__ __forceinline__ Place place(int tile) {
+    if (kSecond == 0 || tile < kTiles0) return {0, tile * kMade, kFirst, 0};
+    if (tile < kTiles0 + kTiles1) return {1, (tile - kTiles0) * kMade, kSecond, kFirst};
+    return {2, (tile - kTiles0 - kTiles1) * kMade, kThird, kFirst + kSecond};
+  }
+  // Where a word stands: so that eight rows of one word, which a warp reads at a time, are in different banks.
+  static __device__ __forceinline__ int word_at(int row, int word) {
+    return row * kRowWords + (word ^ (kRowWords == 8 ? row % 8 : kRowWords == 4 ? row / 2 % 4 : row / 4 % 2));
+  }
+};
+using Qkv = Product<FL_QKV>;
+using Out = Product<FL_OUT>;
+using Up = Product<FL_UP>;
+using Down = Product<FL_DOWN>;
+
+// What a block attends to at a time: query heads of one key head, and a part of the keys that are seen.
+struct Job {
+  int part, head, key_head, text, set;
+  int at, seen, first, last; // where the new token goes; how many positions are seen; those of this part
+};
+constexpr int kSets = kHeads / kKeyHeads / kGroup, kJobs = kRows * kKeyHeads * kSets * kParts;
+constexpr int kChunk = 2 * kAtOnce; // positions of a slice: its first half keys, its second half values
+
+__device__ __forceinline__ int seen_of(const Places& places, int text, int& at) {
+  const int step = shared_at<const int>(places, kStepAt)[kStepOfEach ? text : 0];
+  const int* const lengths = shared_at<const int>(places, kLengths);
+  at = step < 0 ? 0 : step < kPast ? step : kPast - 1;
+  int seen = kCausal ? step + 1 : kPast;
+  if (lengths && step + lengths[text] < seen) seen = step + lengths[text];
+  return seen < 0 ? 0 : seen < kPast ? seen : kPast;
+}
+
+__device__ __forceinline__ Job job_of(const Places& places, int number) {
+  Job job;
+  job.part = number % kParts;
+  const int of = number / kParts;
+  job.set = of % kSets, job.key_head = of / kSets % kKeyHeads, job.text = of / kSets / kKeyHeads;
+  job.seen = seen_of(places, job.text, job.at);
+  job.head = job.key_head * (kHeads / kKeyHeads) + job.set * kGroup;
+  const int each = (job.seen + kParts - 1) / kParts;
+  job.first = job.part * each;
+  job.last = job.first + each < job.seen ? job.first + each : job.seen;
+  return job;
+}
+
+__device__ __forceinline__ Index cache_base(const Job& job) {
+  return static_cast<Index>(job.text) * kTextStride + static_cast<Index>(job.key_head) * kHeadStride;
+}
+
+// How many slices of a job are the warp's.
+__device__ __forceinline__ int slices_of(const Job& job, int warp) {
+  const int keys = job.last - job.first - warp * kChunk;
+  return keys <= 0 ? 0 : (keys + kWarps * kChunk - 1) / (kWarps * kChunk);
+}
+
+// Where a warp's stream stands. Copy t of a slice is of `low` (t = 0, 1) or `high` (2, 3), the odd ones `apart` bytes on.
+struct Stream {
+  const unsigned char *low, *high;
+  int apart, further; // bytes; from a slice to the next
+  int index, index_apart, index_high, index_further, limit, except; // a copy is made where its index is below the limit and not `except`
+  int columns;                                                      // bit t: copy t is within the matrix's columns
+  int to, flip;                                                     // where in the slot; odd copies with these bits turned over
+  int left;                                                         // slices of this unit; -1 behind the last of all
+  int phase, unit;                                                  // of all layers' phases; a tile or a job
+};
+
+template <class S> __device__ __forceinline__ void open_product(Stream& s, const T* w0, const T* w1, const T* w2, int tile) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int kDown = 32 / S::kRowWords; // rows from a copy to the next
+  const auto place = S::place(tile);
+  const T* const matrix = place.matrix == 0 ? w0 : place.matrix == 1 ? w1 : w2;
+  const int row = lane / S::kRowWords, word = lane % S::kRowWords;
+  const T *low, *high;
+  if (S::kTurned) {
+    s.index = warp * S::kStep + word * 8;
+    s.index_apart = s.index_high = 0;
+    low = matrix + static_cast<Index>(place.column + row) * S::kInner + s.index;
+    high = S::kGated ? w1 + (low - matrix) : low + static_cast<Index>(2 * kDown) * S::kInner;
+    s.apart = kDown * S::kInner * 2;
+    s.further = kWarps * S::kStep * 2;
+    s.columns = 0;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) s.columns |= (place.column + (row + kDown * t) % S::kMade < place.columns) << t;
+  } else {
+    const bool second = S::kGated && word * 8 >= S::kMade;
+    const int column = place.column + word * 8 - (second ? S::kMade : 0);
+    s.index = warp * S::kStep + row;
+    s.index_apart = kDown, s.index_high = 2 * kDown;
+    low = (second ? w1 : matrix) + static_cast<Index>(s.index) * place.columns + column;
+    high = low + static_cast<Index>(2 * kDown) * place.columns;
+    s.apart = kDown * place.columns * 2;
+    s.further = kWarps * S::kStep * place.columns * 2;
+    s.columns = column < place.columns ? 15 : 0;
+  }
+  s.low = reinterpret_cast<const unsigned char*>(low), s.high = reinterpret_cast<const unsigned char*>(high);
+  s.index_further = kWarps * S::kStep, s.limit = S::kInner, s.except = -1;
+  s.to = S::word_at(row, word) * 16, s.flip = S::kRowWords == 8 ? 64 : 0;
+  s.left = (S::kSlices - warp + kWarps - 1) / kWarps;
+}
+
+__device__ __forceinline__ void open_keys(Stream& s, const Places& places, int layer, int number) {
+  const Job job = job_of(places, number);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
+  s.index = job.first + warp * kChunk + lane / kLanes;
+  const Index at = cache_base(job) + static_cast<Index>(s.index) * kKeyStride + feature;
+  s.low = reinterpret_cast<const unsigned char*>(own_at<const T>(places, layer, kCacheK) + at);
+  s.high = reinterpret_cast<const unsigned char*>(own_at<const T>(places, layer, kCacheV) + at);
+  s.apart = kAtOnce * static_cast<int>(kKeyStride) * 2, s.further = kWarps * kChunk * static_cast<int>(kKeyStride) * 2;
+  s.index_apart = kAtOnce, s.index_high = 0, s.index_further = kWarps * kChunk, s.limit = job.last, s.except = job.at;
+  s.columns = feature < kSize ? 15 : 0;
+  s.to = lane * 16, s.flip = 0;
+  s.left = slices_of(job, warp);
+}
+
+// Goes on to the next unit of the block of which the warp has slices.
+static __device__ __noinline__ void open(Stream& s, const Places& places) {
+  constexpr int kUnits[kPhases] = {Qkv::kTiles, kJobs, Out::kTiles, Up::kTiles, Down::kTiles};
+  do {
+    s.unit += kBlocks;
+    int phase = s.phase % kPhases;
+    while (s.unit >= (phase == 0 ? kUnits[0] : phase == 1 ? kUnits[1] : phase == 2 ? kUnits[2] : phase == 3 ? kUnits[3] : kUnits[4])) {
+      if (++s.phase == kLayers * kPhases) {
+        s.left = -1;
+        return;
+      }
+      phase = s.phase % kPhases;
+      s.unit = blockIdx.x;
+    }
+    const int layer = s.phase / kPhases;
+    const auto weight = [&](int which) { return own_at<const T>(places, layer, which); };
+    if (phase == 0) open_product<Qkv>(s, weight(kQ), weight(kK), weight(kV), s.unit);
+    if (phase == 1) open_keys(s, places, layer, s.unit);
+    if (phase == 2) open_product<Out>(s, weight(kOut), nullptr, nullptr, s.unit);
+    if (phase == 3) open_product<Up>(s, weight(kUp0), weight(kUp1), nullptr, s.unit);
+    if (phase == 4) open_product<Down>(s, weight(kDown), nullptr, nullptr, s.unit);
+  } while (s.left == 0);
+}
+
+// Asks for the next slice, if there is one, and closes the group of copies.
+__device__ __forceinline__ void ask(Stream& s, unsigned char* slot, const Places& places) {
+  if (s.left == 0) {
+    Stream to = s; // the rest of the time it is in registers
+    open(to, places);
+    s = to;
+  }
+  if (s.left > 0) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const int index = s.index + t % 2 * s.index_apart + t / 2 * s.index_high;
+      const bool inside = (s.columns >> t & 1) && index < s.limit && index != s.except;
+      copy_16(slot + ((s.to ^ (t % 2 ? s.flip : 0)) + t * 512), (t / 2 ? s.high : s.low) + t % 2 * s.apart, inside);
+    }
+    s.low += s.further, s.high += s.further, s.index += s.index_further;
+    --s.left;
+  }
+  copies_closed();
+}
+
+// A warp's ring: the slot whose slice is used next is also the one that is filled next.
+struct Ring {
+  unsigned char* slots;
+  int slot;
+  Stream stream;
+  __device__ __forceinline__ unsigned char* now() const { return slots + slot * kSlice; }
+  __device__ __forceinline__ void used(const Places& places) {
+    warp_meets(); // all lanes have read it
+    ask(stream, now(), places);
+    slot = slot + 1 == kDepth ? 0 : slot + 1;
+  }
+};
