@@ -16,6 +16,7 @@
 // FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_DEPTH, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of Product) and the
 // sizes of the attention, as persistent.py has them.
 #include "numbers.cuh"
+
 #include "grid.cuh"
 #include "rows.cuh"
 #include "keys.cuh"
@@ -40,7 +41,11 @@ __device__ __forceinline__ T* rows_in() { return reinterpret_cast<T*>(shared_mem
 __device__ __forceinline__ float* sums_in(int which) {
   return reinterpret_cast<float*>(shared_memory + kRingBytes + kRowsBytes) + which * kSumsCount;
 }
-__device__ __forceinline__ float* place_in() { return sums_in(2); } // 16 floats
+constexpr int kTakenCount = kRows * kMostTile / 2; // floats that a block takes from its partner
+__device__ __forceinline__ float* taken_in(int which) { return sums_in(2) + which * kTakenCount; }
+__device__ __forceinline__ float* place_in() { return taken_in(2); } // 16 floats
+__device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(place_in() + 16); }
+__device__ __forceinline__ Gate* taken_gate() { return gates_in() + 2 * kWarps * kDepth; }
 
 #include "phases.cuh"
 
@@ -48,21 +53,29 @@ extern "C" __global__ void decode_begin(unsigned* counter) {
   if (threadIdx.x == 0) *counter = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode_layers(const FL_CONSTANT Places places) {
-  if (threadIdx.x >= kThreads) { // the ninth warp: what it waits for is no copy
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads + 32, 1) decode_layers(const FL_CONSTANT Places places) {
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x < 2 * kWarps * kDepth + 1) gate_opens_after(gates_in() + threadIdx.x, threadIdx.x < 2 * kWarps * kDepth ? 1 : kWarps);
+  gates_are_there();
+  cluster_arrives();
+  cluster_waits();
+  if (warp == 2 * kWarps) { // the last one: what it waits for is no copy
     unsigned count = 0;
     for (int phase = 1; phase < kLayers * kPhases; ++phase) {
       count += kBlocks;
       block_ends_phase();
-      if (threadIdx.x == kThreads) blocks_meet(shared_at<unsigned>(places, kCounter), count);
+      if (threadIdx.x % 32 == 0) blocks_meet(shared_at<unsigned>(places, kCounter), count);
       block_ends_phase();
     }
     return;
   }
-  Ring ring = {shared_memory + threadIdx.x / 32 * kDepth * kSlice, 0, {}};
-  ring.stream.unit = static_cast<int>(blockIdx.x) - kBlocks;
-#pragma unroll 1
-  for (int i = 0; i < kDepth; ++i) ask(ring.stream, ring.slots + i * kSlice, places);
+  const int number = warp % kWarps;
+  Ring ring = {shared_memory + number * kDepth * kSlice, gates_in() + number * kDepth, gates_in() + (kWarps + number) * kDepth, 0, 0};
+  if (warp >= kWarps) {
+    fill(ring, places);
+    return;
+  }
+  int given = 0; // of sums to the other block of the pair
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
     const T* const x = shared_at<const T>(places, layer ? kNext : kX);
@@ -70,26 +83,26 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode_layers(con
     T* const hidden = shared_at<T>(places, kHidden);
     const auto own = [&](int which) { return own_at<const T>(places, layer, which); };
     const auto meet = [] { block_ends_phase(), block_ends_phase(); };
-    if (blockIdx.x < Qkv::kTiles) {
+    if (blockIdx.x / kPair < Qkv::kTiles) {
       keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
-      project<Qkv, false>(ring, places, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
+      project<Qkv, false>(ring, given, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
     }
     meet();
     attend(ring, places, layer);
     meet();
-    if (blockIdx.x < Out::kTiles) {
+    if (blockIdx.x / kPair < Out::kTiles) {
       keep_attended(places, layer);
-      project<Out, false>(ring, places, own(kOutBias), nullptr, nullptr, x, between);
+      project<Out, false>(ring, given, own(kOutBias), nullptr, nullptr, x, between);
     }
     meet();
-    if (blockIdx.x < Up::kTiles) {
+    if (blockIdx.x / kPair < Up::kTiles) {
       keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
-      project<Up, true>(ring, places, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
+      project<Up, true>(ring, given, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
     }
     meet();
-    if (blockIdx.x < Down::kTiles) {
+    if (blockIdx.x / kPair < Down::kTiles) {
       keep_normed<Down>(hidden, nullptr, nullptr, 0.0f);
-      project<Down, false>(ring, places, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
+      project<Down, false>(ring, given, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
     }
     if (layer + 1 < kLayers) meet();
   }

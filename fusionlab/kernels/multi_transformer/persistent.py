@@ -15,7 +15,9 @@ from .decode import CODES, NORMS, NOTHING, Attention, Param, Places, Product, Ro
 SOURCE = Source("multi_transformer/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
 BLOCKS = 132  # one of each multiprocessor: no more than the device has, or they would wait for each other for ever
 MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
-_THREADS, _WARPS = 256, 8
+_PAIR = 2  # blocks that share the inner axis of a product
+_THREADS, _WARPS = 544, 8  # eight warps that compute, eight that fill their rings, one that waits for other blocks
+_FLIGHT = 3  # slices of a ring on their way at a time: enough for the memory's rate, and no long row to wait behind
 _SHARED = 227 << 10  # bytes of a block (CUDA C++ Programming Guide, compute capability 9.0)
 _SLICE = 2048  # bytes
 _DEPTHS = (8, 24)  # slices of a warp's ring, at least and at most
@@ -26,9 +28,9 @@ _LEAST_KEYS = 64  # of a part
 def tile_of(product: Product) -> int:
     """Columns of a tile: those with which the busiest block has least to read; short pieces of rows cost more."""
     if product.gated:
-        return 32
-    costs = {16: 1.25, 32: 1.0} if product.turned else {16: 1.1, 32: 1.0, 64: 1.0}
-    return min(costs, key=lambda n: (-(-_tiles(product, n) // BLOCKS) * n * costs[n], n))
+        return 32 if product.turned else 64
+    costs = {16: 1.25, 32: 1.0} if product.turned else {16: 1.4, 32: 1.15, 64: 1.0}
+    return min(costs, key=lambda n: (-(-_tiles(product, n) // (BLOCKS // _PAIR)) * n * costs[n], n))
 
 
 def _tiles(product: Product, tile: int) -> int:
@@ -66,7 +68,7 @@ def _products(row: Row) -> dict[str, Product]:
 def _beside(row: Row) -> int:
     """Bytes of shared memory beside the ring."""
     tile = max(map(tile_of, _products(row).values()))
-    return -(-_rows_bytes(row) // 16) * 16 + 2 * 4 * _WARPS * row.qkv.rows * (tile + 4) + 64
+    return -(-_rows_bytes(row) // 16) * 16 + 8 * row.qkv.rows * (_WARPS * (tile + 4) + tile // 2) + 128 + 16 * _WARPS * _DEPTHS[1]
 
 
 def depth_of(row: Row) -> int:
@@ -96,6 +98,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> Kerne
         "BLOCKS": BLOCKS,
         "LAYERS": most,
         "DEPTH": depth_of(row),
+        "FLIGHT": _FLIGHT,
     }
     options |= {f"EPSILON{i}": number(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
     norms = {"QKV": row.norms[0], "UP": row.norms[1]}
@@ -109,7 +112,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> Kerne
     for chunk in chunks:
         launches.append(Launch("decode_begin", (1, 1, 1), (32, 1, 1), 0, (counter,)))
         params = _params(row, chunk, counter)
-        launches.append(Launch("decode_layers", (BLOCKS, 1, 1), (_THREADS + 32, 1, 1), shared, params, cooperative=True))
+        launches.append(Launch("decode_layers", (BLOCKS, 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True))
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 

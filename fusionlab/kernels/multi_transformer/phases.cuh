@@ -75,20 +75,21 @@ template <class S> __device__ __forceinline__ float over_warps(const float* sums
   return total;
 }
 
-// out = act(x matrix + bias) [+ residual] with x in shared memory, each step rounded to T as if it were done alone.
+// out = act(x matrix + bias) [+ residual] with x in shared memory, each step rounded to T as if it were done alone. Each block of a pair
+// goes over its slices of the inner axis and finishes half of the tile's columns, with what the other one gives it.
 template <class S, bool kActive>
-__device__ __forceinline__ void project(Ring& ring, const Places& places, const T* bias0, const T* bias1, const T* bias2, const T* residual, T* out) {
-  const int warp = threadIdx.x / 32;
-  constexpr int kResults = kRows * S::kMade, kEach = (kResults + kThreads - 1) / kThreads;
-  int turn = 0;
+__device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, const T* bias1, const T* bias2, const T* residual, T* out) {
+  const int number = blockIdx.x % kPair * kWarps + threadIdx.x / 32;
+  constexpr int kHalf = S::kMade / 2, kResults = kRows * kHalf, kEach = (kResults + kThreads - 1) / kThreads;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < S::kTiles; tile += kBlocks, ++turn) {
+  for (int tile = blockIdx.x / kPair; tile < S::kTiles; tile += kPairs, ++given) {
     const auto place = S::place(tile);
     const T* const bias = place.matrix == 0 ? bias0 : place.matrix == 1 ? bias1 : bias2;
-    const int first = (threadIdx.x + 32 * turn) % kThreads; // the warps take turns at what is to do at the end
+    const int first = (threadIdx.x + 32 * given) % kThreads; // the warps take turns at what is to do at the end
     T added[kEach], second[kEach], before[kEach];
-    const auto row_of = [&](int t) { return (first + t * kThreads) / S::kMade; };
-    const auto column_of = [&](int t) { return place.column + (first + t * kThreads) % S::kMade; };
+    const auto row_of = [&](int t) { return (first + t * kThreads) / kHalf; };
+    const auto in_tile = [&](int t, int rank) { return rank * kHalf + (first + t * kThreads) % kHalf; };
+    const auto column_of = [&](int t) { return place.column + in_tile(t, blockIdx.x % kPair); };
     const auto is_mine = [&](int t) { return first + t * kThreads < kResults && column_of(t) < place.columns; };
 #pragma unroll
     for (int t = 0; t < kEach; ++t) {
@@ -99,28 +100,42 @@ __device__ __forceinline__ void project(Ring& ring, const Places& places, const 
     }
     Sums<S> sums = {};
 #pragma unroll 1
-    for (int i = warp; i < S::kSlices; i += kWarps) {
-      copies_left<kDepth - 1>();
-      warp_meets(); // what the other lanes asked for is there too
+    for (int i = number; i < S::kSlices; i += S::kShare) {
+      ring.filled();
       multiply_slice<S>(sums, ring.now(), rows_in() + i * S::kStep);
-      ring.used(places);
+      ring.used();
     }
-    float* const all = sums_in(turn % 2); // the other one may still be read
+    float* const all = sums_in(given % 2); // the other one may still be read
+    float* const taken = taken_in(given % 2);
     keep_sums<S>(all, sums);
     block_meets();
 #pragma unroll
     for (int t = 0; t < kEach; ++t) {
+      if (first + t * kThreads >= kResults) continue;
+      const int its = in_tile(t, 1 - blockIdx.x % kPair);
+      give_partner(taken + first + t * kThreads, over_warps<S>(all, row_of(t), its));
+      if (S::kGated) give_partner(taken + kResults + first + t * kThreads, over_warps<S>(all, row_of(t), S::kMade + its));
+    }
+    warp_meets();
+    if (threadIdx.x % 32 == 0) gate_of_partner_arrives(taken_gate());
+    const auto sum_of = [&](int t, int which) {
+      const float own = over_warps<S>(all, row_of(t), which * S::kMade + in_tile(t, blockIdx.x % kPair));
+      const float other = taken[which * kResults + first + t * kThreads];
+      return blockIdx.x % kPair == 0 ? own + other : other + own;
+    };
+    gate_waits(taken_gate(), given % 2);
+#pragma unroll
+    for (int t = 0; t < kEach; ++t) {
       if (!is_mine(t)) continue;
-      const int row = row_of(t), in_tile = (first + t * kThreads) % S::kMade;
-      float value = over_warps<S>(all, row, in_tile) + static_cast<float>(added[t]);
+      float value = sum_of(t, 0) + static_cast<float>(added[t]);
       if (kActive) value = activation(value);
       if (S::kGated) {
         const bool alone = !bias && !bias1; // then the op is one step, rounded once
-        const float other = over_warps<S>(all, row, S::kMade + in_tile) + static_cast<float>(second[t]);
+        const float other = sum_of(t, 1) + static_cast<float>(second[t]);
         value = alone ? value * other : once(value) * once(other);
       }
       if (residual) value = static_cast<float>(before[t]) + once(value);
-      out[static_cast<Index>(row) * S::kPitch + place.before + column_of(t)] = static_cast<T>(value);
+      out[static_cast<Index>(row_of(t)) * S::kPitch + place.before + column_of(t)] = static_cast<T>(value);
     }
   }
 }
@@ -187,12 +202,12 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
         const int at = position + u * kAtOnce;
         seen[u] = at < job.last && at != job.at && (!mask || mask[at]);
       }
-      copies_left<kDepth - 1>();
+      ring.filled();
       const uint4* const words = reinterpret_cast<const uint4*>(ring.now()) + lane; // those that this lane asked for
       const uint4 keys[2] = {words[0], words[32]}, values[2] = {words[64], words[96]};
 #pragma unroll
       for (int h = 0; h < kGroup; ++h) take<2>(running[h], query[h], keys, values, seen);
-      ring.used(places);
+      ring.used();
     }
 #pragma unroll
     for (int h = 0; h < kGroup; ++h) {

@@ -3,9 +3,11 @@
 // caches, which is left out), so the stream runs on while the blocks wait for each other.
 #pragma once
 
-constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kDepth = FL_DEPTH; // kDepth: slices of a warp's ring
+constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kDepth = FL_DEPTH, kFlight = FL_FLIGHT;
+// kDepth: slices of a warp's ring; kFlight: of them, on their way at a time
 constexpr int kSlice = 2048;                                              // bytes: four copies of 16 for each lane
 constexpr int kPhases = 5;
+constexpr int kPair = 2, kPairs = kBlocks / kPair; // blocks that share the inner axis of a product: a cluster
 
 enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kCounter, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kY, kSharedCount };
 enum Own { kScale1, kBias1, kQ, kK, kV, kQBias, kKBias, kVBias, kCacheK, kCacheV, kOut, kOutBias, kScale2, kBias2, kUp0, kUp1, kUp0Bias,
@@ -33,6 +35,7 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
   static constexpr int kTiles = kTiles0 + kTiles1 + (kThird + kMade - 1) / kMade;
   static constexpr int kSlices = (kInner + kStep - 1) / kStep;
   static constexpr int kRowWords = (kTurned ? kStep : kTile) / 8; // of a slice in shared memory, 16 bytes each
+  static constexpr int kShare = kPair * kWarps; // warps of a pair of blocks, between which slices are dealt out
   static constexpr int kRowPitch = kSlices * kStep + 8;          // of x in shared memory
   static_assert(kRowWords == 2 || kRowWords == 4 || kRowWords == 8);
   struct Place {
@@ -105,42 +108,43 @@ struct Stream {
 };
 
 template <class S> __device__ __forceinline__ void open_product(Stream& s, const T* w0, const T* w1, const T* w2, int tile) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % kWarps, lane = threadIdx.x % 32;
+  const int number = blockIdx.x % kPair * kWarps + warp; // of the pair's warps
   constexpr int kDown = 32 / S::kRowWords; // rows from a copy to the next
   const auto place = S::place(tile);
   const T* const matrix = place.matrix == 0 ? w0 : place.matrix == 1 ? w1 : w2;
   const int row = lane / S::kRowWords, word = lane % S::kRowWords;
   const T *low, *high;
   if (S::kTurned) {
-    s.index = warp * S::kStep + word * 8;
+    s.index = number * S::kStep + word * 8;
     s.index_apart = s.index_high = 0;
     low = matrix + static_cast<Index>(place.column + row) * S::kInner + s.index;
     high = S::kGated ? w1 + (low - matrix) : low + static_cast<Index>(2 * kDown) * S::kInner;
     s.apart = kDown * S::kInner * 2;
-    s.further = kWarps * S::kStep * 2;
+    s.further = S::kShare * S::kStep * 2;
     s.columns = 0;
 #pragma unroll
     for (int t = 0; t < 4; ++t) s.columns |= (place.column + (row + kDown * t) % S::kMade < place.columns) << t;
   } else {
     const bool second = S::kGated && word * 8 >= S::kMade;
     const int column = place.column + word * 8 - (second ? S::kMade : 0);
-    s.index = warp * S::kStep + row;
+    s.index = number * S::kStep + row;
     s.index_apart = kDown, s.index_high = 2 * kDown;
     low = (second ? w1 : matrix) + static_cast<Index>(s.index) * place.columns + column;
     high = low + static_cast<Index>(2 * kDown) * place.columns;
     s.apart = kDown * place.columns * 2;
-    s.further = kWarps * S::kStep * place.columns * 2;
+    s.further = S::kShare * S::kStep * place.columns * 2;
     s.columns = column < place.columns ? 15 : 0;
   }
   s.low = reinterpret_cast<const unsigned char*>(low), s.high = reinterpret_cast<const unsigned char*>(high);
-  s.index_further = kWarps * S::kStep, s.limit = S::kInner, s.except = -1;
+  s.index_further = S::kShare * S::kStep, s.limit = S::kInner, s.except = -1;
   s.to = S::word_at(row, word) * 16, s.flip = S::kRowWords == 8 ? 64 : 0;
-  s.left = (S::kSlices - warp + kWarps - 1) / kWarps;
+  s.left = number < S::kSlices ? (S::kSlices - number + S::kShare - 1) / S::kShare : 0;
 }
 
 __device__ __forceinline__ void open_keys(Stream& s, const Places& places, int layer, int number) {
   const Job job = job_of(places, number);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
+  const int warp = threadIdx.x / 32 % kWarps, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
   s.index = job.first + warp * kChunk + lane / kLanes;
   const Index at = cache_base(job) + static_cast<Index>(s.index) * kKeyStride + feature;
   s.low = reinterpret_cast<const unsigned char*>(own_at<const T>(places, layer, kCacheK) + at);
@@ -156,15 +160,15 @@ __device__ __forceinline__ void open_keys(Stream& s, const Places& places, int l
 static __device__ __noinline__ void open(Stream& s, const Places& places) {
   constexpr int kUnits[kPhases] = {Qkv::kTiles, kJobs, Out::kTiles, Up::kTiles, Down::kTiles};
   do {
-    s.unit += kBlocks;
     int phase = s.phase % kPhases;
+    s.unit += phase == 1 ? kBlocks : kPairs;
     while (s.unit >= (phase == 0 ? kUnits[0] : phase == 1 ? kUnits[1] : phase == 2 ? kUnits[2] : phase == 3 ? kUnits[3] : kUnits[4])) {
       if (++s.phase == kLayers * kPhases) {
         s.left = -1;
         return;
       }
       phase = s.phase % kPhases;
-      s.unit = blockIdx.x;
+      s.unit = phase == 1 ? blockIdx.x : blockIdx.x / kPair;
     }
     const int layer = s.phase / kPhases;
     const auto weight = [&](int which) { return own_at<const T>(places, layer, which); };
@@ -176,35 +180,64 @@ static __device__ __noinline__ void open(Stream& s, const Places& places) {
   } while (s.left == 0);
 }
 
-// Asks for the next slice, if there is one, and closes the group of copies.
-__device__ __forceinline__ void ask(Stream& s, unsigned char* slot, const Places& places) {
-  if (s.left == 0) {
-    Stream to = s; // the rest of the time it is in registers
-    open(to, places);
-    s = to;
+// A warp's ring, as the warp that fills it and the one that uses it have it.
+struct Ring {
+  unsigned char* slots;
+  Gate *full, *empty; // of each slot
+  int slot;
+  unsigned parity;
+  __device__ __forceinline__ unsigned char* now() const { return slots + slot * kSlice; }
+  __device__ __forceinline__ void next() {
+    if (++slot == kDepth) slot = 0, parity ^= 1;
   }
-  if (s.left > 0) {
+  __device__ __forceinline__ void filled() { gate_waits(full + slot, parity); }
+  __device__ __forceinline__ void used() {
+    warp_meets(); // all lanes have read it
+    if (threadIdx.x % 32 == 0) gate_arrives(empty + slot);
+    next();
+  }
+};
+
+__device__ __forceinline__ void ask(Stream& s, unsigned char* slot) {
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const int index = s.index + t % 2 * s.index_apart + t / 2 * s.index_high;
-      const bool inside = (s.columns >> t & 1) && index < s.limit && index != s.except;
-      copy_16(slot + ((s.to ^ (t % 2 ? s.flip : 0)) + t * 512), (t / 2 ? s.high : s.low) + t % 2 * s.apart, inside);
-    }
-    s.low += s.further, s.high += s.further, s.index += s.index_further;
-    --s.left;
+  for (int t = 0; t < 4; ++t) {
+    const int index = s.index + t % 2 * s.index_apart + t / 2 * s.index_high;
+    const bool inside = (s.columns >> t & 1) && index < s.limit && index != s.except;
+    copy_16(slot + ((s.to ^ (t % 2 ? s.flip : 0)) + t * 512), (t / 2 ? s.high : s.low) + t % 2 * s.apart, inside);
   }
+  s.low += s.further, s.high += s.further, s.index += s.index_further;
+  --s.left;
   copies_closed();
 }
 
-// A warp's ring: the slot whose slice is used next is also the one that is filled next.
-struct Ring {
-  unsigned char* slots;
-  int slot;
-  Stream stream;
-  __device__ __forceinline__ unsigned char* now() const { return slots + slot * kSlice; }
-  __device__ __forceinline__ void used(const Places& places) {
-    warp_meets(); // all lanes have read it
-    ask(stream, now(), places);
-    slot = slot + 1 == kDepth ? 0 : slot + 1;
+// The whole work of a warp that fills a ring: no more than kFlight slices are on their way, so that what others ask for meanwhile does not
+// wait behind a long row of them.
+__device__ __forceinline__ void fill(Ring ring, const Places& places) {
+  Stream s = {};
+  s.unit = static_cast<int>(blockIdx.x) / kPair - kPairs;
+  int done = 0, asked = 0; // `done`: the slot that is announced next
+  const auto announce = [&] {
+    warp_meets();
+    if (threadIdx.x % 32 == 0) gate_arrives(ring.full + done);
+    done = done + 1 == kDepth ? 0 : done + 1;
+  };
+  while (true) {
+    if (s.left == 0) {
+      Stream to = s; // the rest of the time it is in registers
+      open(to, places);
+      s = to;
+    }
+    if (s.left < 0) break;
+    gate_waits(ring.empty + ring.slot, ring.parity ^ 1); // it is so before the first round
+    ask(s, ring.now());
+    ring.next();
+    if (asked == kFlight - 1) {
+      copies_left<kFlight - 1>();
+      announce();
+    } else {
+      ++asked;
+    }
   }
-};
+  copies_left<0>();
+  for (; asked > 0; --asked) announce();
+}
