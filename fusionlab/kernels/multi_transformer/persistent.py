@@ -29,7 +29,7 @@ def tile_of(product: Product) -> int:
     """Columns of a tile: those with which the busiest block has least to read; short pieces of rows cost more."""
     if product.gated:
         return 32 if product.turned else 64
-    costs = {16: 1.25, 32: 1.0} if product.turned else {16: 1.4, 32: 1.15, 64: 1.0}
+    costs = {16: 1.25, 32: 1.0} if product.turned else {16: 2.2, 32: 1.15, 64: 1.0}
     return min(costs, key=lambda n: (-(-_tiles(product, n) // (BLOCKS // _PAIR)) * n * costs[n], n))
 
 

@@ -105,6 +105,7 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, 
       multiply_slice<S>(sums, ring.now(), rows_in() + i * S::kStep);
       ring.used();
     }
+    FL_STAMP(2)
     float* const all = sums_in(given % 2); // the other one may still be read
     float* const taken = taken_in(given % 2);
     keep_sums<S>(all, sums);
@@ -175,6 +176,7 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
       }
     }
     block_meets();
+    FL_STAMP(1)
     float query[kGroup][8];
     Running running[kGroup];
 #pragma unroll
@@ -209,6 +211,7 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
       for (int h = 0; h < kGroup; ++h) take<2>(running[h], query[h], keys, values, seen);
       ring.used();
     }
+    FL_STAMP(2)
 #pragma unroll
     for (int h = 0; h < kGroup; ++h) {
       const float total = between_keys(running[h].total, false);

@@ -38,6 +38,7 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
   static constexpr int kShare = kPair * kWarps; // warps of a pair of blocks, between which slices are dealt out
   static constexpr int kRowPitch = kSlices * kStep + 8;          // of x in shared memory
   static_assert(kRowWords == 2 || kRowWords == 4 || kRowWords == 8);
+  static __device__ __forceinline__ int columns_of(int matrix) { return matrix == 0 ? kFirst : matrix == 1 ? kSecond : kThird; }
   struct Place {
     int matrix, column, columns, before; // columns of the matrix, and of those before it
   };
@@ -156,6 +157,23 @@ __device__ __forceinline__ void open_keys(Stream& s, const Places& places, int l
   s.left = slices_of(job, warp);
 }
 
+// Norms' parameters and biases of a phase to the L2 cache, long before they are read: by one block, as the rest is asked for there too.
+template <class Value> __device__ __forceinline__ void prefetch(const Value* from, int count) {
+  if (from && count * sizeof(Value) % 16 == 0 && reinterpret_cast<unsigned long long>(from) % 16 == 0)
+    prefetch_to_l2(from, count * static_cast<int>(sizeof(Value)));
+}
+__device__ __forceinline__ void prefetch_small(const Places& places, int layer, int phase) {
+  const auto bias = [&](int which, int count) { prefetch(own_at<const T>(places, layer, which), count); };
+  const auto norm = [&](int which, int count) { prefetch(own_at<const P>(places, layer, which), count); };
+  if (phase == 0) {
+    norm(kScale1, Qkv::kInner), norm(kBias1, Qkv::kInner);
+    bias(kQBias, Qkv::columns_of(0)), bias(kKBias, Qkv::columns_of(1)), bias(kVBias, Qkv::columns_of(2));
+  }
+  if (phase == 2) bias(kOutBias, Out::kPitch);
+  if (phase == 3) norm(kScale2, Up::kInner), norm(kBias2, Up::kInner), bias(kUp0Bias, Up::kPitch), bias(kUp1Bias, Up::kPitch);
+  if (phase == 4) bias(kDownBias, Down::kPitch);
+}
+
 // Goes on to the next unit of the block of which the warp has slices.
 static __device__ __noinline__ void open(Stream& s, const Places& places) {
   constexpr int kUnits[kPhases] = {Qkv::kTiles, kJobs, Out::kTiles, Up::kTiles, Down::kTiles};
@@ -171,6 +189,7 @@ static __device__ __noinline__ void open(Stream& s, const Places& places) {
       s.unit = phase == 1 ? blockIdx.x : blockIdx.x / kPair;
     }
     const int layer = s.phase / kPhases;
+    if (blockIdx.x == 0 && threadIdx.x == kThreads && s.unit == 0) prefetch_small(places, layer, phase);
     const auto weight = [&](int which) { return own_at<const T>(places, layer, which); };
     if (phase == 0) open_product<Qkv>(s, weight(kQ), weight(kK), weight(kV), s.unit);
     if (phase == 1) open_keys(s, places, layer, s.unit);
