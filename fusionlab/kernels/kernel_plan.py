@@ -138,9 +138,7 @@ def digest(source: str) -> str:
     return found.hexdigest()[:16]
 
 
-def _launcher(
-    driver: Any, one: KernelStep
-) -> Callable[[int, Sequence[int], Sequence[int]], None]:
+def _launcher(driver: Any, one: KernelStep) -> Callable[[int, Sequence[int], Sequence[int]], None]:
     """A parameter takes eight bytes here, of which a kernel reads as many as it has (x86-64 and Arm are little-endian)."""
     count = len(one.params)
     values, pointers = ctypes.c_uint64 * count, ctypes.c_void_p * count

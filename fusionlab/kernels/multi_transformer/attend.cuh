@@ -54,7 +54,7 @@ __device__ __forceinline__ float mean_value(const Cached& cached, int f, int fre
   return sum / kPast;
 }
 
-__device__ __forceinline__ void attend(const T* qkv, const float* cosines, const float* sines, Cached cached, T* out, const Ahead& ahead) {
+__device__ __forceinline__ void attend(const T* qkv, const float* cosines, const float* sines, Cached cached, T* out) {
   fl_next();
   Block& shared = *reinterpret_cast<Block*>(shared_memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -128,7 +128,6 @@ __device__ __forceinline__ void attend(const T* qkv, const float* cosines, const
     now = then;
     start = next;
   }
-  fetch_ahead<Out>(ahead, static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) > kAheadBlocks ? gridDim.x - kAheadBlocks : 0));
 
 #pragma unroll
   for (int h = 0; h < kGroup; ++h) {

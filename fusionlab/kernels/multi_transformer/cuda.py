@@ -35,8 +35,7 @@ from .decode import (
     fuses_norm,
 )
 from .layer import Form
-from .persistent import partials, persistent_plan
-from .persistent import takes as persists
+from .persistent import partials, pays, persistent_plan, takes
 
 Array = Any
 
@@ -119,6 +118,11 @@ def _feed_forward_width(shapes: Mapping[str, Any], form: Form, layer: int) -> in
     return shapes[f"down.{layer}"].shape[1 if "down" in form.turned else 0]
 
 
+def is_persistent(row: Row) -> bool:
+    """Whether one kernel runs all layers, on the device of this process."""
+    return takes(row) and pays(row, Device.current())
+
+
 def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
     """[y, k_0, v_0, ...]: one launch plan."""
     given = {name: everything.pop(name) for name in present}
@@ -160,7 +164,7 @@ class _Call:
         widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
         widths |= {"x": width} if form.layers > 1 else {}
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
-        if whole := self.persists(row):
+        if whole := is_persistent(row):
             del shapes["normed"]
             shapes["attended"] = jax.ShapeDtypeStruct((partials(row.attention),), jnp.float32)
             shapes["counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -172,9 +176,6 @@ class _Call:
         aliases = {self.numbers[name]: results[name][1] for name in caches}
         made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
         return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
-
-    def persists(self, row: Row) -> bool:
-        return persists(row)
 
     def places(self, results: Mapping[str, Param]) -> list[Places]:
         """Of each layer; the first reads the operand x, the last writes y."""

@@ -14,14 +14,13 @@
 //
 // Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_NORM1 and FL_NORM2
 // (rows.cuh; 0 where there is none), FL_EPSILON1 and FL_EPSILON2, FL_STRIPS (1: norms of their own
-// give strips), FL_AHEAD, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
+// give strips), the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
 // Shape) and the sizes of the attention, as decode.py has them. FL_..._CLUSTER: how many blocks work together.
 #include "../early.cuh"
 #include "numbers.cuh"
 __device__ __forceinline__ void block_meets() { __syncthreads(); }
 
 #include "rows.cuh"
-constexpr int kAheadBytes = FL_AHEAD, kAheadBlocks = 128; // of memory that each of so many blocks asks for ahead
 #include "project.cuh"
 using Qkv = Shape<FL_QKV>;
 using Out = Shape<FL_OUT>;
@@ -37,18 +36,17 @@ using Down = Shape<FL_DOWN>;
 #define FL_CLUSTER_OF(number) FL_CLUSTER_##number
 #define FL_CLUSTER(number) FL_CLUSTER_OF(number)
 
-#define FL_PROJECT(entry, cluster, Shape, Next, active, strips, epsilon)                                                        \
+#define FL_PROJECT(entry, cluster, Shape, active, strips, epsilon)                                                              \
   extern "C" __global__ void FL_CLUSTER(cluster) __launch_bounds__(kThreads, 2)                                                 \
       entry(const T* x, const P* scale, const P* bias, const T* w0, const T* w1, const T* w2, const T* b0, const T* b1,         \
-            const T* b2, const T* residual, T* out, const T* next0, const T* next1, const T* next2) {                           \
-    project<Shape, Next, active, strips>({x, scale, bias, w0, w1, w2, b0, b1, b2, residual, out}, {next0, next1, next2},        \
-                                         epsilon);                                                                              \
+            const T* b2, const T* residual, T* out) {                                                                          \
+    project<Shape, active, strips>({x, scale, bias, w0, w1, w2, b0, b1, b2, residual, out}, epsilon);                           \
   }
 
-FL_PROJECT(decode_qkv, FL_QKV_CLUSTER, Qkv, Out, false, false, FL_EPSILON1)
-FL_PROJECT(decode_out, FL_OUT_CLUSTER, Out, Up, false, false, 0.0f)
-FL_PROJECT(decode_up, FL_UP_CLUSTER, Up, Down, true, true, FL_EPSILON2)
-FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, Qkv, false, false, 0.0f)
+FL_PROJECT(decode_qkv, FL_QKV_CLUSTER, Qkv, false, false, FL_EPSILON1)
+FL_PROJECT(decode_out, FL_OUT_CLUSTER, Out, false, false, 0.0f)
+FL_PROJECT(decode_up, FL_UP_CLUSTER, Up, true, true, FL_EPSILON2)
+FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, false, false, 0.0f)
 
 #define FL_NORM(entry, norm, epsilon)                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads) entry(const T* x, const P* scale, const P* bias, T* out) {             \
@@ -71,6 +69,6 @@ FL_NORM(decode_norm2, FL_NORM2, FL_EPSILON2)
 
 extern "C" __global__ void FL_CLUSTER(FL_PARTS) __launch_bounds__(kThreads, kGroup <= 2 ? 2 : 1)
     decode_attend(const T* qkv, const float* cosines, const float* sines, const int* step, const int* lengths, const unsigned char* mask,
-                  T* keys, T* values, T* out, const T* next) {
-  attend(qkv, cosines, sines, {step, lengths, mask, keys, values, 0}, out, {next, nullptr, nullptr});
+                  T* keys, T* values, T* out) {
+  attend(qkv, cosines, sines, {step, lengths, mask, keys, values, 0}, out);
 }

@@ -10,9 +10,6 @@
 // The warps that compute.
 __device__ __forceinline__ void block_meets() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-// All warps of the block.
-__device__ __forceinline__ void block_ends_phase() { asm volatile("bar.sync 0, %0;" ::"n"(kThreads + 32) : "memory"); }
-
 // Waits until `count` blocks have been here, and sees what their threads wrote before they ended their phase.
 __device__ __forceinline__ void blocks_meet(unsigned* counter, unsigned count) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");

@@ -24,7 +24,7 @@
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 constexpr int kMostTile = most(most(Qkv::kTile, Out::kTile), most(Up::kTile, Down::kTile));
-constexpr int kSumsCount = kWarps * kRows * (kMostTile + 4); // floats
+constexpr int kSumsCount = most(kWarps * kRows * (kMostTile + 4), (kRows * kHeads * kParts + 4) / 2 / 2 * 2); // floats
 
 struct Block { // of the attention
   float queries[kGroup][kSize];
@@ -47,46 +47,25 @@ __device__ __forceinline__ float* place_in() { return taken_in(2); } // 16 float
 __device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(place_in() + 16); }
 __device__ __forceinline__ Gate* taken_gate() { return gates_in() + 2 * kWarps * kDepth; }
 
-#ifdef FL_TRACED
-extern "C" __device__ int printf(const char*, ...);
-__device__ __forceinline__ unsigned now_ns() { unsigned t; asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t)); return t; }
-__device__ __forceinline__ unsigned now_clock() { unsigned t; asm volatile("mov.u32 %0, %%clock;" : "=r"(t)); return t; }
-__shared__ unsigned stamps[64];
-__device__ int phase_now;
-#define FL_STAMP(i) if (threadIdx.x == 0) stamps[stamps[63] * 5 + i] = now_clock();
-#define FL_PHASE(n) if (threadIdx.x == 0) stamps[63] = n;
-#else
-#define FL_STAMP(i)
-#define FL_PHASE(n)
-#endif
 #include "phases.cuh"
 
 extern "C" __global__ void decode_begin(unsigned* counter) {
   if (threadIdx.x == 0) *counter = 0;
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads + 32, 1) decode_layers(const FL_CONSTANT Places places) {
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads, 1) decode_layers(const FL_CONSTANT Places places) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x < 2 * kWarps * kDepth + 1) gate_opens_after(gates_in() + threadIdx.x, threadIdx.x < 2 * kWarps * kDepth ? 1 : kWarps);
   gates_are_there();
   cluster_arrives();
   cluster_waits();
-  if (warp == 2 * kWarps) { // the last one: what it waits for is no copy
-    unsigned count = 0;
-    for (int phase = 1; phase < kLayers * kPhases; ++phase) {
-      count += kBlocks;
-      block_ends_phase();
-      if (threadIdx.x % 32 == 0) blocks_meet(shared_at<unsigned>(places, kCounter), count);
-      block_ends_phase();
-    }
-    return;
-  }
   const int number = warp % kWarps;
   Ring ring = {shared_memory + number * kDepth * kSlice, gates_in() + number * kDepth, gates_in() + (kWarps + number) * kDepth, 0, 0};
   if (warp >= kWarps) {
     fill(ring, places);
     return;
   }
+  unsigned met = 0; // how often blocks were to arrive
   int given = 0; // of sums to the other block of the pair
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
@@ -94,39 +73,33 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
     T* const between = shared_at<T>(places, kBetween);
     T* const hidden = shared_at<T>(places, kHidden);
     const auto own = [&](int which) { return own_at<const T>(places, layer, which); };
-    const auto meet = [] { FL_STAMP(3) block_ends_phase(), block_ends_phase(); FL_STAMP(4) };
-    FL_PHASE(0) FL_STAMP(0)
+    const auto meet = [&] {
+      block_meets();
+      met += kBlocks;
+      if (threadIdx.x == 0) blocks_meet(shared_at<unsigned>(places, kCounter), met);
+      block_meets();
+    };
     if (blockIdx.x / kPair < Qkv::kTiles) {
-      keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1); FL_STAMP(1)
+      keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
       project<Qkv, false>(ring, given, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
     }
     meet();
-    FL_PHASE(1) FL_STAMP(0)
     attend(ring, places, layer);
     meet();
-    FL_PHASE(2) FL_STAMP(0)
     if (blockIdx.x / kPair < Out::kTiles) {
-      keep_attended(places, layer); FL_STAMP(1)
+      keep_attended(places, layer);
       project<Out, false>(ring, given, own(kOutBias), nullptr, nullptr, x, between);
     }
     meet();
-    FL_PHASE(3) FL_STAMP(0)
     if (blockIdx.x / kPair < Up::kTiles) {
-      keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2); FL_STAMP(1)
+      keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
       project<Up, true>(ring, given, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
     }
     meet();
-    FL_PHASE(4) FL_STAMP(0)
     if (blockIdx.x / kPair < Down::kTiles) {
-      keep_normed<Down>(hidden, nullptr, nullptr, 0.0f); FL_STAMP(1)
+      keep_normed<Down>(hidden, nullptr, nullptr, 0.0f);
       project<Down, false>(ring, given, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
     }
     if (layer + 1 < kLayers) meet();
-#ifdef FL_TRACED
-    if (layer == 4 && threadIdx.x == 0 && (blockIdx.x == 10 || blockIdx.x == 61))
-      for (int f = 0; f < 5; ++f)
-        printf("block %d phase %d: x %d main %d end %d meet %d clocks\n", blockIdx.x, f, stamps[5 * f + 1] - stamps[5 * f], stamps[5 * f + 2] - stamps[5 * f + 1],
-               stamps[5 * f + 3] - stamps[5 * f + 2], stamps[5 * f + 4] - stamps[5 * f + 3]);
-#endif
   }
 }

@@ -1,29 +1,39 @@
 // The phases of persistent.cu. `ring` is the warp's part of the stream of weights and caches, in the order in which it is used here.
 #pragma once
 
-// x of a phase to shared memory, after its norm if it has one; what is beyond the inner axis is 0.
-template <class S> __device__ __forceinline__ void keep_normed(const T* x, const P* scale, const P* bias, float epsilon) {
-  T* const to = rows_in();
-  const auto keep = [&](int row, int number, uint4 word) { *reinterpret_cast<uint4*>(to + row * S::kRowPitch + number * 8) = word; };
-  if (S::kNorm != kNoNorm) {
-    norm_rows<S::kNorm, kRows, S::kInner>(x, scale, bias, epsilon, place_in(), keep);
-  } else {
-    constexpr int kWords = kRows * S::kInner / 8, kEach = (kWords + kThreads - 1) / kThreads;
-    uint4 held[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int at = threadIdx.x + i * kThreads;
-      if (at < kWords) held[i] = __ldcg(reinterpret_cast<const uint4*>(x) + at);
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int at = threadIdx.x + i * kThreads;
-      if (at < kWords) keep(at / (S::kInner / 8), at % (S::kInner / 8), held[i]);
-    }
-  }
-  for (int i = threadIdx.x; i < kRows * (S::kSlices * S::kStep - S::kInner) / 8; i += kThreads)
-    keep(i % kRows, S::kInner / 8 + i / kRows, {0, 0, 0, 0});
+// What of x is beyond the inner axis is 0.
+template <class S> __device__ __forceinline__ void keep_nothing() {
+  constexpr int kBeyond = S::kRowPitch - 8 - S::kInner;
+  if (kBeyond)
+    for (int i = threadIdx.x; i < kRows * kBeyond; i += kThreads) rows_in()[i % kRows * S::kRowPitch + S::kInner + i / kRows] = static_cast<T>(0.0f);
   block_meets();
+}
+
+// x of a phase to shared memory, as it is: of the inner axis what the block's slices are of: every other kWarps x `step` entries.
+template <class S> __device__ __forceinline__ void keep_rows(const T* x) {
+  T* const to = rows_in();
+  constexpr int kStep = S::kStep, kWords = kWarps * kStep / 8, kRounds = (S::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep);
+  constexpr int kCount = kRows * kRounds * kWords;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kCount; i += kThreads) {
+    const int row = i / (kRounds * kWords), entry = (i / kWords % kRounds * kPair + blockIdx.x % kPair) * kWarps * kStep + i % kWords * 8;
+    if (entry < S::kInner) copy_16(to + row * S::kRowPitch + entry, x + row * S::kInner + entry, true);
+  }
+  copies_done();
+  keep_nothing<S>();
+}
+
+// The same after its norm, if it has one; all of it.
+template <class S> __device__ __forceinline__ void keep_normed(const T* x, const P* scale, const P* bias, float epsilon) {
+  if (S::kNorm == kNoNorm) {
+    keep_rows<S>(x);
+    return;
+  }
+  T* const to = rows_in();
+  norm_rows<S::kNorm, kRows, S::kInner>(x, scale, bias, epsilon, place_in(), [&](int row, int number, uint4 word) {
+    *reinterpret_cast<uint4*>(to + row * S::kRowPitch + number * 8) = word;
+  });
+  keep_nothing<S>();
 }
 
 template <class S> using Sums = float[S::kTile / 16][kRowTiles][4];
@@ -105,7 +115,6 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, 
       multiply_slice<S>(sums, ring.now(), rows_in() + i * S::kStep);
       ring.used();
     }
-    FL_STAMP(2)
     float* const all = sums_in(given % 2); // the other one may still be read
     float* const taken = taken_in(given % 2);
     keep_sums<S>(all, sums);
@@ -176,7 +185,6 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
       }
     }
     block_meets();
-    FL_STAMP(1)
     float query[kGroup][8];
     Running running[kGroup];
 #pragma unroll
@@ -211,7 +219,6 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
       for (int h = 0; h < kGroup; ++h) take<2>(running[h], query[h], keys, values, seen);
       ring.used();
     }
-    FL_STAMP(2)
 #pragma unroll
     for (int h = 0; h < kGroup; ++h) {
       const float total = between_keys(running[h].total, false);
@@ -250,41 +257,66 @@ __device__ __forceinline__ float mean_value(const T* values, int text, int key_h
   return sum / kPast;
 }
 
-// What the attention's parts make together, to shared memory as x of the product behind it.
+// What the attention's parts make together, to shared memory as x of the product behind it: as in keep_rows what the block needs.
 __device__ __forceinline__ void keep_attended(const Places& places, int layer) {
   const float* const made = shared_at<const float>(places, kPartsMade);
+  float* const weights = sums_in(0); // of a part of a head; nobody needs the sums now
   T* const to = rows_in();
-  constexpr int kPairs = kRows * Out::kInner / 2;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kPairs; i += kThreads) {
-    const int text = i / (Out::kInner / 2), entry = i % (Out::kInner / 2) * 2, head = entry / kSize, f = entry % kSize;
-    const int first = part_of(text, head, 0);
-    float2 of[kParts], values[kParts];
+  constexpr int kHeadsOfAll = kRows * kHeads;
+  const auto share = [&](int head) { // of all texts' heads; gives the sum of weights
+    float2 of[kParts];
 #pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      of[p] = __ldcg(reinterpret_cast<const float2*>(made) + first + p);
-      values[p] = __ldcg(reinterpret_cast<const float2*>(made + 2 * kPartCount + (first + p) * kSize + f));
-    }
-    float largest = nothing(), total = 0.0f, low = 0.0f, high = 0.0f;
+    for (int p = 0; p < kParts; ++p) of[p] = __ldcg(reinterpret_cast<const float2*>(made) + head * kParts + p);
+    float largest = nothing(), total = 0.0f;
 #pragma unroll
     for (int p = 0; p < kParts; ++p) largest = fmaxf(largest, of[p].x);
 #pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      const float weight = weight_of(of[p].x, largest);
-      total += weight * of[p].y, low += weight * values[p].x, high += weight * values[p].y;
+    for (int p = 0; p < kParts; ++p) of[p].x = weight_of(of[p].x, largest), total += of[p].x * of[p].y;
+    const bool any = total > 0.0f || total != total;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) weights[head * kParts + p] = any ? of[p].x / total : -1.0f;
+  };
+  const auto entries_of = [&](int i, int& text, int& entry) {
+    constexpr int kStep = Out::kStep, kEach = kWarps * kStep / 4, kRounds = (Out::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep);
+    text = i / (kRounds * kEach), entry = (i / kEach % kRounds * kPair + blockIdx.x % kPair) * kWarps * kStep + i % kEach * 4;
+    return text < kRows && entry < Out::kInner;
+  };
+  constexpr int kStep = Out::kStep;
+  constexpr int kCount = kRows * ((Out::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep)) * (kWarps * kStep / 4);
+  constexpr int kAtATime = kCount > kThreads && kParts <= 4 ? 2 : 1;
+#pragma unroll 1
+  for (int start = threadIdx.x; start < (kCount + kThreads - 1) / kThreads * kThreads; start += kAtATime * kThreads) {
+    float4 values[kAtATime][kParts];
+    int text, entry;
+#pragma unroll
+    for (int u = 0; u < kAtATime; ++u)
+      if (entries_of(start + u * kThreads, text, entry))
+#pragma unroll
+        for (int p = 0; p < kParts; ++p)
+          values[u][p] = __ldcg(reinterpret_cast<const float4*>(made + 2 * kPartCount + part_of(text, entry / kSize, p) * kSize + entry % kSize));
+    if (start == static_cast<int>(threadIdx.x)) {
+#pragma unroll 1
+      for (int head = threadIdx.x; head < kHeadsOfAll; head += kThreads) share(head);
+      block_meets();
     }
-    if (total > 0.0f || total != total) {
-      low /= total, high /= total;
-    } else {
-      low = high = 0.0f;
-      if (kMaskIsFinite) {
-        const T* const cache = own_at<const T>(places, layer, kCacheV);
-        low = mean_value(cache, text, head / (kHeads / kKeyHeads), f), high = mean_value(cache, text, head / (kHeads / kKeyHeads), f + 1);
+#pragma unroll
+    for (int u = 0; u < kAtATime; ++u) {
+      if (!entries_of(start + u * kThreads, text, entry)) continue;
+      const float* const weight = weights + part_of(text, entry / kSize, 0);
+      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (weight[0] != -1.0f) {
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) {
+          sum[0] += weight[p] * values[u][p].x, sum[1] += weight[p] * values[u][p].y;
+          sum[2] += weight[p] * values[u][p].z, sum[3] += weight[p] * values[u][p].w;
+        }
+      } else if (kMaskIsFinite) {
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j)
+          sum[j] = mean_value(own_at<const T>(places, layer, kCacheV), text, entry / kSize / (kHeads / kKeyHeads), (entry + j) % kSize);
       }
+      *reinterpret_cast<uint2*>(to + text * Out::kRowPitch + entry) = {rounded(sum[0], sum[1]), rounded(sum[2], sum[3])};
     }
-    *reinterpret_cast<unsigned*>(to + text * Out::kRowPitch + entry) = rounded(low, high);
   }
-  constexpr int kBeyond = Out::kSlices * Out::kStep - Out::kInner;
-  for (int i = threadIdx.x; i < kRows * kBeyond; i += kThreads) to[i % kRows * Out::kRowPitch + Out::kInner + i / kRows] = static_cast<T>(0.0f);
-  block_meets();
+  keep_nothing<Out>();
 }

@@ -4,10 +4,9 @@
 
 #define FL_CONSTANT
 
-inline const unsigned kWorking = kThreads, kEnding = kThreads + 32;
-inline Barrier computing[kMostBlocks], ending[kMostBlocks];
+inline const unsigned kWorking = kThreads;
+inline Barrier computing[kMostBlocks];
 inline void block_meets() { computing[block_in_cluster].wait(kWorking); }
-inline void block_ends_phase() { ending[block_in_cluster].wait(kEnding); }
 
 struct Gate {
   std::uint16_t expected, pending;
