@@ -112,7 +112,7 @@ class KernelPlan:
                     one.cooperative,
                 )
             )
-        ready = [_launcher(driver, step) for step in steps]
+        ready = [_launcher(_launching(driver, step.cooperative), step) for step in steps]
 
         def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
             for start in ready:
@@ -138,7 +138,16 @@ def digest(source: str) -> str:
     return found.hexdigest()[:16]
 
 
-def _launcher(driver: Any, one: KernelStep) -> Callable[[int, Sequence[int], Sequence[int]], None]:
+def _launching(driver: Any, cooperative: bool) -> Callable[..., None]:
+    """What launches a kernel; a cooperative launch takes no extra arguments behind the parameters."""
+    if not cooperative:
+        return driver.launchKernel
+    return lambda *given: driver.launchCooperativeKernel(*given[:-1])
+
+
+def _launcher(
+    launch_kernel: Callable[..., None], one: KernelStep
+) -> Callable[[int, Sequence[int], Sequence[int]], None]:
     """A parameter takes eight bytes here, of which a kernel reads as many as it has (x86-64 and Arm are little-endian)."""
     count = len(one.params)
     values, pointers = ctypes.c_uint64 * count, ctypes.c_void_p * count
@@ -164,10 +173,7 @@ def _launcher(driver: Any, one: KernelStep) -> Callable[[int, Sequence[int], Seq
             given[i] = operands[number]
         for i, number in from_results:
             given[i] = results[number]
-        if one.cooperative:
-            driver.launchCooperativeKernel(one.function, *geometry, stream, block[2])
-        else:
-            driver.launchKernel(one.function, *geometry, stream, block[2], 0)
+        launch_kernel(one.function, *geometry, stream, block[2], 0)
         free.append(block)
 
     return start

@@ -14,7 +14,7 @@ template <class S> __device__ __forceinline__ void keep_rows(const T* x) {
   T* const to = rows_in();
   constexpr int kStep = S::kStep, kWords = kWarps * kStep / 8, kRounds = (S::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep);
   constexpr int kCount = kRows * kRounds * kWords;
-#pragma unroll 4
+#pragma unroll 2
   for (int i = threadIdx.x; i < kCount; i += kThreads) {
     const int row = i / (kRounds * kWords), entry = (i / kWords % kRounds * kPair + blockIdx.x % kPair) * kWarps * kStep + i % kWords * 8;
     if (entry < S::kInner) copy_16(to + row * S::kRowPitch + entry, x + row * S::kInner + entry, true);
