@@ -16,8 +16,9 @@
 // (rows.cuh; 0 where there is none), FL_EPSILON1 and FL_EPSILON2, FL_STRIPS (1: norms of their own
 // give strips), the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of
 // Shape) and the sizes of the attention, as decode.py has them. FL_..._CLUSTER: how many blocks work together.
-#include "../early.cuh"
 #include "numbers.cuh"
+
+#include "../early.cuh"
 __device__ __forceinline__ void block_meets() { __syncthreads(); }
 
 #include "rows.cuh"
