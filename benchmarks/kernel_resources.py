@@ -19,7 +19,7 @@ from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
-from fusionlab.kernels.multi_transformer import decode
+from fusionlab.kernels.multi_transformer import decode, persistent
 
 LIMITS = KERNELS / "limits.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -55,6 +55,8 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
         nowhere = decode.Places({}, *[decode.NOTHING] * 7)
         for name, row in decode_rows().items():
             yield f"decode {name}", decode.decode_plan(row, [nowhere])
+            if arch in persistent.SOURCE.archs and persistent.takes(row):
+                yield f"decode {name} by one kernel", persistent.persistent_plan(row, [nowhere] * 8, decode.NOTHING)
 
 
 def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:

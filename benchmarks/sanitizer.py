@@ -61,9 +61,18 @@ def decoding() -> None:
         jax.block_until_ready(step(layers, normal(1, case.batch, 1, case.embed), caches, jnp.int32(case.cache - 6)))
 
 
+def decoding_by_one_kernel() -> None:
+    """The same as one kernel of all layers, which wide layers alone are otherwise."""
+    from fusionlab.kernels.multi_transformer import cuda, persistent
+
+    cuda.is_persistent = persistent.takes  # in this process, which ends with the call
+    decoding()
+
+
 CALLS: dict[str, tuple[Callable[[], None], str]] = {  # with what the names of their kernels begin with
     "layer_norm": (layer_norms, "norm_"),
     "multi_transformer": (decoding, "decode_"),
+    "multi_transformer by one kernel": (decoding_by_one_kernel, "decode_"),
 }
 
 

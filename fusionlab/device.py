@@ -37,6 +37,7 @@ class Device:
       memory: bytes; on a GPU those that JAX may use. None where unknown.
       runtime: of CUDA, as JAX's client gives it ("13000" for 13.0); `driver`: the kernel driver's version ("580.65.06").
       cudnn, cublaslt: the versions of the packages that JAX's CUDA plugin loads. None where unknown, as all four are away from CUDA.
+      units: multiprocessors of a GPU; None where unknown, as of a simulated one.
       missing: which of `NEEDED` this process lacks, on CUDA; a simulated device lacks none.
       copy_bytes_per_s: bytes read and written by a large copy; `gemm_flop_per_s`: of a large product (bfloat16 on CUDA, float32 on a CPU).
         Both None until `fusionlab.evidence.peaks.measure_peaks` measured them; devices that differ in them alone are equal.
@@ -51,6 +52,7 @@ class Device:
     driver: str | None = None
     cudnn: str | None = None
     cublaslt: str | None = None
+    units: int | None = None
     missing: tuple[str, ...] = ()
     copy_bytes_per_s: float | None = field(default=None, compare=False)
     gemm_flop_per_s: float | None = field(default=None, compare=False)
@@ -106,6 +108,7 @@ def _described(first: Any) -> Device:
             driver=_driver(),
             cudnn=_installed("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
             cublaslt=_installed("nvidia-cublas", "nvidia-cublas-cu12"),
+            units=getattr(first, "core_count", None),
             missing=_missing("cuda"),
         )
     if first.platform == "cpu":

@@ -29,6 +29,9 @@ class Launch:
         ("i32", value).
       early: the kernel starts with `fl_wait()` of `early.cuh`, so that on sm_90 and later it may be started before what comes before it has
         ended; without that wait it would read what is not written yet.
+      cooperative: its blocks wait for each other, so all of them must be resident at once; where they cannot, the launch fails.
+
+    A kernel may as well have one parameter, a structure of eight bytes for each of `params`: they lie one behind another.
     """
 
     entry: str
@@ -37,6 +40,7 @@ class Launch:
     shared: int
     params: tuple[tuple[str, int], ...]
     early: bool = False
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class KernelPlan:
                 one["shared"],
                 tuple((kind, value) for kind, value in one["params"]),
                 one["early"],
+                one["cooperative"],
             )
             for one in content["launches"]
         )
@@ -98,10 +103,16 @@ class KernelPlan:
             geometry = one.grid, one.block, one.shared
             steps.append(
                 KernelStep(
-                    entry.ptr, one.entry, image, *geometry, one.params, one.early and int(arch[3:]) >= _EARLY_SINCE
+                    entry.ptr,
+                    one.entry,
+                    image,
+                    *geometry,
+                    one.params,
+                    one.early and int(arch[3:]) >= _EARLY_SINCE,
+                    one.cooperative,
                 )
             )
-        ready = [_launcher(driver.launchKernel, step) for step in steps]
+        ready = [_launcher(_launching(driver, step.cooperative), step) for step in steps]
 
         def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
             for start in ready:
@@ -125,6 +136,13 @@ def digest(source: str) -> str:
     for path, text in sorted(source_texts(KERNELS / source).items()):
         found.update(f"{path.name}\n{text}".encode())
     return found.hexdigest()[:16]
+
+
+def _launching(driver: Any, cooperative: bool) -> Callable[..., None]:
+    """What launches a kernel; a cooperative launch takes no extra arguments behind the parameters."""
+    if not cooperative:
+        return driver.launchKernel
+    return lambda *given: driver.launchCooperativeKernel(*given[:-1])
 
 
 def _launcher(

@@ -23,7 +23,7 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define MAX_PARAMS 64
+#define MAX_PARAMS 512  // 4 KB, as a kernel takes at most of older drivers
 #define MAX_NAME_SHOWN 4000
 
 // What the host process gave: addresses of functions; 0 where there is none.
@@ -51,7 +51,7 @@ typedef struct {
   Attribute* attributes;
   unsigned count;
 } Config;
-enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };  // CUlaunchAttributeID
+enum { COOPERATIVE = 2, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };  // CUlaunchAttributeID
 
 // Where a step finds an address: in the operands, in the results, or nowhere (a value given with the plan).
 enum { OPERAND = 0, RESULT = 1, VALUE64 = 2, VALUE32 = 3, NOTHING = 4 };
@@ -60,6 +60,7 @@ typedef struct {
   void* function;  // CUfunction
   unsigned grid[3], block[3], shared;
   int early;  // waits itself for what came before it (griddepcontrol.wait), so it may start early
+  int cooperative;  // its blocks wait for each other
   int count;
   unsigned char kinds[MAX_PARAMS];
   uint64_t values[MAX_PARAMS];  // a number of an operand or result, or the value itself
@@ -145,13 +146,14 @@ static void need(Program* program, int kind, int64_t number) {
 }
 
 // Returns 0 where the kernel has more parameters than a step holds.
-EXPORT int fl_kernel(Program* program, void* function, const unsigned* geometry, int early, int count, const unsigned char* kinds,
+EXPORT int fl_kernel(Program* program, void* function, const unsigned* geometry, int early, int cooperative, int count,
+                     const unsigned char* kinds,
                      const uint64_t* values, const char* entry, const void* image, int64_t image_size) {
   if (count > MAX_PARAMS) return 0;
   Step* step = &program->steps[program->count++];
   step->kind = KERNEL;
   Kernel* k = &step->kernel;
-  k->function = function, k->early = early, k->count = count, k->entry = entry, k->image = image, k->image_size = image_size;
+  k->function = function, k->early = early, k->cooperative = cooperative, k->count = count, k->entry = entry, k->image = image, k->image_size = image_size;
   memcpy(k->grid, geometry, sizeof k->grid);
   memcpy(k->block, geometry + 3, sizeof k->block);
   k->shared = geometry[6];
@@ -274,8 +276,11 @@ static void fill(const XLA_FFI_CallFrame* frame, const Kernel* kernel, Params* i
 static XLA_FFI_Error* launch_kernel(XLA_FFI_CallFrame* frame, const Kernel* kernel, void* stream) {
   Params params;
   fill(frame, kernel, &params);
-  Attribute early = {PROGRAMMATIC_STREAM_SERIALIZATION, 0, {1}};
-  Config config = {.shared = kernel->shared, .stream = stream, .attributes = &early, .count = kernel->early ? 1 : 0};
+  Attribute attributes[2];
+  unsigned given = 0;
+  if (kernel->early) attributes[given++] = (Attribute){PROGRAMMATIC_STREAM_SERIALIZATION, 0, {1}};
+  if (kernel->cooperative) attributes[given++] = (Attribute){COOPERATIVE, 0, {1}};
+  Config config = {.shared = kernel->shared, .stream = stream, .attributes = attributes, .count = given};
   memcpy(config.grid, kernel->grid, sizeof config.grid);
   memcpy(config.block, kernel->block, sizeof config.block);
   int code = driver.launch(&config, kernel->function, params.pointers, NULL);
@@ -349,6 +354,7 @@ static int can_record(const Program* program, const XLA_FFI_RecordFrame* record,
   for (int i = 0; i < program->count; ++i) {
     const Step* step = &program->steps[i];
     if (step->kind != KERNEL || (!takes_functions && step->kernel.shared > SHARED_WITHOUT_ASKING)) return 0;
+    if (step->kernel.cooperative) return 0;  // no node that XLA makes is
     // Captured when the graph was made, as the plan was not published yet: there is no node to update.
     if (record->action == XLA_FFI_RecordAction_Update && !record->commands[i]) return 0;
   }

@@ -53,7 +53,7 @@ class Launcher:
             "fl_cublaslt": ([pointer] * 2, None),
             "fl_python": ([pointer] * 2, None),
             "fl_program": ([ctypes.c_char_p, size, integer, integer], pointer),
-            "fl_kernel": ([*[pointer] * 3, integer, integer, *[pointer] * 4, ctypes.c_int64], integer),
+            "fl_kernel": ([*[pointer] * 3, *[integer] * 3, *[pointer] * 4, ctypes.c_int64], integer),
             "fl_matmul": ([pointer, pointer, size, pointer, integer, integer], None),
             "fl_publish": ([pointer], None),
             "fl_known": ([ctypes.c_char_p, size, integer], integer),
@@ -132,10 +132,10 @@ class Launcher:
         self._kept += [entry, image]
         held = (ctypes.addressof(one) for one in (geometry, kinds, values, entry, image))
         at, kinds_at, values_at, entry_at, image_at = held
-        early, size = int(step.early), len(step.image)
+        early, cooperative, size = int(step.early), int(step.cooperative), len(step.image)
         return bool(
             self._library.fl_kernel(
-                program, step.function, at, early, count, kinds_at, values_at, entry_at, image_at, size
+                program, step.function, at, early, cooperative, count, kinds_at, values_at, entry_at, image_at, size
             )
         )
 

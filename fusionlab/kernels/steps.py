@@ -22,6 +22,7 @@ class KernelStep:
       shared: dynamic shared memory of a block, bytes.
       params: in the kernel's order.
       early: the kernel waits itself for what came before it (`early.cuh`), so it may start before that has ended.
+      cooperative: all blocks are resident at once, or the launch fails.
     """
 
     function: int
@@ -32,6 +33,7 @@ class KernelStep:
     shared: int
     params: tuple[Param, ...]
     early: bool = False
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)

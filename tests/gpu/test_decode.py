@@ -13,7 +13,7 @@ import pytest
 from benchmarks.decoding import Case as Sizes
 from benchmarks.decoding import by_op, caches_of, layers_of, plain
 from benchmarks.measuring import normal
-from fusionlab.kernels.multi_transformer import cuda
+from fusionlab.kernels.multi_transformer import cuda, persistent
 from tests.kernels.decode_suite import CASES, check, operands_of, run
 
 from .activity import activity
@@ -23,6 +23,7 @@ MODELS = {
     "E1024 of 16": Sizes("", 1024, 16, 512, 16),
     "E2048 of 5": Sizes("", 2048, 16, 700, 5),
     "E4096 of 2": Sizes("", 4096, 32, 300, 2),
+    "E4096 of 1": Sizes("", 4096, 32, 700, 1),
 }
 
 
@@ -37,6 +38,14 @@ def needs_a_device_that_runs_it():
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pre_norm])
+def test_one_kernel_of_all_layers_against_float64(name, monkeypatch):
+    monkeypatch.setattr(cuda, "is_persistent", persistent.takes)
+    jax.clear_caches()
+    check(CASES[name])
+    jax.clear_caches()
 
 
 def test_twice_is_the_same_to_the_bit():
@@ -73,6 +82,15 @@ def test_a_call_is_one_custom_call_and_five_kernels_a_layer(tmp_path):
     found = activity(lambda: program(*args), tmp_path, 1)
     ours = {name: count for name, count in found.kernels.items() if name.startswith("decode_")}
     assert ours == dict.fromkeys((f"decode_{part}" for part in ("qkv", "attend", "out", "up", "down")), 8)
+
+
+def test_wide_layers_of_one_text_are_one_kernel(tmp_path):
+    sizes = MODELS["E4096 of 1"]
+    args = layers_of(sizes), normal(1, 1, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
+    program = jax.jit(functools.partial(by_op, implementation="cuda")).lower(*args).compile()
+    found = activity(lambda: program(*args), tmp_path, 1)
+    ours = {name: count for name, count in found.kernels.items() if name.startswith("decode_")}
+    assert ours == {"decode_begin": 1, "decode_layers": 1}
 
 
 def test_caches_that_a_loop_carries_are_updated_where_they_are():

@@ -84,7 +84,10 @@ class Emulator:
                 else ctypes.c_void_p(None if kind == "null" else addresses[kind][value])
                 for kind, value in one.params
             ]
-            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+            held = (ctypes.c_uint64 * len(values))()  # one behind another, as a structure would have them
+            for i, value in enumerate(values):
+                ctypes.memmove(ctypes.addressof(held) + 8 * i, ctypes.addressof(value), ctypes.sizeof(value))
+            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(held) + 8 * i for i in range(len(values))))
             sizes = [(ctypes.c_uint * 3)(*size) for size in (one.grid, one.block)]
             library = self._library(spec)
             ctypes.c_int.in_dll(library, "last_thread_first").value = self.last_thread_first

@@ -14,7 +14,7 @@ from benchmarks.kernel_resources import decode_rows
 from fusionlab.device import Device
 from fusionlab.errors import BackendError
 from fusionlab.kernels.compile import KERNELS
-from fusionlab.kernels.multi_transformer import cuda
+from fusionlab.kernels.multi_transformer import cuda, persistent
 from fusionlab.kernels.multi_transformer.decode import NOTHING, Places, Product, decode_plan
 
 from .decode_suite import CASES, OP, Case, attributes_of, check, operands_of, run
@@ -37,9 +37,45 @@ def test_against_float64(name):
     check(CASES[name])
 
 
-@pytest.mark.usefixtures("on_the_cpu")
-def test_a_text_that_sees_nothing():
+@pytest.fixture
+def as_one_kernel(on_the_cpu, monkeypatch):
+    """The persistent kernel, of four blocks, wherever it takes the layers. Gives the numbers of layers it was asked for."""
+    plans = []
+    real = persistent.persistent_plan
+    monkeypatch.setattr(persistent, "BLOCKS", 4)
+    monkeypatch.setattr(cuda, "is_persistent", persistent.takes)
+    monkeypatch.setattr(cuda, "persistent_plan", lambda *given: plans.append(len(given[1])) or real(*given))
+    jax.clear_caches()
+    yield plans
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pre_norm])
+def test_one_kernel_of_all_layers_against_float64(as_one_kernel, name):
+    check(CASES[name])
+    assert as_one_kernel
+
+
+def test_more_layers_than_a_launch_holds(as_one_kernel, monkeypatch):
+    monkeypatch.setattr(persistent, "MOST_LAYERS", 2)
+    check(Case(layers=4, past=13, step=7))
+    assert 4 in as_one_kernel
+
+
+@pytest.mark.parametrize("name", ["eleven texts, two layers", "gated and turned"])
+def test_one_kernel_does_not_hang_on_the_order_of_threads(on_the_cpu, as_one_kernel, monkeypatch, name):
+    given = operands_of(CASES[name])
+    want = run(CASES[name], given, "cuda")
+    monkeypatch.setattr(on_the_cpu, "last_thread_first", True)
+    got = run(CASES[name], given, "cuda")
+    assert as_one_kernel
+    assert all((a == b).all() for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_a_text_that_sees_nothing(one_kernel, request):
     """With a finite mask value it gets the mean of the values, with -inf nothing: as the meaning has it."""
+    request.getfixturevalue("as_one_kernel" if one_kernel else "on_the_cpu")
     for value in (-np.inf, -1e30):
         case = Case(causal=False, mask="shared", mask_value=value, past=12, step=5)
         given = operands_of(case)
@@ -189,6 +225,38 @@ def test_what_it_takes_is_not_refused():
     assert all(refusal(case) is None for case in CASES.values())
     assert "older than sm_75" in (refusal(Case(), device=replace(H200, arch="sm_70")) or "")
     assert "none of sm_90, sm_100" in (refusal(Case(), device=replace(H200, arch="sm_80")) or "")
+
+
+# Which is preferred.
+
+
+def test_one_text_of_a_measured_width_prefers_the_kernels(monkeypatch):
+    def preferred(device=H200, **change):
+        case = Case(**{"width": 1024, "heads": 16, "kv_heads": 16, "size": 64, "hidden": 64} | change)
+        given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in operands_of(case).items()}
+        return OP.choose(*given.values(), present=tuple(given), device=device, **attributes_of(case))
+
+    assert preferred() == "cuda"
+    assert preferred(rows=2) == preferred(width=512) == preferred(Device.of("sm_100")) == "composed"
+    assert preferred(dtype="float32") == "composed"  # refused
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert preferred(replace(H200, simulated=False)) == "composed"
+
+
+def test_one_kernel_is_for_wide_layers_on_a_device_that_holds_its_blocks():
+    rows = decode_rows()
+    device = replace(H200, units=132)
+    taken = {name: persistent.takes(row) and persistent.pays(row, device) for name, row in rows.items()}
+    assert [name for name, is_taken in taken.items() if is_taken] == ["bfloat16 E4096 of 1"]
+    wide = rows["bfloat16 E4096 of 1"]
+    for other in (H200, replace(device, units=114), replace(device, arch="sm_100")):
+        assert not persistent.pays(wide, other)
+    plan = persistent.persistent_plan(wide, [NOWHERE] * 48, NOTHING)
+    assert [(one.entry, one.cooperative) for one in plan.launches] == [
+        ("decode_begin", False),
+        ("decode_layers", True),
+    ] * 2
+    assert all(one.shared <= 227 << 10 and 8 * len(one.params) <= 4096 for one in plan.launches)
 
 
 # The launch plan.

@@ -226,6 +226,11 @@ def test_steps_are_launched_in_order_with_the_addresses_of_the_call(fake):
     assert fake.launcher.counters() == {"launched": 1, "recorded": 0, "handed_over": 0}
 
 
+def test_a_cooperative_kernel_is_launched_as_one(fake):
+    assert fake.launcher.publish(b"plan", 0, prepared(step(cooperative=True)))
+    assert fake.execute() == (0, [f"{LAUNCHED} attribute 2=1 params {0x20000} {0x1000}"])
+
+
 def test_a_null_parameter_is_no_address(fake):
     fake.launcher.publish(b"plan", 0, prepared(step(params=(("null", 0), ("result", 0)))))
     assert fake.execute()[1] == [f"{LAUNCHED} params 0 {0x10000}"]
@@ -297,7 +302,7 @@ def test_a_long_name_is_cut_in_an_error_and_nowhere_else(fake):
 
 
 def test_a_kernel_of_too_many_parameters_is_left_to_python(fake):
-    assert not fake.launcher.publish(b"plan", 0, prepared(step(params=(("i64", 1),) * 65)))
+    assert not fake.launcher.publish(b"plan", 0, prepared(step(params=(("i64", 1),) * 513)))
     assert fake.execute()[1] == ["python"]
 
 
@@ -459,10 +464,19 @@ if RECORDS:
             ((step(), step()), 1),
             ((), 16),
             ((step(shared=49 << 10),), 16),
+            ((step(cooperative=True),), 16),
             ((step(params=(("operand", 4),)),), 16),
             (None, 16),
         ],
-        ids=["product", "too many", "nothing", "much shared memory", "operand that is not there", "unknown plan"],
+        ids=[
+            "product",
+            "too many",
+            "nothing",
+            "much shared memory",
+            "cooperative",
+            "operand that is not there",
+            "unknown plan",
+        ],
     )
     def test_what_cannot_be_a_node_is_captured(fake, steps, max_commands):
         recording(fake)

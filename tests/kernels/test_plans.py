@@ -395,6 +395,17 @@ def notes(monkeypatch):
     return noted
 
 
+def test_a_cooperative_kernel_is_launched_as_one(notes):
+    driver = sys.modules["cupy.cuda"].driver
+    driver.launchCooperativeKernel = lambda *given: notes.append(("together", *given[:9]))
+    one = Launch("one", (132, 1, 1), (64, 1, 1), 7, (), cooperative=True)
+    prepared = replace(SPIN, launches=(one,)).prepare(3)
+    prepared(5, [], [])
+    assert notes[-1] == ("together", "pointer of one", 132, 1, 1, 64, 1, 1, 7, 5)
+    assert prepared.steps is not None
+    assert [step.cooperative for step in prepared.steps if isinstance(step, KernelStep)] == [True]
+
+
 def test_kernels_are_loaded_when_prepared_and_launched_in_order(notes):
     large = Launch("two", (2, 1, 1), (64, 1, 1), 100 << 10, (("result", 0),))
     plan = replace(SPIN, launches=(*SPIN.launches, large))

@@ -6,8 +6,9 @@
 // softmax of Milakov and Gimelshein 2018, arXiv:1805.02867); these are merged over warps and blocks, always in the same order. The first
 // keys and values, which are there since before the launch plan began, are asked for before the kernel waits for the one ahead of it.
 #pragma once
+#include "keys.cuh"
 
-__device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); } // -infinity: the largest score of no keys
+constexpr int kUnroll = FL_UNROLL;
 
 struct Cached {
   const int *step, *lengths;
@@ -23,23 +24,6 @@ struct Block {
   __align__(16) T key[kSize]; // of the new token
   __align__(16) T value[kSize];
 };
-
-struct Running {
-  float largest, total, values[8];
-};
-
-// A feature after the turn: feature f of a row that `at(f)` gives; see `rotated` in layer.py.
-template <class Row> __device__ __forceinline__ float turned(const Row& at, int f, const float* cosines, const float* sines) {
-#if FL_ROTARY
-  constexpr int kPiece = FL_ROTARY_WIDTH / FL_ROTARY, kHalf = kPiece / 2;
-  if (f < FL_ROTARY_WIDTH) {
-    const bool left = f % kPiece < kHalf;
-    const float other = left ? -at(f + kHalf) : at(f - kHalf);
-    return once(at(f) * cosines[f] + other * sines[f]);
-  }
-#endif
-  return at(f);
-}
 
 // Keys and values of kAtOnce x kUnroll positions from `start` on; those that are not seen are left out.
 struct Chunk {
@@ -62,51 +46,6 @@ __device__ __forceinline__ void fetch(Chunk& to, const Cached& cached, int start
   }
 }
 
-__device__ __forceinline__ float between_keys(float x, bool largest) { // over the keys that a warp has side by side
-#pragma unroll
-  for (int other = kLanes; other < 32; other *= 2) {
-    const float its = from_lane(x, other);
-    x = largest ? fmaxf(x, its) : x + its;
-  }
-  return x;
-}
-
-template <int kCount> __device__ __forceinline__ void take(Running& to, const float (&query)[8], const uint4* keys, const uint4* values, const bool* seen) {
-  float score[kCount], largest = to.largest;
-#pragma unroll
-  for (int u = 0; u < kCount; ++u) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 two = floats_of(word_of(keys[u], j));
-      sum += query[2 * j] * two.x + query[2 * j + 1] * two.y;
-    }
-#pragma unroll
-    for (int other = 1; other < kLanes; other *= 2) sum += from_lane(sum, other);
-    score[u] = seen[u] ? sum * kScale : nothing();
-  }
-#pragma unroll
-  for (int u = 0; u < kCount; ++u) largest = fmaxf(largest, score[u]);
-  largest = between_keys(largest, true);
-  if (largest == nothing()) return; // none is seen yet
-  const float before = exp2_of(to.largest - largest);
-  to.largest = largest;
-  to.total *= before;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to.values[i] *= before;
-#pragma unroll
-  for (int u = 0; u < kCount; ++u) {
-    const float weight = exp2_of(score[u] - largest);
-    to.total += weight;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 two = floats_of(word_of(values[u], j));
-      to.values[2 * j] += weight * two.x;
-      to.values[2 * j + 1] += weight * two.y;
-    }
-  }
-}
-
 // The mean of all values: what is left of a softmax whose scores are all the same finite number.
 __device__ __forceinline__ float mean_value(const Cached& cached, int f, int fresh_one, float value) {
   float sum = value;
@@ -115,9 +54,7 @@ __device__ __forceinline__ float mean_value(const Cached& cached, int f, int fre
   return sum / kPast;
 }
 
-__device__ __forceinline__ float weight_of(float largest, float of_all) { return largest == nothing() ? 0.0f : exp2_of(largest - of_all); }
-
-__device__ __forceinline__ void attend(const T* qkv, const float* cosines, const float* sines, Cached cached, T* out, const Ahead& ahead) {
+__device__ __forceinline__ void attend(const T* qkv, const float* cosines, const float* sines, Cached cached, T* out) {
   fl_next();
   Block& shared = *reinterpret_cast<Block*>(shared_memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -191,7 +128,6 @@ __device__ __forceinline__ void attend(const T* qkv, const float* cosines, const
     now = then;
     start = next;
   }
-  fetch_ahead<Out>(ahead, static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) > kAheadBlocks ? gridDim.x - kAheadBlocks : 0));
 
 #pragma unroll
   for (int h = 0; h < kGroup; ++h) {

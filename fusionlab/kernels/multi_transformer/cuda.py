@@ -22,6 +22,7 @@ from ..launch import launch
 from .decode import (
     CODES,
     MOST_ROWS,
+    NOTHING,
     SOURCE,
     STRIP,
     WORD,
@@ -34,6 +35,7 @@ from .decode import (
     fuses_norm,
 )
 from .layer import Form
+from .persistent import partials, pays, persistent_plan, takes
 
 Array = Any
 
@@ -116,6 +118,11 @@ def _feed_forward_width(shapes: Mapping[str, Any], form: Form, layer: int) -> in
     return shapes[f"down.{layer}"].shape[1 if "down" in form.turned else 0]
 
 
+def is_persistent(row: Row) -> bool:
+    """Whether one kernel runs all layers, on the device of this process."""
+    return takes(row) and pays(row, Device.current())
+
+
 def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
     """[y, k_0, v_0, ...]: one launch plan."""
     given = {name: everything.pop(name) for name in present}
@@ -157,10 +164,15 @@ class _Call:
         widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
         widths |= {"x": width} if form.layers > 1 else {}
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
+        if whole := is_persistent(row):
+            del shapes["normed"]
+            shapes["attended"] = jax.ShapeDtypeStruct((partials(row.attention),), jnp.float32)
+            shapes["counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]
         results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
-        plan = decode_plan(row, self.places(results))
+        places = self.places(results)
+        plan = persistent_plan(row, places, results["counter"]) if whole else decode_plan(row, places)
         aliases = {self.numbers[name]: results[name][1] for name in caches}
         made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
         return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
@@ -169,7 +181,7 @@ class _Call:
         """Of each layer; the first reads the operand x, the last writes y."""
         form, found = self.form, []
         shared = {name: ("operand", i) for name, i in self.numbers.items() if "." not in name}
-        steps = {name: results[name] for name in ("normed", "qkv", "attended", "between", "hidden")}
+        steps = {name: results.get(name, NOTHING) for name in ("normed", "qkv", "attended", "between", "hidden")}
         for i in range(form.layers):
             own = {
                 name.partition(".")[0]: ("operand", at) for name, at in self.numbers.items() if name.endswith(f".{i}")

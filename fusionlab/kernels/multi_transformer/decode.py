@@ -29,7 +29,6 @@ _BLOCK = (
     108 << 10
 )  # bytes of shared memory of a block, at most: the one that runs and the one that waits share a multiprocessor
 _SCRATCH = 64  # bytes: what the warps of a norm tell each other
-_AHEAD = 128 << 10  # bytes of the next product's matrix that each block asks for
 _RESIDENT = 24 << 10  # bytes of x, at most, that a block of a product keeps whole
 _UNROLL = 4
 _MOST_GROUP = 4  # query heads that share what a block reads
@@ -261,7 +260,6 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
         "T": CODES[row.dtype],
         "P": int(row.parameters),
         "ROWS": row.qkv.rows,
-        "AHEAD": _AHEAD,
         "STRIPS": int(row.pre_norm),
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
     }
@@ -270,29 +268,25 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
-    launches = [
-        one for at, behind in zip(layers, [*layers[1:], None], strict=True) for one in _layer(row, tiles, at, behind)
-    ]
+    launches = [one for at in layers for one in _layer(row, tiles, at)]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
     launches[0] = replace(launches[0], early=False)
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _layer(row: Row, tiles: Mapping[str, Tile], at: Places, behind: Places | None) -> list[Launch]:
+def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
     none = NOTHING
     threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
     gated = ("gate", "up") if row.up.gated else ("up",)
 
-    def three(of: Places | None, slots: Sequence[str]) -> list[Param]:
-        return [*(of.at(s) if of else none for s in slots), none, none, none][:3]
-
-    after = {"qkv": three(None, ()), "out": three(at, gated), "up": three(at, ("down",)), "down": three(behind, threes)}
+    def three(slots: Sequence[str]) -> list[Param]:
+        return [*(at.at(s) for s in slots), none, none, none][:3]
 
     def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
         one, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
         parameters = at.norm(number) if one.norm else (none, none)
-        biases = three(at, [f"{s}_bias" for s in slots])
-        params = (x, *parameters, *three(at, slots), *biases, residual, out, *after[name])
+        biases = three([f"{s}_bias" for s in slots])
+        params = (x, *parameters, *three(slots), *biases, residual, out)
         return Launch(
             f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True
         )
@@ -302,7 +296,7 @@ def _layer(row: Row, tiles: Mapping[str, Tile], at: Places, behind: Places | Non
         return [Launch(f"decode_norm{number}", grid, (_THREADS, 1, 1), _SCRATCH, params, early=True)]
 
     shared = ("cos", "sin", "step", "lengths", "mask", "cache_k", "cache_v")
-    attend = (at.qkv, *(at.at(s) for s in shared), at.attended, at.at("out"))
+    attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
     attention = row.attention
     first, second = (norm is not None for norm in row.norms)
     before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm

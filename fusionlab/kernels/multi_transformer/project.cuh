@@ -34,9 +34,6 @@ struct Shape {
   static constexpr int kBody = kRing > kSums + kPart ? kRing : kSums + kPart; // the sums take the place of the ring
   static constexpr int kShare = kRows * kMade / kSplit; // of the tile's results, those that this block finishes
   static constexpr int kEach = (kShare + kThreads - 1) / kThreads;
-  // The kernel behind may start when all that this block reads is on its way: earlier, its reads would only take turns with this block's.
-  static constexpr bool kLate = kOwn > kDepth * kWarps * kStep;
-
   // Which of the matrices a tile is of, and where it is.
   static constexpr int kTiles0 = (kFirst + kMade - 1) / kMade, kTiles1 = (kSecond + kMade - 1) / kMade;
   static constexpr int kMatrices = kThird ? 3 : kSecond ? 2 : 1;
@@ -59,24 +56,6 @@ struct Given {
   const T* residual; // kRows x the result's columns, added to it
   T* out;            // as the residual, or in strips
 };
-
-// The matrices of the product behind, of which memory is asked for while this kernel comes to its end; null where there is none.
-struct Ahead {
-  const T *matrix0, *matrix1, *matrix2;
-};
-
-// Brings what the blocks of a product will read first into the L2 cache: a piece of it for each of kAheadBlocks blocks.
-template <class Next> __device__ __forceinline__ void fetch_ahead(const Ahead& ahead, int block) {
-  constexpr int kMatrices = Next::kGated || Next::kMatrices == 2 ? 2 : Next::kMatrices, kPiece = kAheadBytes / 32;
-  if (Next::kTurned || !ahead.matrix0 || block < 0 || block >= kAheadBlocks || threadIdx.x >= 32) return;
-  const int number = block % kMatrices, segment = block / kMatrices % Next::kSplit, piece = block / kMatrices / Next::kSplit;
-  const T* const matrix = number == 0 ? ahead.matrix0 : number == 1 ? ahead.matrix1 : ahead.matrix2;
-  const Index row = 2 * Next::columns_of(number), first = segment * Next::kOwn * row; // in bytes
-  const int behind = Next::kInner - segment * Next::kOwn, rows = behind < Next::kOwn ? behind : Next::kOwn;
-  const Index at = static_cast<Index>(piece) * kAheadBytes + static_cast<Index>(threadIdx.x) * kPiece, left = rows * row - at;
-  if (left > 0)
-    prefetch_to_l2(reinterpret_cast<const unsigned char*>(matrix) + first + at, static_cast<unsigned>(left < kPiece ? left : kPiece) / 16 * 16);
-}
 
 // What of the matrices a block reads: columns from `column` on of one, or of two alike.
 struct Source {
@@ -213,12 +192,8 @@ template <class S> __device__ __forceinline__ float over_cluster(const float* su
 }
 
 // out = act(norm(x) matrix + bias) [+ residual], each step rounded to T as if it were done alone.
-template <class S, class Next, bool kActive, bool kStrips>
-__device__ __forceinline__ void project(const Given& given, const Ahead& ahead, float epsilon) {
-  if (!S::kLate) {
-    fl_next();
-    fetch_ahead<Next>(ahead, blockIdx.x);
-  }
+template <class S, bool kActive, bool kStrips> __device__ __forceinline__ void project(const Given& given, float epsilon) {
+  fl_next();
   unsigned char* const shared = shared_memory;
   const int warp = threadIdx.x / 32;
   const int rank = S::kSplit == 1 ? 0 : blockIdx.x % S::kSplit;
@@ -280,13 +255,7 @@ __device__ __forceinline__ void project(const Given& given, const Ahead& ahead, 
       if (!S::kResident) fetch_rows<S>(rows_in(slot), given.x, next);
     }
     copies_closed();
-    if (S::kLate && next + kStride >= last) fl_next(); // all that this warp reads is on its way
     slot = slot + 1 == S::kDepth ? 0 : slot + 1;
-  }
-
-  if (S::kLate) {
-    fl_next();
-    fetch_ahead<Next>(ahead, blockIdx.x);
   }
 
   float* const all = reinterpret_cast<float*>(shared);

@@ -17,7 +17,7 @@ template <int kWarpsOfOne> __device__ __forceinline__ float team_sum(float value
   if (kWarpsOfOne == 1) return value;
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) place[warp] = value;
-  __syncthreads();
+  block_meets();
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarpsOfOne; ++i) sum += place[warp / kWarpsOfOne * kWarpsOfOne + i];
@@ -30,13 +30,23 @@ __device__ __forceinline__ unsigned normed_two(unsigned two, float mean, float f
   return rounded((x.x - mean) * factor * scale.x + bias.x, (x.y - mean) * factor * scale.y + bias.y);
 }
 
-__device__ __forceinline__ uint4 normed_word(uint4 word, float mean, float factor, const P* scale, const P* bias) {
+struct __align__(16) Parameters { // of eight entries
+  P of[8];
+};
+
+__device__ __forceinline__ Parameters parameters_at(const P* all, int number, float otherwise) {
+  if (all) return reinterpret_cast<const Parameters*>(all)[number];
+  Parameters same;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) same.of[j] = static_cast<P>(otherwise);
+  return same;
+}
+
+__device__ __forceinline__ uint4 normed_word(uint4 word, float mean, float factor, const Parameters& scale, const Parameters& bias) {
   unsigned to[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 s = scale ? parameters_of(scale + 2 * j) : float2{1.0f, 1.0f};
-    const float2 b = bias ? parameters_of(bias + 2 * j) : float2{0.0f, 0.0f};
-    to[j] = normed_two(word_of(word, j), mean, factor, s, b);
+    to[j] = normed_two(word_of(word, j), mean, factor, parameters_of(scale.of + 2 * j), parameters_of(bias.of + 2 * j));
   }
   return {to[0], to[1], to[2], to[3]};
 }
@@ -51,11 +61,15 @@ __device__ __forceinline__ void norm_rows(const T* rows, const P* scale, const P
   for (int row = threadIdx.x / Team::kThreadsOfOne; row < (kCount + Team::kAtOnce - 1) / Team::kAtOnce * Team::kAtOnce; row += Team::kAtOnce) {
     const T* const from = rows + static_cast<Index>(row < kCount ? row : 0) * kLength;
     uint4 held[Team::kHeld];
+    Parameters scales[Team::kHeld], biases[Team::kHeld]; // on their way with x
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < Team::kHeld; ++i) {
       const int number = mine + i * Team::kThreadsOfOne;
-      if (number < Team::kWords) held[i] = __ldcg(reinterpret_cast<const uint4*>(from) + number);
+      if (number < Team::kWords) {
+        held[i] = __ldcg(reinterpret_cast<const uint4*>(from) + number);
+        scales[i] = parameters_at(scale, number, 1.0f), biases[i] = parameters_at(bias, number, 0.0f);
+      }
     }
     if (kNorm == kLayerNorm) {
 #pragma unroll
@@ -83,7 +97,7 @@ __device__ __forceinline__ void norm_rows(const T* rows, const P* scale, const P
     for (int i = 0; i < Team::kHeld; ++i) {
       const int number = mine + i * Team::kThreadsOfOne;
       if (number < Team::kWords && row < kCount)
-        keep(row, number, normed_word(held[i], mean, factor, scale ? scale + 8 * number : nullptr, bias ? bias + 8 * number : nullptr));
+        keep(row, number, normed_word(held[i], mean, factor, scales[i], biases[i]));
     }
   }
 }

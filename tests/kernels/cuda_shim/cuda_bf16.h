@@ -25,6 +25,9 @@ struct uint2 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct float4 {
+  float x, y, z, w;
+};
 struct float2 {
   float x, y;
 };

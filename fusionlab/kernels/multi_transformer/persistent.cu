@@ -1,0 +1,105 @@
+// One token a text through transformer layers over caches of keys and values, all of them in one kernel: a block of each multiprocessor,
+// which goes with the others through five phases a layer.
+//
+//   qkv = norm(x) Wqkv + b
+//   attention over parts of the keys, after rotary turn and cache write
+//   a = x + (attended Wout + b)
+//   hidden = act(norm(a) Wup + b), or gated
+//   x = a + (hidden Wdown + b)
+//
+// A block makes whole columns of a product, and between phases all blocks meet. What is read of weights and caches does not hang on
+// that: it is one stream (stream.cuh), of which a ring of slices in shared memory is always on its way.
+//
+// All blocks must be resident at once: a cooperative launch sees to that. `decode_begin` sets the counter of their meetings to 0.
+//
+// Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_EPSILON1 and
+// FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_DEPTH, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of Product) and the
+// sizes of the attention, as persistent.py has them.
+#include "numbers.cuh"
+
+#include "grid.cuh"
+#include "rows.cuh"
+#include "keys.cuh"
+#include "stream.cuh"
+
+__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int kMostTile = most(most(Qkv::kTile, Out::kTile), most(Up::kTile, Down::kTile));
+constexpr int kSumsCount = most(kWarps * kRows * (kMostTile + 4), (kRows * kHeads * kParts + 4) / 2 / 2 * 2); // floats
+
+struct Block { // of the attention
+  float queries[kGroup][kSize];
+  float largest[kWarps][kGroup], total[kWarps][kGroup];
+  float values[kWarps][kGroup][kSize];
+  __align__(16) T key[kSize]; // of the new token
+  __align__(16) T value[kSize];
+};
+constexpr int kRingBytes = kWarps * kDepth * kSlice;
+constexpr int kMostPitch = most(most(Qkv::kRowPitch, Out::kRowPitch), most(Up::kRowPitch, Down::kRowPitch));
+constexpr int kRowsBytes = (most(2 * kRows * kMostPitch, sizeof(Block)) + 15) / 16 * 16; // x of a phase, or what an attention shares
+
+__device__ __forceinline__ T* rows_in() { return reinterpret_cast<T*>(shared_memory + kRingBytes); }
+__device__ __forceinline__ float* sums_in(int which) {
+  return reinterpret_cast<float*>(shared_memory + kRingBytes + kRowsBytes) + which * kSumsCount;
+}
+constexpr int kTakenCount = kRows * kMostTile / 2; // floats that a block takes from its partner
+__device__ __forceinline__ float* taken_in(int which) { return sums_in(2) + which * kTakenCount; }
+__device__ __forceinline__ float* place_in() { return taken_in(2); } // 16 floats
+__device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(place_in() + 16); }
+__device__ __forceinline__ Gate* taken_gate() { return gates_in() + 2 * kWarps * kDepth; }
+
+#include "phases.cuh"
+
+extern "C" __global__ void decode_begin(unsigned* counter) {
+  if (threadIdx.x == 0) *counter = 0;
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads, 1) decode_layers(const FL_CONSTANT Places places) {
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x < 2 * kWarps * kDepth + 1) gate_opens_after(gates_in() + threadIdx.x, threadIdx.x < 2 * kWarps * kDepth ? 1 : kWarps);
+  gates_are_there();
+  cluster_arrives();
+  cluster_waits();
+  const int number = warp % kWarps;
+  Ring ring = {shared_memory + number * kDepth * kSlice, gates_in() + number * kDepth, gates_in() + (kWarps + number) * kDepth, 0, 0};
+  if (warp >= kWarps) {
+    fill(ring, places);
+    return;
+  }
+  unsigned met = 0; // how often blocks were to arrive
+  int given = 0; // of sums to the other block of the pair
+#pragma unroll 1
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const T* const x = shared_at<const T>(places, layer ? kNext : kX);
+    T* const between = shared_at<T>(places, kBetween);
+    T* const hidden = shared_at<T>(places, kHidden);
+    const auto own = [&](int which) { return own_at<const T>(places, layer, which); };
+    const auto meet = [&] {
+      block_meets();
+      met += kBlocks;
+      if (threadIdx.x == 0) blocks_meet(shared_at<unsigned>(places, kCounter), met);
+      block_meets();
+    };
+    if (blockIdx.x / kPair < Qkv::kTiles) {
+      keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
+      project<Qkv, false>(ring, given, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
+    }
+    meet();
+    attend(ring, places, layer);
+    meet();
+    if (blockIdx.x / kPair < Out::kTiles) {
+      keep_attended(places, layer);
+      project<Out, false>(ring, given, own(kOutBias), nullptr, nullptr, x, between);
+    }
+    meet();
+    if (blockIdx.x / kPair < Up::kTiles) {
+      keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
+      project<Up, true>(ring, given, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
+    }
+    meet();
+    if (blockIdx.x / kPair < Down::kTiles) {
+      keep_normed<Down>(hidden, nullptr, nullptr, 0.0f);
+      project<Down, false>(ring, given, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
+    }
+    if (layer + 1 < kLayers) meet();
+  }
+}

@@ -1,0 +1,167 @@
+"""How the kernel of `persistent.cu` is compiled and launched for a call: all layers in one launch. Plain arithmetic, no GPU.
+
+Letters as in layer.py, with R rows (texts, one token each) in place of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...device import Device
+from ..compile import Source
+from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ..kernel_plan import KernelPlan, Launch
+from .decode import CODES, NORMS, NOTHING, Attention, Param, Places, Product, Row, number
+
+SOURCE = Source("multi_transformer/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
+BLOCKS = 132  # one of each multiprocessor: no more than the device has, or they would wait for each other for ever
+MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
+_PAIR = 2  # blocks that share the inner axis of a product
+_THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
+_FLIGHT = 3  # slices of a ring on their way at a time: enough for the memory's rate, and no long row to wait behind
+_SHARED = 227 << 10  # bytes of a block (CUDA C++ Programming Guide, compute capability 9.0)
+_SLICE = 2048  # bytes
+_DEPTHS = (8, 24)  # slices of a warp's ring, at least and at most
+_SHARES = (1, 2, 4, 8)  # parts of the keys
+_LEAST_KEYS = 64  # of a part
+_LEAST_BYTES = 256 << 20  # of a layer's weights
+
+
+def tile_of(product: Product) -> int:
+    """Columns of a tile: those with which the busiest block has least to read; short pieces of rows cost more."""
+    if product.gated:
+        return 32 if product.turned else 64
+    costs = {16: 1.25, 32: 1.0} if product.turned else {16: 2.2, 32: 1.15, 64: 1.0}
+    return min(costs, key=lambda n: (-(-_tiles(product, n) // (BLOCKS // _PAIR)) * n * costs[n], n))
+
+
+def _tiles(product: Product, tile: int) -> int:
+    made = tile // 2 if product.gated else tile
+    return sum(-(-n // made) for n in product.columns)
+
+
+def _pitch(product: Product) -> int:
+    """Entries of a row of x in shared memory."""
+    step = _SLICE // 2 // tile_of(product)
+    return -(-product.inner // step) * step + 8
+
+
+def parts_of(attention: Attention) -> int:
+    """Blocks that share the keys of a head."""
+    jobs = attention.rows * attention.heads // attention.group
+    return max((s for s in _SHARES if jobs * s <= BLOCKS and s * _LEAST_KEYS <= attention.past), default=1)
+
+
+def partials(attention: Attention) -> int:
+    """Floats that the attention's parts leave for the product behind them."""
+    return attention.rows * attention.heads * parts_of(attention) * (attention.size + 2)
+
+
+def _rows_bytes(row: Row) -> int:
+    attention = row.attention
+    block = 4 * attention.group * ((_WARPS + 1) * attention.size + 2 * _WARPS) + 4 * attention.size + 64
+    return max(2 * row.qkv.rows * max(map(_pitch, _products(row).values())), -(-block // 16) * 16)
+
+
+def _products(row: Row) -> dict[str, Product]:
+    return {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}
+
+
+def _beside(row: Row) -> int:
+    """Bytes of shared memory beside the ring."""
+    tile = max(map(tile_of, _products(row).values()))
+    return (
+        -(-_rows_bytes(row) // 16) * 16
+        + max(
+            8 * row.qkv.rows * _WARPS * (tile + 4),
+            4 * row.qkv.rows * row.attention.heads * parts_of(row.attention) + 64,
+        )
+        + 8 * row.qkv.rows * tile // 2
+        + 128
+        + 16 * _WARPS * _DEPTHS[1]
+    )
+
+
+def depth_of(row: Row) -> int:
+    """Slices of a warp's ring that there is room for."""
+    return min(_DEPTHS[1], (_SHARED - _beside(row)) // (_WARPS * _SLICE))
+
+
+def takes(row: Row) -> bool:
+    """Whether the kernel is for such layers: norms ahead of the products, and room in shared memory for x beside a ring of some depth."""
+    return row.pre_norm and depth_of(row) >= _DEPTHS[0]
+
+
+def pays(row: Row, device: Device) -> bool:
+    """Whether it is taken for layers that it `takes`: for one text, where the device has a multiprocessor for each block, and a
+    layer's weights are many.
+
+    Measured on an H200, us a layer, against the five kernels of decode.cu: 116 against 128 for 4096 features of 32 heads, 22 against 21 for
+    1024 features of 16; what lies between was not measured.
+    """
+    made = sum(p.inner * sum(p.columns) * (2 if p.gated else 1) for p in _products(row).values())
+    return (
+        row.qkv.rows == 1 and device.arch in SOURCE.archs and (device.units or 0) >= BLOCKS and 2 * made >= _LEAST_BYTES
+    )
+
+
+def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> KernelPlan:
+    """All layers as one launch, or as several of no more than `MOST_LAYERS`.
+
+    Args:
+      counter: where the blocks count themselves, one int32. `attended` of the places is float32, `partials(row.attention)` of them.
+    """
+    # All launches are of as many layers, as they are one kernel.
+    count = next(n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and len(layers) // n <= MOST_LAYERS)
+    most = len(layers) // count
+    chunks = [layers[i : i + most] for i in range(0, len(layers), most)]
+    options: dict[str, object] = {
+        "T": CODES[row.dtype],
+        "P": int(row.parameters),
+        "ROWS": row.qkv.rows,
+        "ACT": KERNEL_ACTIVATIONS.index(row.activation),
+        "BLOCKS": BLOCKS,
+        "LAYERS": most,
+        "DEPTH": depth_of(row),
+        "FLIGHT": _FLIGHT,
+    }
+    options |= {f"EPSILON{i}": number(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
+    norms = {"QKV": row.norms[0], "UP": row.norms[1]}
+    for name, product in _products(row).items():
+        columns = (*product.columns, 0, 0)[:3]
+        flags = int(product.turned), int(product.gated), NORMS.get(norms.get(name) or "", 0)
+        options[name] = ",".join(map(str, (product.inner, *columns, tile_of(product), *flags)))
+    options |= row.attention.options() | {"PARTS": parts_of(row.attention)}
+    shared = _WARPS * depth_of(row) * _SLICE + _beside(row)
+    launches = []
+    for chunk in chunks:
+        launches.append(Launch("decode_begin", (1, 1, 1), (32, 1, 1), 0, (counter,)))
+        params = _params(row, chunk, counter)
+        launches.append(Launch("decode_layers", (BLOCKS, 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True))
+    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
+
+
+def _params(row: Row, layers: Sequence[Places], counter: Param) -> tuple[Param, ...]:
+    """As `Shared` and `Own` of stream.cuh have them."""
+    first, last = layers[0], layers[-1]
+    shared = ("cos", "sin", "step", "lengths", "mask")
+    # Between layers x lies where a product between them would: it is read and written in turns.
+    passed = last.x if len(layers) > 1 else NOTHING
+    made = counter, first.qkv, first.attended, first.between, first.hidden, passed, last.y
+    found = [first.x, *(first.at(s) for s in shared), *made]
+    threes = ("q", "k", "v") if "q" in first.slots else ("qkv", "", "")
+    pair = ("gate", "up") if row.up.gated else ("up", "")
+    for at in layers:
+        slots = [
+            "norm1_scale",
+            "norm1_bias",
+            *threes,
+            *(f"{s}_bias" for s in threes),
+            "cache_k",
+            "cache_v",
+            "out",
+            "out_bias",
+        ]
+        slots += ["norm2_scale", "norm2_bias", *pair, *(f"{s}_bias" for s in pair), "down", "down_bias"]
+        found += [at.at(s) for s in slots]
+    return tuple(found)

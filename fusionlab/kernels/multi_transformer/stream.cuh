@@ -1,0 +1,262 @@
+// What the blocks of persistent.cu read of weights and caches, as one stream for each warp: slices of kSlice bytes, in the order in which
+// they are used, over products, attentions and layers alike. None of it is written by the kernel (but for the new token's place in the
+// caches, which is left out), so the stream runs on while the blocks wait for each other.
+#pragma once
+
+constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kDepth = FL_DEPTH, kFlight = FL_FLIGHT;
+// kDepth: slices of a warp's ring; kFlight: of them, on their way at a time
+constexpr int kSlice = 2048;                                              // bytes: four copies of 16 for each lane
+constexpr int kPhases = 5;
+constexpr int kPair = 2, kPairs = kBlocks / kPair; // blocks that share the inner axis of a product: a cluster
+
+enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kCounter, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kY, kSharedCount };
+enum Own { kScale1, kBias1, kQ, kK, kV, kQBias, kKBias, kVBias, kCacheK, kCacheV, kOut, kOutBias, kScale2, kBias2, kUp0, kUp1, kUp0Bias,
+           kUp1Bias, kDown, kDownBias, kOwnCount };
+
+// Addresses of all that the kernel reads and writes; null where there is nothing of the kind.
+struct Places {
+  void* at[kSharedCount + kLayers * kOwnCount];
+};
+
+template <class Value> __device__ __forceinline__ Value* shared_at(const Places& places, int which) {
+  return static_cast<Value*>(places.at[which]);
+}
+template <class Value> __device__ __forceinline__ Value* own_at(const Places& places, int layer, int which) {
+  return static_cast<Value*>(places.at[kSharedCount + layer * kOwnCount + which]);
+}
+
+// A product: up to three matrices side by side, or two alike (gated). A tile is kTile columns, a slice kStep of the inner axis by a tile.
+template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTurned_, bool kGated_, int kNorm_> struct Product {
+  static constexpr int kInner = kInner_, kTile = kTile_, kNorm = kNorm_, kStep = kSlice / 2 / kTile;
+  static constexpr bool kTurned = kTurned_; // the matrix is columns x inner
+  static constexpr bool kGated = kGated_;   // a tile is half of either matrix
+  static constexpr int kMade = kGated ? kTile / 2 : kTile, kPitch = kFirst + kSecond + kThird;
+  static constexpr int kTiles0 = (kFirst + kMade - 1) / kMade, kTiles1 = (kSecond + kMade - 1) / kMade;
+  static constexpr int kTiles = kTiles0 + kTiles1 + (kThird + kMade - 1) / kMade;
+  static constexpr int kSlices = (kInner + kStep - 1) / kStep;
+  static constexpr int kRowWords = (kTurned ? kStep : kTile) / 8; // of a slice in shared memory, 16 bytes each
+  static constexpr int kShare = kPair * kWarps; // warps of a pair of blocks, between which slices are dealt out
+  static constexpr int kRowPitch = kSlices * kStep + 8;          // of x in shared memory
+  static_assert(kRowWords == 2 || kRowWords == 4 || kRowWords == 8);
+  static __device__ __forceinline__ int columns_of(int matrix) { return matrix == 0 ? kFirst : matrix == 1 ? kSecond : kThird; }
+  struct Place {
+    int matrix, column, columns, before; // columns of the matrix, and of those before it
+  };
+  static __device__ __forceinline__ Place place(int tile) {
+    if (kSecond == 0 || tile < kTiles0) return {0, tile * kMade, kFirst, 0};
+    if (tile < kTiles0 + kTiles1) return {1, (tile - kTiles0) * kMade, kSecond, kFirst};
+    return {2, (tile - kTiles0 - kTiles1) * kMade, kThird, kFirst + kSecond};
+  }
+  // Where a word stands: so that eight rows of one word, which a warp reads at a time, are in different banks.
+  static __device__ __forceinline__ int word_at(int row, int word) {
+    return row * kRowWords + (word ^ (kRowWords == 8 ? row % 8 : kRowWords == 4 ? row / 2 % 4 : row / 4 % 2));
+  }
+};
+using Qkv = Product<FL_QKV>;
+using Out = Product<FL_OUT>;
+using Up = Product<FL_UP>;
+using Down = Product<FL_DOWN>;
+
+// What a block attends to at a time: query heads of one key head, and a part of the keys that are seen.
+struct Job {
+  int part, head, key_head, text, set;
+  int at, seen, first, last; // where the new token goes; how many positions are seen; those of this part
+};
+constexpr int kSets = kHeads / kKeyHeads / kGroup, kJobs = kRows * kKeyHeads * kSets * kParts;
+constexpr int kChunk = 2 * kAtOnce; // positions of a slice: its first half keys, its second half values
+
+__device__ __forceinline__ int seen_of(const Places& places, int text, int& at) {
+  const int step = shared_at<const int>(places, kStepAt)[kStepOfEach ? text : 0];
+  const int* const lengths = shared_at<const int>(places, kLengths);
+  at = step < 0 ? 0 : step < kPast ? step : kPast - 1;
+  int seen = kCausal ? step + 1 : kPast;
+  if (lengths && step + lengths[text] < seen) seen = step + lengths[text];
+  return seen < 0 ? 0 : seen < kPast ? seen : kPast;
+}
+
+__device__ __forceinline__ Job job_of(const Places& places, int number) {
+  Job job;
+  job.part = number % kParts;
+  const int of = number / kParts;
+  job.set = of % kSets, job.key_head = of / kSets % kKeyHeads, job.text = of / kSets / kKeyHeads;
+  job.seen = seen_of(places, job.text, job.at);
+  job.head = job.key_head * (kHeads / kKeyHeads) + job.set * kGroup;
+  const int each = (job.seen + kParts - 1) / kParts;
+  job.first = job.part * each;
+  job.last = job.first + each < job.seen ? job.first + each : job.seen;
+  return job;
+}
+
+__device__ __forceinline__ Index cache_base(const Job& job) {
+  return static_cast<Index>(job.text) * kTextStride + static_cast<Index>(job.key_head) * kHeadStride;
+}
+
+// How many slices of a job are the warp's.
+__device__ __forceinline__ int slices_of(const Job& job, int warp) {
+  const int keys = job.last - job.first - warp * kChunk;
+  return keys <= 0 ? 0 : (keys + kWarps * kChunk - 1) / (kWarps * kChunk);
+}
+
+// Where a warp's stream stands. Copy t of a slice is of `low` (t = 0, 1) or `high` (2, 3), the odd ones `apart` bytes on.
+struct Stream {
+  const unsigned char *low, *high;
+  int apart, further; // bytes; from a slice to the next
+  int index, index_apart, index_high, index_further, limit, except; // a copy is made where its index is below the limit and not `except`
+  int columns;                                                      // bit t: copy t is within the matrix's columns
+  int to, flip;                                                     // where in the slot; odd copies with these bits turned over
+  int left;                                                         // slices of this unit; -1 behind the last of all
+  int phase, unit;                                                  // of all layers' phases; a tile or a job
+};
+
+template <class S> __device__ __forceinline__ void open_product(Stream& s, const T* w0, const T* w1, const T* w2, int tile) {
+  const int warp = threadIdx.x / 32 % kWarps, lane = threadIdx.x % 32;
+  const int number = blockIdx.x % kPair * kWarps + warp; // of the pair's warps
+  constexpr int kDown = 32 / S::kRowWords; // rows from a copy to the next
+  const auto place = S::place(tile);
+  const T* const matrix = place.matrix == 0 ? w0 : place.matrix == 1 ? w1 : w2;
+  const int row = lane / S::kRowWords, word = lane % S::kRowWords;
+  const T *low, *high;
+  if (S::kTurned) {
+    s.index = number * S::kStep + word * 8;
+    s.index_apart = s.index_high = 0;
+    low = matrix + static_cast<Index>(place.column + row) * S::kInner + s.index;
+    high = S::kGated ? w1 + (low - matrix) : low + static_cast<Index>(2 * kDown) * S::kInner;
+    s.apart = kDown * S::kInner * 2;
+    s.further = S::kShare * S::kStep * 2;
+    s.columns = 0;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) s.columns |= (place.column + (row + kDown * t) % S::kMade < place.columns) << t;
+  } else {
+    const bool second = S::kGated && word * 8 >= S::kMade;
+    const int column = place.column + word * 8 - (second ? S::kMade : 0);
+    s.index = number * S::kStep + row;
+    s.index_apart = kDown, s.index_high = 2 * kDown;
+    low = (second ? w1 : matrix) + static_cast<Index>(s.index) * place.columns + column;
+    high = low + static_cast<Index>(2 * kDown) * place.columns;
+    s.apart = kDown * place.columns * 2;
+    s.further = S::kShare * S::kStep * place.columns * 2;
+    s.columns = column < place.columns ? 15 : 0;
+  }
+  s.low = reinterpret_cast<const unsigned char*>(low), s.high = reinterpret_cast<const unsigned char*>(high);
+  s.index_further = S::kShare * S::kStep, s.limit = S::kInner, s.except = -1;
+  s.to = S::word_at(row, word) * 16, s.flip = S::kRowWords == 8 ? 64 : 0;
+  s.left = number < S::kSlices ? (S::kSlices - number + S::kShare - 1) / S::kShare : 0;
+}
+
+__device__ __forceinline__ void open_keys(Stream& s, const Places& places, int layer, int number) {
+  const Job job = job_of(places, number);
+  const int warp = threadIdx.x / 32 % kWarps, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
+  s.index = job.first + warp * kChunk + lane / kLanes;
+  const Index at = cache_base(job) + static_cast<Index>(s.index) * kKeyStride + feature;
+  s.low = reinterpret_cast<const unsigned char*>(own_at<const T>(places, layer, kCacheK) + at);
+  s.high = reinterpret_cast<const unsigned char*>(own_at<const T>(places, layer, kCacheV) + at);
+  s.apart = kAtOnce * static_cast<int>(kKeyStride) * 2, s.further = kWarps * kChunk * static_cast<int>(kKeyStride) * 2;
+  s.index_apart = kAtOnce, s.index_high = 0, s.index_further = kWarps * kChunk, s.limit = job.last, s.except = job.at;
+  s.columns = feature < kSize ? 15 : 0;
+  s.to = lane * 16, s.flip = 0;
+  s.left = slices_of(job, warp);
+}
+
+// Norms' parameters and biases of a phase to the L2 cache, long before they are read: by one block, as the rest is asked for there too.
+template <class Value> __device__ __forceinline__ void prefetch(const Value* from, int count) {
+  if (from && count * sizeof(Value) % 16 == 0 && reinterpret_cast<unsigned long long>(from) % 16 == 0)
+    prefetch_to_l2(from, count * static_cast<int>(sizeof(Value)));
+}
+__device__ __forceinline__ void prefetch_small(const Places& places, int layer, int phase) {
+  const auto bias = [&](int which, int count) { prefetch(own_at<const T>(places, layer, which), count); };
+  const auto norm = [&](int which, int count) { prefetch(own_at<const P>(places, layer, which), count); };
+  if (phase == 0) {
+    norm(kScale1, Qkv::kInner), norm(kBias1, Qkv::kInner);
+    bias(kQBias, Qkv::columns_of(0)), bias(kKBias, Qkv::columns_of(1)), bias(kVBias, Qkv::columns_of(2));
+  }
+  if (phase == 2) bias(kOutBias, Out::kPitch);
+  if (phase == 3) norm(kScale2, Up::kInner), norm(kBias2, Up::kInner), bias(kUp0Bias, Up::kPitch), bias(kUp1Bias, Up::kPitch);
+  if (phase == 4) bias(kDownBias, Down::kPitch);
+}
+
+// Goes on to the next unit of the block of which the warp has slices.
+static __device__ __noinline__ void open(Stream& s, const Places& places) {
+  constexpr int kUnits[kPhases] = {Qkv::kTiles, kJobs, Out::kTiles, Up::kTiles, Down::kTiles};
+  do {
+    int phase = s.phase % kPhases;
+    s.unit += phase == 1 ? kBlocks : kPairs;
+    while (s.unit >= (phase == 0 ? kUnits[0] : phase == 1 ? kUnits[1] : phase == 2 ? kUnits[2] : phase == 3 ? kUnits[3] : kUnits[4])) {
+      if (++s.phase == kLayers * kPhases) {
+        s.left = -1;
+        return;
+      }
+      phase = s.phase % kPhases;
+      s.unit = phase == 1 ? blockIdx.x : blockIdx.x / kPair;
+    }
+    const int layer = s.phase / kPhases;
+    if (blockIdx.x == 0 && threadIdx.x == kThreads && s.unit == 0) prefetch_small(places, layer, phase);
+    const auto weight = [&](int which) { return own_at<const T>(places, layer, which); };
+    if (phase == 0) open_product<Qkv>(s, weight(kQ), weight(kK), weight(kV), s.unit);
+    if (phase == 1) open_keys(s, places, layer, s.unit);
+    if (phase == 2) open_product<Out>(s, weight(kOut), nullptr, nullptr, s.unit);
+    if (phase == 3) open_product<Up>(s, weight(kUp0), weight(kUp1), nullptr, s.unit);
+    if (phase == 4) open_product<Down>(s, weight(kDown), nullptr, nullptr, s.unit);
+  } while (s.left == 0);
+}
+
+// A warp's ring, as the warp that fills it and the one that uses it have it.
+struct Ring {
+  unsigned char* slots;
+  Gate *full, *empty; // of each slot
+  int slot;
+  unsigned parity;
+  __device__ __forceinline__ unsigned char* now() const { return slots + slot * kSlice; }
+  __device__ __forceinline__ void next() {
+    if (++slot == kDepth) slot = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void filled() { gate_waits(full + slot, parity); }
+  __device__ __forceinline__ void used() {
+    warp_meets(); // all lanes have read it
+    if (threadIdx.x % 32 == 0) gate_arrives(empty + slot);
+    next();
+  }
+};
+
+__device__ __forceinline__ void ask(Stream& s, unsigned char* slot) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int index = s.index + t % 2 * s.index_apart + t / 2 * s.index_high;
+    const bool inside = (s.columns >> t & 1) && index < s.limit && index != s.except;
+    copy_16(slot + ((s.to ^ (t % 2 ? s.flip : 0)) + t * 512), (t / 2 ? s.high : s.low) + t % 2 * s.apart, inside);
+  }
+  s.low += s.further, s.high += s.further, s.index += s.index_further;
+  --s.left;
+  copies_closed();
+}
+
+// The whole work of a warp that fills a ring: no more than kFlight slices are on their way, so that what others ask for meanwhile does not
+// wait behind a long row of them.
+__device__ __forceinline__ void fill(Ring ring, const Places& places) {
+  Stream s = {};
+  s.unit = static_cast<int>(blockIdx.x) / kPair - kPairs;
+  int done = 0, asked = 0; // `done`: the slot that is announced next
+  const auto announce = [&] {
+    warp_meets();
+    if (threadIdx.x % 32 == 0) gate_arrives(ring.full + done);
+    done = done + 1 == kDepth ? 0 : done + 1;
+  };
+  while (true) {
+    if (s.left == 0) {
+      Stream to = s; // the rest of the time it is in registers
+      open(to, places);
+      s = to;
+    }
+    if (s.left < 0) break;
+    gate_waits(ring.empty + ring.slot, ring.parity ^ 1); // it is so before the first round
+    ask(s, ring.now());
+    ring.next();
+    if (asked == kFlight - 1) {
+      copies_left<kFlight - 1>();
+      announce();
+    } else {
+      ++asked;
+    }
+  }
+  copies_left<0>();
+  for (; asked > 0; --asked) announce();
+}
