@@ -25,8 +25,12 @@ NOWHERE = Places({}, *[NOTHING] * 7)
 
 
 @pytest.fixture(scope="module")
-def on_the_cpu(tmp_path_factory):
-    emulator = emulator_in(tmp_path_factory.mktemp("decode"))
+def emulator(tmp_path_factory):
+    return emulator_in(tmp_path_factory.mktemp("decode"))
+
+
+@pytest.fixture
+def on_the_cpu(emulator):
     with kernels_on_the_cpu(emulator, cuda):
         yield emulator
 
