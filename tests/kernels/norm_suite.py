@@ -238,13 +238,15 @@ class NormSuite:
             close("d" + slot, got, wants["d" + slot])
 
     def same_bits(self, case, dtype):
-        if not self.repeatable:
-            pytest.skip("promises no order of its sums")
         given, cts = operands(case, dtype)
         step = self.step(case)
         first, second = (jax.tree.leaves(step(given, cts)) for _ in range(2))
         for a, b in zip(first, second, strict=True):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            if self.repeatable:
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            else:
+                one, two = (np.asarray(v, np.float64) for v in (a, b))
+                np.testing.assert_allclose(one, two, rtol=1e-2, atol=1e-2 * float(np.abs(one).max()))
 
     def test_twice_is_the_same_to_the_bit(self):
         self.same_bits(CASES["many rows"], "float32")
