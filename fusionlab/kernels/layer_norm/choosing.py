@@ -1,4 +1,6 @@
-"""Where the kernels of `layer_norm` are taken: a rule of what was measured on an H200 (`python -m benchmarks norms`)."""
+"""Where the kernels of `layer_norm` are taken: a rule of what was measured on an H200 (`python -m benchmarks norms` measures it again; only
+its two largest cases are on record so far, in that of `python -m benchmarks multi_transformer`).
+"""
 
 from __future__ import annotations
 
