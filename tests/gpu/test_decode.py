@@ -75,8 +75,8 @@ def test_the_sizes_of_models(name):
 
 
 def test_a_call_is_one_custom_call_and_five_kernels_a_layer(tmp_path):
-    sizes = MODELS["E1024 of 1"]
-    args = layers_of(sizes), normal(1, 1, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
+    sizes = MODELS["E4096 of 2"]
+    args = layers_of(sizes), normal(1, sizes.batch, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
     program = jax.jit(functools.partial(by_op, implementation="cuda")).lower(*args).compile()
     assert len(re.findall(r'custom_call_target="fusionlab', program.as_text())) == 1
     found = activity(lambda: program(*args), tmp_path, 1)
@@ -84,8 +84,9 @@ def test_a_call_is_one_custom_call_and_five_kernels_a_layer(tmp_path):
     assert ours == dict.fromkeys((f"decode_{part}" for part in ("qkv", "attend", "out", "up", "down")), 8)
 
 
-def test_wide_layers_of_one_text_are_one_kernel(tmp_path):
-    sizes = MODELS["E4096 of 1"]
+@pytest.mark.parametrize("name", ["E1024 of 1", "E4096 of 1"])
+def test_layers_of_one_text_are_one_kernel(tmp_path, name):
+    sizes = MODELS[name]
     args = layers_of(sizes), normal(1, 1, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
     program = jax.jit(functools.partial(by_op, implementation="cuda")).lower(*args).compile()
     found = activity(lambda: program(*args), tmp_path, 1)

@@ -22,8 +22,9 @@ def error(got, want):
     return float(np.max(np.abs(got - want)) / max(np.max(np.abs(want)), 1e-30))
 
 
+# float32: the products may be of TF32, 10 bits, as jax.jit's are
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dtype", "allowed"), [(jnp.float32, 1e-4), (jnp.bfloat16, 3e-2), (jnp.float16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "allowed"), [(jnp.float32, 1e-3), (jnp.bfloat16, 3e-2), (jnp.float16, 1e-2)])
 def test_an_encoder_is_right(dtype, allowed, causal):
     params = transformer.init(jax.random.key(0), 2, embed=1024, dtype=dtype)
     x = transformer.inputs(jax.random.key(1), 8, 128, 1024, dtype)

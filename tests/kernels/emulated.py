@@ -54,6 +54,8 @@ class Emulator:
                 "-shared",
                 "-fPIC",
                 "-fno-strict-aliasing",
+                "-fsanitize=alignment",  # what a GPU cannot read at an odd address ends the process here too
+                "-fno-sanitize-recover",
                 "-Wno-unknown-pragmas",
             ]
             command += [

@@ -166,7 +166,7 @@ class _Call:
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
         if whole := is_persistent(row):
             del shapes["normed"]
-            shapes["attended"] = jax.ShapeDtypeStruct((partials(row.attention),), jnp.float32)
+            shapes["attended"] = jax.ShapeDtypeStruct((partials(row),), jnp.float32)
             shapes["counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]

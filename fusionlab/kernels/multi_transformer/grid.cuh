@@ -32,12 +32,26 @@ __device__ __forceinline__ void gate_arrives(Gate* gate) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(gate)) : "memory");
 }
 
-// Waits for the end of a phase: the first is of parity 0, the next of 1, and so on.
+// Waits for the end of a phase: the first is of parity 0, the next of 1, and so on. What threads of this block wrote, or copied, before they
+// arrived is seen then: no more than that, since a wider scope empties the L1 cache every time.
 __device__ __forceinline__ void gate_waits(Gate* gate, unsigned parity) {
+  asm volatile("{\n.reg .pred open;\nagain%=:\nmbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1;\n@!open bra again%=;\n}" ::"r"(
+                   shared_address(gate)),
+               "r"(parity)
+               : "memory");
+}
+
+// The same where the other block of a pair wrote.
+__device__ __forceinline__ void gate_waits_for_partner(Gate* gate, unsigned parity) {
   asm volatile("{\n.reg .pred open;\nagain%=:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 open, [%0], %1;\n@!open bra again%=;\n}" ::"r"(
                    shared_address(gate)),
                "r"(parity)
                : "memory");
+}
+
+// Arrives, and keeps the phase from ending before so many bytes are written by `give_partner`.
+__device__ __forceinline__ void gate_expects(Gate* gate, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(gate)), "r"(bytes) : "memory");
 }
 
 // The same place of shared memory in the other block of a pair.
@@ -47,12 +61,11 @@ __device__ __forceinline__ unsigned in_partner(const void* at) {
   return place;
 }
 
-__device__ __forceinline__ void give_partner(float* at, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(in_partner(at)), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void gate_of_partner_arrives(Gate* gate) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_partner(gate)) : "memory");
+// Writes into the other block's shared memory; its gate counts the bytes, so no fence is needed (PTX ISA, "st.async").
+__device__ __forceinline__ void give_partner(float* at, float value, Gate* gate) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(in_partner(at)), "f"(value),
+               "r"(in_partner(gate))
+               : "memory");
 }
 
 #else

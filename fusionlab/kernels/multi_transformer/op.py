@@ -12,7 +12,7 @@ from ...device import Device
 from ..arrays import batch_size, canonical_precision
 from ..composite import CompositeOp, composite_implementation
 from ..implementation import Implementation
-from . import composed, cuda, reference
+from . import choosing, composed, cuda, reference
 from .checks import PER_LAYER, SHARED, checked
 
 Array = Any
@@ -123,6 +123,8 @@ class MultiTransformer(CompositeOp):
         return folded, params
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if role == "call" and not choosing.why_not_cuda(shapes, device, **attrs):
+            return "cuda", choosing.FASTER
         return "composed", "each of its pieces chooses for itself"
 
     def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:

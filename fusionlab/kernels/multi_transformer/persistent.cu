@@ -13,8 +13,8 @@
 // All blocks must be resident at once: a cooperative launch sees to that. `decode_begin` sets the counter of their meetings to 0.
 //
 // Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_EPSILON1 and
-// FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_DEPTH, the template arguments of each product (FL_QKV, FL_OUT, FL_UP, FL_DOWN, of Product) and the
-// sizes of the attention, as persistent.py has them.
+// FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_SLICE, FL_DEPTH, FL_FLIGHT (stream.cuh), the template arguments of each product (FL_QKV, FL_OUT,
+// FL_UP, FL_DOWN, of Product) and the sizes of the attention, as persistent.py has them.
 #include "numbers.cuh"
 
 #include "grid.cuh"
@@ -45,7 +45,7 @@ constexpr int kTakenCount = kRows * kMostTile / 2; // floats that a block takes 
 __device__ __forceinline__ float* taken_in(int which) { return sums_in(2) + which * kTakenCount; }
 __device__ __forceinline__ float* place_in() { return taken_in(2); } // 16 floats
 __device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(place_in() + 16); }
-__device__ __forceinline__ Gate* taken_gate() { return gates_in() + 2 * kWarps * kDepth; }
+__device__ __forceinline__ Gate* taken_gates() { return gates_in() + 2 * kWarps * kDepth; } // of either of `taken_in`
 
 #include "phases.cuh"
 
@@ -55,7 +55,7 @@ extern "C" __global__ void decode_begin(unsigned* counter) {
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads, 1) decode_layers(const FL_CONSTANT Places places) {
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x < 2 * kWarps * kDepth + 1) gate_opens_after(gates_in() + threadIdx.x, threadIdx.x < 2 * kWarps * kDepth ? 1 : kWarps);
+  if (threadIdx.x < 2 * kWarps * kDepth + 2) gate_opens_after(gates_in() + threadIdx.x, 1);
   gates_are_there();
   cluster_arrives();
   cluster_waits();

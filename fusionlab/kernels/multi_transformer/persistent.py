@@ -11,27 +11,29 @@ from ...device import Device
 from ..compile import Source
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..kernel_plan import KernelPlan, Launch
-from .decode import CODES, NORMS, NOTHING, Attention, Param, Places, Product, Row, number
+from .decode import CODES, NORMS, NOTHING, Param, Places, Product, Row, number
 
 SOURCE = Source("multi_transformer/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
 BLOCKS = 132  # one of each multiprocessor: no more than the device has, or they would wait for each other for ever
 MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
 _PAIR = 2  # blocks that share the inner axis of a product
 _THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
-_FLIGHT = 3  # slices of a ring on their way at a time: enough for the memory's rate, and no long row to wait behind
 _SHARED = 227 << 10  # bytes of a block (CUDA C++ Programming Guide, compute capability 9.0)
-_SLICE = 2048  # bytes
-_DEPTHS = (8, 24)  # slices of a warp's ring, at least and at most
+# Bytes of a slice, and of a ring's slices on their way at a time: enough for the memory's rate, and no long row to wait behind. Slices are
+# large where a layer is so small that what a warp does for each of them counts.
+_SLICE, _FLIGHT = 2048, 6144
+_LARGE_SLICE, _LARGE_FLIGHT = 4096, 8192
+_SMALL_LAYER = 128 << 20  # bytes of a layer's weights
+_RING = 16 << 10, 48 << 10  # bytes of a warp's ring, at least and at most
 _SHARES = (1, 2, 4, 8)  # parts of the keys
-_LEAST_KEYS = 64  # of a part
-_LEAST_BYTES = 256 << 20  # of a layer's weights
+_LEAST_BYTES = 24 << 20  # of a layer's weights
 
 
 def tile_of(product: Product) -> int:
     """Columns of a tile: those with which the busiest block has least to read; short pieces of rows cost more."""
     if product.gated:
         return 32 if product.turned else 64
-    costs = {16: 1.25, 32: 1.0} if product.turned else {16: 2.2, 32: 1.15, 64: 1.0}
+    costs = {32: 1.0, 64: 1.25} if product.turned else {16: 2.5, 32: 1.15, 64: 1.0}
     return min(costs, key=lambda n: (-(-_tiles(product, n) // (BLOCKS // _PAIR)) * n * costs[n], n))
 
 
@@ -40,27 +42,40 @@ def _tiles(product: Product, tile: int) -> int:
     return sum(-(-n // made) for n in product.columns)
 
 
-def _pitch(product: Product) -> int:
-    """Entries of a row of x in shared memory."""
-    step = _SLICE // 2 // tile_of(product)
+def _pitch(product: Product, size: int) -> int:
+    """Entries of a row of x in shared memory, with slices of `size` bytes."""
+    step = size // 2 // tile_of(product)
     return -(-product.inner // step) * step + 8
 
 
-def parts_of(attention: Attention) -> int:
-    """Blocks that share the keys of a head."""
+def _weight_bytes(row: Row) -> int:
+    return sum(2 * p.inner * sum(p.columns) * (2 if p.gated else 1) for p in _products(row).values())
+
+
+def slice_of(row: Row) -> int:
+    """Bytes of a slice."""
+    return _LARGE_SLICE if _weight_bytes(row) < _SMALL_LAYER else _SLICE
+
+
+def parts_of(row: Row) -> int:
+    """Blocks that share the keys of a head: each warp has two slices of them at least."""
+    attention = row.attention
     jobs = attention.rows * attention.heads // attention.group
-    return max((s for s in _SHARES if jobs * s <= BLOCKS and s * _LEAST_KEYS <= attention.past), default=1)
+    lanes = 1 << max(0, -(-attention.size // 8) - 1).bit_length()  # that share a key
+    keys = 2 * _WARPS * slice_of(row) // 2 // (16 * lanes)
+    return max((s for s in _SHARES if jobs * s <= BLOCKS and s * keys <= attention.past), default=1)
 
 
-def partials(attention: Attention) -> int:
+def partials(row: Row) -> int:
     """Floats that the attention's parts leave for the product behind them."""
-    return attention.rows * attention.heads * parts_of(attention) * (attention.size + 2)
+    parts = row.attention.rows * row.attention.heads * parts_of(row)
+    return -(-2 * parts // 4) * 4 + parts * row.attention.size
 
 
 def _rows_bytes(row: Row) -> int:
     attention = row.attention
     block = 4 * attention.group * ((_WARPS + 1) * attention.size + 2 * _WARPS) + 4 * attention.size + 64
-    return max(2 * row.qkv.rows * max(map(_pitch, _products(row).values())), -(-block // 16) * 16)
+    return max(2 * row.qkv.rows * max(_pitch(p, slice_of(row)) for p in _products(row).values()), -(-block // 16) * 16)
 
 
 def _products(row: Row) -> dict[str, Product]:
@@ -74,42 +89,37 @@ def _beside(row: Row) -> int:
         -(-_rows_bytes(row) // 16) * 16
         + max(
             8 * row.qkv.rows * _WARPS * (tile + 4),
-            4 * row.qkv.rows * row.attention.heads * parts_of(row.attention) + 64,
+            4 * row.qkv.rows * row.attention.heads * parts_of(row) + 64,
         )
         + 8 * row.qkv.rows * tile // 2
         + 128
-        + 16 * _WARPS * _DEPTHS[1]
+        + 16 * _WARPS * (_RING[1] // slice_of(row))
     )
 
 
 def depth_of(row: Row) -> int:
     """Slices of a warp's ring that there is room for."""
-    return min(_DEPTHS[1], (_SHARED - _beside(row)) // (_WARPS * _SLICE))
+    return min(_RING[1], (_SHARED - _beside(row)) // _WARPS) // slice_of(row)
 
 
 def takes(row: Row) -> bool:
     """Whether the kernel is for such layers: norms ahead of the products, and room in shared memory for x beside a ring of some depth."""
-    return row.pre_norm and depth_of(row) >= _DEPTHS[0]
+    return row.pre_norm and depth_of(row) * slice_of(row) >= _RING[0]
 
 
 def pays(row: Row, device: Device) -> bool:
-    """Whether it is taken for layers that it `takes`: for one text, where the device has a multiprocessor for each block, and a
-    layer's weights are many.
-
-    Trials on an H200 had it ahead of the five kernels of decode.cu at 4096 features and behind at 1024; there is no record of them yet, and
-    what lies between was not tried.
+    """Whether it is taken for layers that it `takes`: for one text, where the device has a multiprocessor for each block, and a layer's
+    weights are no fewer than were tried: it was ahead of the five kernels of decode.cu at 1024 and at 4096 features (an H200).
     """
-    made = sum(p.inner * sum(p.columns) * (2 if p.gated else 1) for p in _products(row).values())
-    return (
-        row.qkv.rows == 1 and device.arch in SOURCE.archs and (device.units or 0) >= BLOCKS and 2 * made >= _LEAST_BYTES
-    )
+    enough = (device.units or 0) >= BLOCKS and _weight_bytes(row) >= _LEAST_BYTES
+    return row.qkv.rows == 1 and device.arch in SOURCE.archs and enough
 
 
 def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> KernelPlan:
     """All layers as one launch, or as several of no more than `MOST_LAYERS`.
 
     Args:
-      counter: where the blocks count themselves, one int32. `attended` of the places is float32, `partials(row.attention)` of them.
+      counter: where the blocks count themselves, one int32. `attended` of the places is float32, `partials(row)` of them.
     """
     # All launches are of as many layers, as they are one kernel.
     count = next(n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and len(layers) // n <= MOST_LAYERS)
@@ -122,8 +132,9 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> Kerne
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
         "BLOCKS": BLOCKS,
         "LAYERS": most,
+        "SLICE": slice_of(row),
         "DEPTH": depth_of(row),
-        "FLIGHT": _FLIGHT,
+        "FLIGHT": (_LARGE_FLIGHT if slice_of(row) == _LARGE_SLICE else _FLIGHT) // slice_of(row),
     }
     options |= {f"EPSILON{i}": number(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
     norms = {"QKV": row.norms[0], "UP": row.norms[1]}
@@ -131,8 +142,8 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> Kerne
         columns = (*product.columns, 0, 0)[:3]
         flags = int(product.turned), int(product.gated), NORMS.get(norms.get(name) or "", 0)
         options[name] = ",".join(map(str, (product.inner, *columns, tile_of(product), *flags)))
-    options |= row.attention.options() | {"PARTS": parts_of(row.attention)}
-    shared = _WARPS * depth_of(row) * _SLICE + _beside(row)
+    options |= row.attention.options() | {"PARTS": parts_of(row)}
+    shared = _WARPS * depth_of(row) * slice_of(row) + _beside(row)
     launches = []
     for chunk in chunks:
         launches.append(Launch("decode_begin", (1, 1, 1), (32, 1, 1), 0, (counter,)))

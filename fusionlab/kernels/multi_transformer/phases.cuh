@@ -118,22 +118,22 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, 
     float* const all = sums_in(given % 2); // the other one may still be read
     float* const taken = taken_in(given % 2);
     keep_sums<S>(all, sums);
+    Gate* const gate = taken_gates() + given % 2;
+    if (threadIdx.x == 0) gate_expects(gate, kResults * (S::kGated ? 2 : 1) * sizeof(float));
     block_meets();
 #pragma unroll
     for (int t = 0; t < kEach; ++t) {
       if (first + t * kThreads >= kResults) continue;
       const int its = in_tile(t, 1 - blockIdx.x % kPair);
-      give_partner(taken + first + t * kThreads, over_warps<S>(all, row_of(t), its));
-      if (S::kGated) give_partner(taken + kResults + first + t * kThreads, over_warps<S>(all, row_of(t), S::kMade + its));
+      give_partner(taken + first + t * kThreads, over_warps<S>(all, row_of(t), its), gate);
+      if (S::kGated) give_partner(taken + kResults + first + t * kThreads, over_warps<S>(all, row_of(t), S::kMade + its), gate);
     }
-    warp_meets();
-    if (threadIdx.x % 32 == 0) gate_of_partner_arrives(taken_gate());
     const auto sum_of = [&](int t, int which) {
       const float own = over_warps<S>(all, row_of(t), which * S::kMade + in_tile(t, blockIdx.x % kPair));
       const float other = taken[which * kResults + first + t * kThreads];
       return blockIdx.x % kPair == 0 ? own + other : other + own;
     };
-    gate_waits(taken_gate(), given % 2);
+    gate_waits_for_partner(gate, given / 2 % 2);
 #pragma unroll
     for (int t = 0; t < kEach; ++t) {
       if (!is_mine(t)) continue;
@@ -150,8 +150,9 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, 
   }
 }
 
-// Of each head of each text and each part of its keys: the largest score and the sum of weights, then behind all of these the values.
-constexpr int kPartCount = kRows * kHeads * kParts;
+// Of each head of each text and each part of its keys: the largest score and the sum of weights, then behind all of these the values, which
+// are read four at a time.
+constexpr int kPartCount = kRows * kHeads * kParts, kPartValuesAt = (2 * kPartCount + 3) / 4 * 4;
 __device__ __forceinline__ int part_of(int text, int head, int part) { return (text * kHeads + head) * kParts + part; }
 
 __device__ __forceinline__ void attend(Ring& ring, const Places& places, int layer) {
@@ -206,17 +207,19 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
     int position = job.first + warp * kChunk + lane / kLanes;
 #pragma unroll 1
     for (int left = slices_of(job, warp); left > 0; --left, position += kWarps * kChunk) {
-      bool seen[2];
+      bool seen[kHalf];
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
+      for (int u = 0; u < kHalf; ++u) {
         const int at = position + u * kAtOnce;
         seen[u] = at < job.last && at != job.at && (!mask || mask[at]);
       }
       ring.filled();
       const uint4* const words = reinterpret_cast<const uint4*>(ring.now()) + lane; // those that this lane asked for
-      const uint4 keys[2] = {words[0], words[32]}, values[2] = {words[64], words[96]};
+      uint4 keys[kHalf], values[kHalf];
 #pragma unroll
-      for (int h = 0; h < kGroup; ++h) take<2>(running[h], query[h], keys, values, seen);
+      for (int u = 0; u < kHalf; ++u) keys[u] = words[32 * u], values[u] = words[32 * (kHalf + u)];
+#pragma unroll
+      for (int h = 0; h < kGroup; ++h) take<kHalf>(running[h], query[h], keys, values, seen);
       ring.used();
     }
 #pragma unroll
@@ -241,7 +244,7 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
         total += weight * shared.total[w][h];
         value += weight * shared.values[w][h][f];
       }
-      made[2 * kPartCount + part * kSize + f] = value;
+      made[kPartValuesAt + part * kSize + f] = value;
       if (f == 0) made[2 * part] = largest, made[2 * part + 1] = total;
     }
     block_meets(); // the next job writes there
@@ -293,7 +296,7 @@ __device__ __forceinline__ void keep_attended(const Places& places, int layer) {
       if (entries_of(start + u * kThreads, text, entry))
 #pragma unroll
         for (int p = 0; p < kParts; ++p)
-          values[u][p] = __ldcg(reinterpret_cast<const float4*>(made + 2 * kPartCount + part_of(text, entry / kSize, p) * kSize + entry % kSize));
+          values[u][p] = __ldcg(reinterpret_cast<const float4*>(made + kPartValuesAt + part_of(text, entry / kSize, p) * kSize + entry % kSize));
     if (start == static_cast<int>(threadIdx.x)) {
 #pragma unroll 1
       for (int head = threadIdx.x; head < kHeadsOfAll; head += kThreads) share(head);

@@ -3,9 +3,9 @@
 // caches, which is left out), so the stream runs on while the blocks wait for each other.
 #pragma once
 
-constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kDepth = FL_DEPTH, kFlight = FL_FLIGHT;
-// kDepth: slices of a warp's ring; kFlight: of them, on their way at a time
-constexpr int kSlice = 2048;                                              // bytes: four copies of 16 for each lane
+constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kSlice = FL_SLICE, kDepth = FL_DEPTH, kFlight = FL_FLIGHT;
+// kSlice: bytes of a slice; kDepth: slices of a warp's ring; kFlight: of them, on their way at a time
+constexpr int kCopies = kSlice / 512, kHalf = kCopies / 2; // of 16 bytes for each lane; of either half of a slice
 constexpr int kPhases = 5;
 constexpr int kPair = 2, kPairs = kBlocks / kPair; // blocks that share the inner axis of a product: a cluster
 
@@ -63,7 +63,7 @@ struct Job {
   int at, seen, first, last; // where the new token goes; how many positions are seen; those of this part
 };
 constexpr int kSets = kHeads / kKeyHeads / kGroup, kJobs = kRows * kKeyHeads * kSets * kParts;
-constexpr int kChunk = 2 * kAtOnce; // positions of a slice: its first half keys, its second half values
+constexpr int kChunk = kHalf * kAtOnce; // positions of a slice: its first half keys, its second half values
 
 __device__ __forceinline__ int seen_of(const Places& places, int text, int& at) {
   const int step = shared_at<const int>(places, kStepAt)[kStepOfEach ? text : 0];
@@ -97,7 +97,7 @@ __device__ __forceinline__ int slices_of(const Job& job, int warp) {
   return keys <= 0 ? 0 : (keys + kWarps * kChunk - 1) / (kWarps * kChunk);
 }
 
-// Where a warp's stream stands. Copy t of a slice is of `low` (t = 0, 1) or `high` (2, 3), the odd ones `apart` bytes on.
+// Where a warp's stream stands. The first half of a slice's copies is of `low`, the second of `high`, each of them `apart` bytes on.
 struct Stream {
   const unsigned char *low, *high;
   int apart, further; // bytes; from a slice to the next
@@ -120,22 +120,22 @@ template <class S> __device__ __forceinline__ void open_product(Stream& s, const
     s.index = number * S::kStep + word * 8;
     s.index_apart = s.index_high = 0;
     low = matrix + static_cast<Index>(place.column + row) * S::kInner + s.index;
-    high = S::kGated ? w1 + (low - matrix) : low + static_cast<Index>(2 * kDown) * S::kInner;
+    high = S::kGated ? w1 + (low - matrix) : low + static_cast<Index>(kHalf * kDown) * S::kInner;
     s.apart = kDown * S::kInner * 2;
     s.further = S::kShare * S::kStep * 2;
     s.columns = 0;
 #pragma unroll
-    for (int t = 0; t < 4; ++t) s.columns |= (place.column + (row + kDown * t) % S::kMade < place.columns) << t;
+    for (int t = 0; t < kCopies; ++t) s.columns |= (place.column + (row + kDown * t) % S::kMade < place.columns) << t;
   } else {
     const bool second = S::kGated && word * 8 >= S::kMade;
     const int column = place.column + word * 8 - (second ? S::kMade : 0);
     s.index = number * S::kStep + row;
-    s.index_apart = kDown, s.index_high = 2 * kDown;
+    s.index_apart = kDown, s.index_high = kHalf * kDown;
     low = (second ? w1 : matrix) + static_cast<Index>(s.index) * place.columns + column;
-    high = low + static_cast<Index>(2 * kDown) * place.columns;
+    high = low + static_cast<Index>(kHalf * kDown) * place.columns;
     s.apart = kDown * place.columns * 2;
     s.further = S::kShare * S::kStep * place.columns * 2;
-    s.columns = column < place.columns ? 15 : 0;
+    s.columns = column < place.columns ? -1 : 0;
   }
   s.low = reinterpret_cast<const unsigned char*>(low), s.high = reinterpret_cast<const unsigned char*>(high);
   s.index_further = S::kShare * S::kStep, s.limit = S::kInner, s.except = -1;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void open_keys(Stream& s, const Places& places, int l
   s.high = reinterpret_cast<const unsigned char*>(own_at<const T>(places, layer, kCacheV) + at);
   s.apart = kAtOnce * static_cast<int>(kKeyStride) * 2, s.further = kWarps * kChunk * static_cast<int>(kKeyStride) * 2;
   s.index_apart = kAtOnce, s.index_high = 0, s.index_further = kWarps * kChunk, s.limit = job.last, s.except = job.at;
-  s.columns = feature < kSize ? 15 : 0;
+  s.columns = feature < kSize ? -1 : 0;
   s.to = lane * 16, s.flip = 0;
   s.left = slices_of(job, warp);
 }
@@ -219,10 +219,10 @@ struct Ring {
 
 __device__ __forceinline__ void ask(Stream& s, unsigned char* slot) {
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const int index = s.index + t % 2 * s.index_apart + t / 2 * s.index_high;
+  for (int t = 0; t < kCopies; ++t) {
+    const int index = s.index + t % kHalf * s.index_apart + t / kHalf * s.index_high;
     const bool inside = (s.columns >> t & 1) && index < s.limit && index != s.except;
-    copy_16(slot + ((s.to ^ (t % 2 ? s.flip : 0)) + t * 512), (t / 2 ? s.high : s.low) + t % 2 * s.apart, inside);
+    copy_16(slot + ((s.to ^ (t % 2 ? s.flip : 0)) + t * 512), (t / kHalf ? s.high : s.low) + t % kHalf * s.apart, inside);
   }
   s.low += s.further, s.high += s.further, s.index += s.index_further;
   --s.left;

@@ -9,26 +9,40 @@ inline Barrier computing[kMostBlocks];
 inline void block_meets() { computing[block_in_cluster].wait(kWorking); }
 
 struct Gate {
-  std::uint16_t expected, pending;
-  unsigned phase;
+  std::uint8_t expected, pending;
+  std::uint16_t phase;
+  int bytes; // still to come in this phase
 };
 inline void gate_opens_after(Gate* gate, int arrivals) {
-  *gate = {static_cast<std::uint16_t>(arrivals), static_cast<std::uint16_t>(arrivals), 0};
+  *gate = {static_cast<std::uint8_t>(arrivals), static_cast<std::uint8_t>(arrivals), 0, 0};
 }
 inline void gates_are_there() {}
+inline void gate_may_open(Gate* gate) {
+  if (gate->pending == 0 && gate->bytes == 0) gate->pending = gate->expected, ++gate->phase;
+}
 inline void gate_arrives(Gate* gate) {
-  if (--gate->pending == 0) gate->pending = gate->expected, ++gate->phase;
+  if (gate->pending-- == 0) std::abort();
+  gate_may_open(gate);
+}
+inline void gate_expects(Gate* gate, unsigned bytes) {
+  gate->bytes += static_cast<int>(bytes);
+  gate_arrives(gate);
 }
 inline void gate_waits(Gate* gate, unsigned parity) {
-  while ((*static_cast<volatile unsigned*>(&gate->phase) & 1) == parity) hand_over();
+  while ((*static_cast<volatile std::uint16_t*>(&gate->phase) & 1) == parity) hand_over();
 }
+inline void gate_waits_for_partner(Gate* gate, unsigned parity) { gate_waits(gate, parity); }
 template <class Value> Value* in_partner(Value* at) {
   const auto place = reinterpret_cast<unsigned char*>(at) - shared_memory;
   if (place < 0 || place >= static_cast<long>(sizeof(shared_memory)) || !alive[block_in_cluster ^ 1]) std::abort();
   return reinterpret_cast<Value*>(shared_memories[block_in_cluster ^ 1] + place);
 }
-inline void give_partner(float* at, float value) { *in_partner(at) = value; }
-inline void gate_of_partner_arrives(Gate* gate) { gate_arrives(in_partner(gate)); }
+inline void give_partner(float* at, float value, Gate* gate) {
+  *in_partner(at) = value;
+  Gate* const its = in_partner(gate);
+  its->bytes -= static_cast<int>(sizeof(float));
+  gate_may_open(its);
+}
 
 inline void blocks_meet(unsigned* counter, unsigned count) {
   ++*counter;

@@ -1,0 +1,37 @@
+"""Where the kernels of `multi_transformer` are taken: a rule of what was measured on an H200 (`python -m benchmarks decoding`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ...device import Device
+from . import cuda
+
+MEASURED = ("sm_90",)
+# Tokens' features between which one text was measured faster than jax.jit: 0.29 of its time at 1024, 0.82 at 4096. With 16 texts of 4096
+# features jax.jit was faster; other numbers were not measured.
+WIDTHS = 1024, 4096
+FASTER = "one text of one token: measured faster than XLA's code for such layers"
+
+
+def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
+    """Why the pieces are preferred for a call; "" where the kernels are."""
+    if device.arch not in MEASURED:
+        where = device.arch or "this architecture"
+        return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+    if residuals:
+        return "they run only forward"
+    rows, tokens, width = shapes["x"].shape
+    if tokens != 1:
+        return f"{tokens} tokens a text, the kernels are for one"
+    if rows != 1:
+        return f"{rows} texts; the kernels were measured faster for one"
+    least, most = WIDTHS
+    if not least <= width <= most:
+        return f"tokens of {width} features; the kernels were measured for {least} to {most}"
+    if not device.simulated and jax.device_count() > 1:
+        return "with several devices each would compute the whole layer"
+    return cuda.refuses(shapes, device, **attrs) or ""
