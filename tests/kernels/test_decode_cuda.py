@@ -66,6 +66,21 @@ def test_more_layers_than_a_launch_holds(as_one_kernel, monkeypatch):
     assert 4 in as_one_kernel
 
 
+@pytest.mark.parametrize("last_thread_first", [False, True])
+def test_x_that_is_too_long_for_a_block_is_read_in_parts(on_the_cpu, as_one_kernel, monkeypatch, last_thread_first):
+    monkeypatch.setattr(persistent, "_KEPT", 22 << 10)
+    monkeypatch.setattr(on_the_cpu, "last_thread_first", last_thread_first)
+    check(Case(rows=11, hidden=3000, width=264, layers=2, past=13, step=7, epsilons=(1e-5, None)))
+    assert as_one_kernel
+
+
+def test_many_texts_are_normed_by_a_warp_each(as_one_kernel):
+    check(
+        Case(rows=9, width=1096, heads=3, kv_heads=3, past=13, step=7)
+    )  # more words for a thread than it has registers for parameters
+    assert as_one_kernel
+
+
 @pytest.mark.parametrize("name", ["eleven texts, two layers", "gated and turned"])
 def test_one_kernel_does_not_hang_on_the_order_of_threads(on_the_cpu, as_one_kernel, monkeypatch, name):
     given = operands_of(CASES[name])

@@ -13,7 +13,7 @@
 // All blocks must be resident at once: a cooperative launch sees to that. `decode_begin` sets the counter of their meetings to 0.
 //
 // Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_EPSILON1 and
-// FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_SLICE, FL_DEPTH, FL_FLIGHT (stream.cuh), the template arguments of each product (FL_QKV, FL_OUT,
+// FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_SLICE, FL_DEPTH, FL_FLIGHT, FL_KEPT (stream.cuh), the template arguments of each product (FL_QKV, FL_OUT,
 // FL_UP, FL_DOWN, of Product) and the sizes of the attention, as persistent.py has them.
 #include "numbers.cuh"
 
@@ -24,7 +24,8 @@
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 constexpr int kMostTile = most(most(Qkv::kTile, Out::kTile), most(Up::kTile, Down::kTile));
-constexpr int kSumsCount = most(kWarps * kRows * (kMostTile + 4), (kRows * kHeads * kParts + 4) / 2 / 2 * 2); // floats
+constexpr int kSumsBuffers = kRows > 4 ? 1 : 2; // a second one saves a wait for each tile
+constexpr int kSumsCount = most((kRows > 4 ? kWarps / 2 : kWarps) * kRows * (kMostTile + 4), (kRows * kHeads * kParts + 4) / kSumsBuffers / 2 * 2); // floats
 
 struct Block { // of the attention
   float queries[kGroup][kSize];
@@ -34,17 +35,19 @@ struct Block { // of the attention
   __align__(16) T value[kSize];
 };
 constexpr int kRingBytes = kWarps * kDepth * kSlice;
-constexpr int kMostPitch = most(most(Qkv::kRowPitch, Out::kRowPitch), most(Up::kRowPitch, Down::kRowPitch));
-constexpr int kRowsBytes = (most(2 * kRows * kMostPitch, sizeof(Block)) + 15) / 16 * 16; // x of a phase, or what an attention shares
+template <class S> constexpr int kRowsOf = 2 * S::kKeptRows * S::kRowPitch;
+constexpr int kMostRows = most(most(kRowsOf<Qkv>, kRowsOf<Out>), most(kRowsOf<Up>, kRowsOf<Down>));
+constexpr int kRowsBytes = (most(kMostRows, sizeof(Block)) + 15) / 16 * 16; // x of a phase, or what an attention shares
 
 __device__ __forceinline__ T* rows_in() { return reinterpret_cast<T*>(shared_memory + kRingBytes); }
 __device__ __forceinline__ float* sums_in(int which) {
-  return reinterpret_cast<float*>(shared_memory + kRingBytes + kRowsBytes) + which * kSumsCount;
+  return reinterpret_cast<float*>(shared_memory + kRingBytes + kRowsBytes) + which % kSumsBuffers * kSumsCount;
 }
 constexpr int kTakenCount = kRows * kMostTile / 2; // floats that a block takes from its partner
-__device__ __forceinline__ float* taken_in(int which) { return sums_in(2) + which * kTakenCount; }
+__device__ __forceinline__ float* taken_in(int which) { return sums_in(0) + kSumsBuffers * kSumsCount + which * kTakenCount; }
 __device__ __forceinline__ float* place_in() { return taken_in(2); } // 16 floats
-__device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(place_in() + 16); }
+__device__ __forceinline__ float2* statistics_in() { return reinterpret_cast<float2*>(place_in() + 16); } // of each row
+__device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(statistics_in() + kRows); }
 __device__ __forceinline__ Gate* taken_gates() { return gates_in() + 2 * kWarps * kDepth; } // of either of `taken_in`
 
 #include "phases.cuh"
@@ -80,25 +83,24 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
       block_meets();
     };
     if (blockIdx.x / kPair < Qkv::kTiles) {
-      keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
-      project<Qkv, false>(ring, given, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
+      const T* const from = keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
+      project<Qkv, false>(ring, given, from, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
     }
     meet();
     attend(ring, places, layer);
     meet();
     if (blockIdx.x / kPair < Out::kTiles) {
-      keep_attended(places, layer);
-      project<Out, false>(ring, given, own(kOutBias), nullptr, nullptr, x, between);
+      const T* const from = keep_attended(places, layer);
+      project<Out, false>(ring, given, from, own(kOutBias), nullptr, nullptr, x, between);
     }
     meet();
     if (blockIdx.x / kPair < Up::kTiles) {
-      keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
-      project<Up, true>(ring, given, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
+      const T* const from = keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
+      project<Up, true>(ring, given, from, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
     }
     meet();
     if (blockIdx.x / kPair < Down::kTiles) {
-      keep_normed<Down>(hidden, nullptr, nullptr, 0.0f);
-      project<Down, false>(ring, given, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
+      project<Down, false>(ring, given, hidden, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
     }
     if (layer + 1 < kLayers) meet();
   }

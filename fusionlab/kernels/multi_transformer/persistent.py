@@ -20,11 +20,12 @@ _PAIR = 2  # blocks that share the inner axis of a product
 _THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
 _SHARED = 227 << 10  # bytes of a block (CUDA C++ Programming Guide, compute capability 9.0)
 # Bytes of a slice, and of a ring's slices on their way at a time: enough for the memory's rate, and no long row to wait behind. Slices are
-# large where a layer is so small that what a warp does for each of them counts.
+# large where a layer is so small, or the rows so many, that what a warp does for each of them counts.
 _SLICE, _FLIGHT = 2048, 6144
 _LARGE_SLICE, _LARGE_FLIGHT = 4096, 8192
 _SMALL_LAYER = 128 << 20  # bytes of a layer's weights
-_RING = 16 << 10, 48 << 10  # bytes of a warp's ring, at least and at most
+_RING = 12 << 10, 48 << 10  # bytes of a warp's ring, at least and at most
+_KEPT = 64 << 10  # bytes of x in shared memory
 _SHARES = (1, 2, 4, 8)  # parts of the keys
 _LEAST_BYTES = 24 << 20  # of a layer's weights
 
@@ -42,10 +43,17 @@ def _tiles(product: Product, tile: int) -> int:
     return sum(-(-n // made) for n in product.columns)
 
 
-def _pitch(product: Product, size: int) -> int:
-    """Entries of a row of x in shared memory, with slices of `size` bytes."""
-    step = size // 2 // tile_of(product)
-    return -(-product.inner // step) * step + 8
+def _held(product: Product, size: int) -> tuple[int, int]:
+    """How many entries of a row of x a block keeps, with slices of `size` bytes, and how many such parts: 2 where not all are kept at once."""
+    entries = _WARPS * size // 2 // tile_of(product)  # of a round: a slice of each warp
+    rounds = -(-product.inner // (_PAIR * entries))
+    whole = 2 * product.rows * rounds * entries
+    return (rounds * entries, 1) if whole <= _KEPT else (_KEPT // 2 // (2 * product.rows * entries) * entries, 2)
+
+
+def _is_kept(product: Product, size: int) -> bool:
+    """Whether all that a block needs of x is kept at once."""
+    return _held(product, size)[1] == 1
 
 
 def _weight_bytes(row: Row) -> int:
@@ -54,7 +62,7 @@ def _weight_bytes(row: Row) -> int:
 
 def slice_of(row: Row) -> int:
     """Bytes of a slice."""
-    return _LARGE_SLICE if _weight_bytes(row) < _SMALL_LAYER else _SLICE
+    return _LARGE_SLICE if _weight_bytes(row) < _SMALL_LAYER or row.qkv.rows > 1 else _SLICE
 
 
 def parts_of(row: Row) -> int:
@@ -68,14 +76,17 @@ def parts_of(row: Row) -> int:
 
 def partials(row: Row) -> int:
     """Floats that the attention's parts leave for the product behind them."""
-    parts = row.attention.rows * row.attention.heads * parts_of(row)
+    parts = (
+        row.attention.rows * row.attention.heads * parts_of(row)
+    )  # one of a head: what was attended to, in the row's dtype
     return -(-2 * parts // 4) * 4 + parts * row.attention.size
 
 
 def _rows_bytes(row: Row) -> int:
     attention = row.attention
     block = 4 * attention.group * ((_WARPS + 1) * attention.size + 2 * _WARPS) + 4 * attention.size + 64
-    return max(2 * row.qkv.rows * max(_pitch(p, slice_of(row)) for p in _products(row).values()), -(-block // 16) * 16)
+    held = (_held(p, slice_of(row)) for p in _products(row).values())
+    return max(*(2 * row.qkv.rows * parts * (entries + 8) for entries, parts in held), -(-block // 16) * 16)
 
 
 def _products(row: Row) -> dict[str, Product]:
@@ -85,14 +96,16 @@ def _products(row: Row) -> dict[str, Product]:
 def _beside(row: Row) -> int:
     """Bytes of shared memory beside the ring."""
     tile = max(map(tile_of, _products(row).values()))
+    sums = _WARPS // 2 if row.qkv.rows > 4 else 2 * _WARPS  # of a warp, at a time
     return (
         -(-_rows_bytes(row) // 16) * 16
         + max(
-            8 * row.qkv.rows * _WARPS * (tile + 4),
+            4 * sums * row.qkv.rows * (tile + 4),
             4 * row.qkv.rows * row.attention.heads * parts_of(row) + 64,
         )
         + 8 * row.qkv.rows * tile // 2
         + 128
+        + 8 * row.qkv.rows
         + 16 * _WARPS * (_RING[1] // slice_of(row))
     )
 
@@ -104,7 +117,9 @@ def depth_of(row: Row) -> int:
 
 def takes(row: Row) -> bool:
     """Whether the kernel is for such layers: norms ahead of the products, and room in shared memory for x beside a ring of some depth."""
-    return row.pre_norm and depth_of(row) * slice_of(row) >= _RING[0]
+    whole = [row.out, *(p for p, norm in zip((row.qkv, row.up), row.norms, strict=True) if norm)]
+    fits = all(_is_kept(p, slice_of(row)) for p in whole)
+    return row.pre_norm and fits and depth_of(row) * slice_of(row) >= _RING[0]
 
 
 def pays(row: Row, device: Device) -> bool:
@@ -133,6 +148,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> Kerne
         "BLOCKS": BLOCKS,
         "LAYERS": most,
         "SLICE": slice_of(row),
+        "KEPT": _KEPT,
         "DEPTH": depth_of(row),
         "FLIGHT": (_LARGE_FLIGHT if slice_of(row) == _LARGE_SLICE else _FLIGHT) // slice_of(row),
     }

@@ -3,37 +3,58 @@
 
 // What of x is beyond the inner axis is 0.
 template <class S> __device__ __forceinline__ void keep_nothing() {
-  constexpr int kBeyond = S::kRowPitch - 8 - S::kInner;
-  if (kBeyond)
-    for (int i = threadIdx.x; i < kRows * kBeyond; i += kThreads) rows_in()[i % kRows * S::kRowPitch + S::kInner + i / kRows] = static_cast<T>(0.0f);
-  block_meets();
+  constexpr int kWords = S::kHeld * S::kRound / 8;
+  if (S::kRounds * S::kShare * S::kStep != S::kInner)
+    for (int i = threadIdx.x; i < kRows * kWords; i += kThreads)
+      if (S::entry_of(i % kWords * 8) >= S::kInner) *reinterpret_cast<uint4*>(rows_in() + i / kWords * S::kRowPitch + i % kWords * 8) = {0, 0, 0, 0};
 }
 
-// x of a phase to shared memory, as it is: of the inner axis what the block's slices are of: every other kWarps x `step` entries.
-template <class S> __device__ __forceinline__ void keep_rows(const T* x) {
-  T* const to = rows_in();
-  constexpr int kStep = S::kStep, kWords = kWarps * kStep / 8, kRounds = (S::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep);
-  constexpr int kCount = kRows * kRounds * kWords;
+// What the block's slices need of x, as it is, on its way to shared memory: one part of it, whose rounds begin at `round`, to the part's buffer.
+template <class S> __device__ __forceinline__ void ask_rows(const T* x, int buffer, int round) {
+  constexpr int kWords = S::kHeld * S::kRound / 8;
+  T* const to = rows_in() + buffer * kRows * S::kRowPitch;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < kCount; i += kThreads) {
-    const int row = i / (kRounds * kWords), entry = (i / kWords % kRounds * kPair + blockIdx.x % kPair) * kWarps * kStep + i % kWords * 8;
-    if (entry < S::kInner) copy_16(to + row * S::kRowPitch + entry, x + row * S::kInner + entry, true);
+  for (int i = threadIdx.x; i < kRows * kWords; i += kThreads) {
+    const int row = i / kWords, entry = S::entry_of(round * S::kRound + i % kWords * 8);
+    copy_16(to + row * S::kRowPitch + i % kWords * 8, x + static_cast<Index>(row) * S::kInner + (entry < S::kInner ? entry : 0), entry < S::kInner);
   }
-  copies_done();
-  keep_nothing<S>();
 }
 
-// The same after its norm, if it has one; all of it.
-template <class S> __device__ __forceinline__ void keep_normed(const T* x, const P* scale, const P* bias, float epsilon) {
-  if (S::kNorm == kNoNorm) {
-    keep_rows<S>(x);
-    return;
-  }
+// x of a phase to shared memory after its norm. Gives what is left to be read as it is: x, if it has no norm.
+template <class S> __device__ __forceinline__ const T* keep_normed(const T* x, const P* scale, const P* bias, float epsilon) {
+  if (S::kNorm == kNoNorm) return x;
+  static_assert(S::kNorm == kNoNorm || S::kWhole);
   T* const to = rows_in();
-  norm_rows<S::kNorm, kRows, S::kInner>(x, scale, bias, epsilon, place_in(), [&](int row, int number, uint4 word) {
-    *reinterpret_cast<uint4*>(to + row * S::kRowPitch + number * 8) = word;
-  });
+  if (kRows <= 2) { // a warp has registers for all of a row, and for the norm's parameters
+    norm_rows<S::kNorm, kRows, S::kInner>(x, scale, bias, epsilon, place_in(), [&](int row, int number, uint4 word) {
+      if (S::is_kept(number * 8)) *reinterpret_cast<uint4*>(to + row * S::kRowPitch + S::kept_at(number * 8)) = word;
+    });
+  } else { // twice from memory, the second time what the block needs
+    keep_statistics<S::kNorm, kRows, S::kInner>(x, epsilon, place_in(), statistics_in());
+    block_meets();
+#pragma unroll 1
+    for (int kept = threadIdx.x * 8; kept < S::kHeld * S::kRound; kept += kThreads * 8) {
+      const int entry = S::entry_of(kept);
+      if (entry >= S::kInner) break;
+      const Parameters scales = parameters_at(scale, entry / 8, 1.0f), biases = parameters_at(bias, entry / 8, 0.0f);
+      constexpr int kAtATime = kRows < 8 ? kRows : 8;
+#pragma unroll 1
+      for (int row = 0; row < kRows; row += kAtATime) {
+        uint4 words[kAtATime];
+#pragma unroll
+        for (int u = 0; u < kAtATime; ++u)
+          if (row + u < kRows) words[u] = __ldcg(reinterpret_cast<const uint4*>(x + static_cast<Index>(row + u) * S::kInner + entry));
+#pragma unroll
+        for (int u = 0; u < kAtATime; ++u) {
+          if (row + u >= kRows) break;
+          const float2 found = statistics_in()[row + u];
+          *reinterpret_cast<uint4*>(to + (row + u) * S::kRowPitch + kept) = normed_word(words[u], found.x, found.y, scales, biases);
+        }
+      }
+    }
+  }
   keep_nothing<S>();
+  return nullptr;
 }
 
 template <class S> using Sums = float[S::kTile / 16][kRowTiles][4];
@@ -64,9 +85,11 @@ template <class S> __device__ __forceinline__ void multiply_slice(Sums<S>& sums,
   }
 }
 
-template <class S> __device__ __forceinline__ void keep_sums(float* to, const Sums<S>& sums) {
+// The sums of all warps to shared memory. Of many rows those of two warps each, so that there is room for them.
+constexpr int kKeepers = kRows > 4 ? kWarps / 2 : kWarps;
+template <class S> __device__ __forceinline__ void keep_sums_of_warp(float* to, const Sums<S>& sums, bool more) {
   const int lane = threadIdx.x % 32;
-  float* const mine = to + threadIdx.x / 32 * kRows * (S::kTile + 4);
+  float* const mine = to + threadIdx.x / 32 % kKeepers * kRows * (S::kTile + 4);
 #pragma unroll
   for (int m = 0; m < S::kTile / 16; ++m)
 #pragma unroll
@@ -74,23 +97,34 @@ template <class S> __device__ __forceinline__ void keep_sums(float* to, const Su
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = 8 * j + lane % 4 * 2 + e % 2, column = 16 * m + lane / 4 + e / 2 * 8;
-        if (row < kRows) mine[row * (S::kTile + 4) + column] = sums[m][j][e];
+        float* const at = mine + row * (S::kTile + 4) + column;
+        if (row < kRows) *at = more ? sums[m][j][e] + *at : sums[m][j][e];
       }
+}
+template <class S> __device__ __forceinline__ void keep_sums(float* to, const Sums<S>& sums) {
+  const bool first = static_cast<int>(threadIdx.x) / 32 >= kWarps - kKeepers;
+  if (first) keep_sums_of_warp<S>(to, sums, false);
+  if (kKeepers == kWarps) return;
+  block_meets();
+  if (!first) keep_sums_of_warp<S>(to, sums, true);
 }
 
 template <class S> __device__ __forceinline__ float over_warps(const float* sums, int row, int column) {
   float total = 0.0f;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += sums[(w * kRows + row) * (S::kTile + 4) + column];
+  for (int w = 0; w < kKeepers; ++w) total += sums[(w * kRows + row) * (S::kTile + 4) + column];
   return total;
 }
 
 // out = act(x matrix + bias) [+ residual] with x in shared memory, each step rounded to T as if it were done alone. Each block of a pair
-// goes over its slices of the inner axis and finishes half of the tile's columns, with what the other one gives it.
+// goes over its slices of the inner axis and finishes half of the tile's columns, with what the other one gives it. `x`: null where the block
+// keeps all of it already; else it is read here, each part while the one before is used.
 template <class S, bool kActive>
-__device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, const T* bias1, const T* bias2, const T* residual, T* out) {
+__device__ __forceinline__ void project(Ring& ring, int& given, const T* x, const T* bias0, const T* bias1, const T* bias2, const T* residual, T* out) {
   const int number = blockIdx.x % kPair * kWarps + threadIdx.x / 32;
   constexpr int kHalf = S::kMade / 2, kResults = kRows * kHalf, kEach = (kResults + kThreads - 1) / kThreads;
+  if (x) ask_rows<S>(x, 0, 0);
+  int buffer = 0; // of the part in use
 #pragma unroll 1
   for (int tile = blockIdx.x / kPair; tile < S::kTiles; tile += kPairs, ++given) {
     const auto place = S::place(tile);
@@ -110,12 +144,25 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, 
     }
     Sums<S> sums = {};
 #pragma unroll 1
-    for (int i = number; i < S::kSlices; i += S::kShare) {
-      ring.filled();
-      multiply_slice<S>(sums, ring.now(), rows_in() + i * S::kStep);
-      ring.used();
+    for (int part = 0; part < S::kParts; ++part) {
+      if (!S::kWhole || tile == static_cast<int>(blockIdx.x) / kPair) {
+        copies_done();
+        block_meets(); // x is there, and nobody reads the part before
+        const bool last = part + 1 == S::kParts;
+        if (!S::kWhole && (!last || tile + kPairs < S::kTiles)) ask_rows<S>(x, 1 - buffer, last ? 0 : (part + 1) * S::kHeld);
+      }
+      const T* rows = rows_in() + buffer * kRows * S::kRowPitch + threadIdx.x / 32 * S::kStep;
+      const int end = part + 1 == S::kParts ? S::kSlices : (part + 1) * S::kHeld * S::kShare;
+#pragma unroll 1
+      for (int i = part * S::kHeld * S::kShare + number; i < end; i += S::kShare, rows += S::kRound) {
+        ring.filled();
+        multiply_slice<S>(sums, ring.now(), rows);
+        ring.used();
+      }
+      if (!S::kWhole) buffer = 1 - buffer;
     }
-    float* const all = sums_in(given % 2); // the other one may still be read
+    if (kSumsBuffers == 1) block_meets(); // nobody reads the sums of the tile before
+    float* const all = sums_in(given % 2); // the other one, if there is one, may still be read
     float* const taken = taken_in(given % 2);
     keep_sums<S>(all, sums);
     Gate* const gate = taken_gates() + given % 2;
@@ -150,8 +197,17 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* bias0, 
   }
 }
 
+// The mean of all values: what is left of a softmax whose scores are all the same finite number.
+__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f) {
+  float sum = 0.0f;
+  for (int i = 0; i < kPast; ++i)
+    sum += static_cast<float>(fresh(values + static_cast<Index>(text) * kTextStride + static_cast<Index>(key_head) * kHeadStride +
+                                    static_cast<Index>(i) * kKeyStride + f));
+  return sum / kPast;
+}
+
 // Of each head of each text and each part of its keys: the largest score and the sum of weights, then behind all of these the values, which
-// are read four at a time.
+// are read four at a time. Where there is one part: what was attended to, x of the product behind it, as it is.
 constexpr int kPartCount = kRows * kHeads * kParts, kPartValuesAt = (2 * kPartCount + 3) / 4 * 4;
 __device__ __forceinline__ int part_of(int text, int head, int part) { return (text * kHeads + head) * kParts + part; }
 
@@ -244,6 +300,13 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
         total += weight * shared.total[w][h];
         value += weight * shared.values[w][h][f];
       }
+      if (kParts == 1) {
+        const bool any = total > 0.0f || total != total;
+        if (any) value /= total;
+        if (!any) value = kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f) : 0.0f;
+        reinterpret_cast<T*>(made)[static_cast<Index>(job.text) * Out::kInner + (job.head + h) * kSize + f] = static_cast<T>(value);
+        continue;
+      }
       made[kPartValuesAt + part * kSize + f] = value;
       if (f == 0) made[2 * part] = largest, made[2 * part + 1] = total;
     }
@@ -251,17 +314,10 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
   }
 }
 
-// The mean of all values: what is left of a softmax whose scores are all the same finite number.
-__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f) {
-  float sum = 0.0f;
-  for (int i = 0; i < kPast; ++i)
-    sum += static_cast<float>(fresh(values + static_cast<Index>(text) * kTextStride + static_cast<Index>(key_head) * kHeadStride +
-                                    static_cast<Index>(i) * kKeyStride + f));
-  return sum / kPast;
-}
-
-// What the attention's parts make together, to shared memory as x of the product behind it: as in keep_rows what the block needs.
-__device__ __forceinline__ void keep_attended(const Places& places, int layer) {
+// What the attention's parts make together, to shared memory as x of the product behind it: what the block needs of it.
+// Gives what is left to be read as it is, as keep_normed does.
+__device__ __forceinline__ const T* keep_attended(const Places& places, int layer) {
+  if (kParts == 1) return shared_at<const T>(places, kPartsMade);
   const float* const made = shared_at<const float>(places, kPartsMade);
   float* const weights = sums_in(0); // of a part of a head; nobody needs the sums now
   T* const to = rows_in();
@@ -279,21 +335,20 @@ __device__ __forceinline__ void keep_attended(const Places& places, int layer) {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) weights[head * kParts + p] = any ? of[p].x / total : -1.0f;
   };
-  const auto entries_of = [&](int i, int& text, int& entry) {
-    constexpr int kStep = Out::kStep, kEach = kWarps * kStep / 4, kRounds = (Out::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep);
-    text = i / (kRounds * kEach), entry = (i / kEach % kRounds * kPair + blockIdx.x % kPair) * kWarps * kStep + i % kEach * 4;
+  constexpr int kEach = Out::kHeld * Out::kRound / 4, kCount = kRows * kEach; // of four entries
+  const auto entries_of = [&](int i, int& text, int& kept, int& entry) {
+    text = i / kEach, kept = i % kEach * 4, entry = Out::entry_of(kept);
     return text < kRows && entry < Out::kInner;
   };
-  constexpr int kStep = Out::kStep;
-  constexpr int kCount = kRows * ((Out::kInner + 2 * kWarps * kStep - 1) / (2 * kWarps * kStep)) * (kWarps * kStep / 4);
   constexpr int kAtATime = kCount > kThreads && kParts <= 4 ? 2 : 1;
+  static_assert(kParts == 1 || Out::kWhole);
 #pragma unroll 1
   for (int start = threadIdx.x; start < (kCount + kThreads - 1) / kThreads * kThreads; start += kAtATime * kThreads) {
     float4 values[kAtATime][kParts];
-    int text, entry;
+    int text, kept, entry;
 #pragma unroll
     for (int u = 0; u < kAtATime; ++u)
-      if (entries_of(start + u * kThreads, text, entry))
+      if (entries_of(start + u * kThreads, text, kept, entry))
 #pragma unroll
         for (int p = 0; p < kParts; ++p)
           values[u][p] = __ldcg(reinterpret_cast<const float4*>(made + kPartValuesAt + part_of(text, entry / kSize, p) * kSize + entry % kSize));
@@ -304,7 +359,7 @@ __device__ __forceinline__ void keep_attended(const Places& places, int layer) {
     }
 #pragma unroll
     for (int u = 0; u < kAtATime; ++u) {
-      if (!entries_of(start + u * kThreads, text, entry)) continue;
+      if (!entries_of(start + u * kThreads, text, kept, entry)) continue;
       const float* const weight = weights + part_of(text, entry / kSize, 0);
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (weight[0] != -1.0f) {
@@ -318,8 +373,9 @@ __device__ __forceinline__ void keep_attended(const Places& places, int layer) {
         for (int j = 0; j < 4; ++j)
           sum[j] = mean_value(own_at<const T>(places, layer, kCacheV), text, entry / kSize / (kHeads / kKeyHeads), (entry + j) % kSize);
       }
-      *reinterpret_cast<uint2*>(to + text * Out::kRowPitch + entry) = {rounded(sum[0], sum[1]), rounded(sum[2], sum[3])};
+      *reinterpret_cast<uint2*>(to + text * Out::kRowPitch + kept) = {rounded(sum[0], sum[1]), rounded(sum[2], sum[3])};
     }
   }
   keep_nothing<Out>();
+  return nullptr;
 }

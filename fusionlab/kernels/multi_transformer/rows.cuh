@@ -51,6 +51,35 @@ __device__ __forceinline__ uint4 normed_word(uint4 word, float mean, float facto
   return {to[0], to[1], to[2], to[3]};
 }
 
+// Mean, and 1 / the standard deviation, of a row of which the team's threads hold the words.
+template <int kNorm, class Team, int kLength>
+__device__ __forceinline__ float2 statistics_of(const uint4 (&held)[Team::kHeld], float epsilon, float* place) {
+  const int mine = threadIdx.x % Team::kThreadsOfOne;
+  float sum = 0.0f, squares = 0.0f;
+  if (kNorm == kLayerNorm) {
+#pragma unroll
+    for (int i = 0; i < Team::kHeld; ++i)
+      if (mine + i * Team::kThreadsOfOne < Team::kWords)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 two = floats_of(word_of(held[i], j));
+          sum += two.x + two.y;
+        }
+    sum = team_sum<Team::kWarpsOfOne>(sum, place);
+  }
+  const float mean = sum * (1.0f / kLength);
+#pragma unroll
+  for (int i = 0; i < Team::kHeld; ++i)
+    if (mine + i * Team::kThreadsOfOne < Team::kWords)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = floats_of(word_of(held[i], j));
+        squares += (two.x - mean) * (two.x - mean) + (two.y - mean) * (two.y - mean);
+      }
+  squares = team_sum<Team::kWarpsOfOne>(squares, place + kWarps);
+  return {mean, 1.0f / sqrtf(squares * (1.0f / kLength) + epsilon)};
+}
+
 // Norms kCount rows of kLength entries and gives them to `keep(row, number of the word, word)`. All threads of the block come here. `place`:
 // 16 floats of shared memory.
 template <int kNorm, int kCount, int kLength, class Keep>
@@ -62,7 +91,6 @@ __device__ __forceinline__ void norm_rows(const T* rows, const P* scale, const P
     const T* const from = rows + static_cast<Index>(row < kCount ? row : 0) * kLength;
     uint4 held[Team::kHeld];
     Parameters scales[Team::kHeld], biases[Team::kHeld]; // on their way with x
-    float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < Team::kHeld; ++i) {
       const int number = mine + i * Team::kThreadsOfOne;
@@ -71,33 +99,29 @@ __device__ __forceinline__ void norm_rows(const T* rows, const P* scale, const P
         scales[i] = parameters_at(scale, number, 1.0f), biases[i] = parameters_at(bias, number, 0.0f);
       }
     }
-    if (kNorm == kLayerNorm) {
-#pragma unroll
-      for (int i = 0; i < Team::kHeld; ++i)
-        if (mine + i * Team::kThreadsOfOne < Team::kWords)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float2 two = floats_of(word_of(held[i], j));
-            sum += two.x + two.y;
-          }
-      sum = team_sum<Team::kWarpsOfOne>(sum, place);
-    }
-    const float mean = sum * (1.0f / kLength);
-#pragma unroll
-    for (int i = 0; i < Team::kHeld; ++i)
-      if (mine + i * Team::kThreadsOfOne < Team::kWords)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 two = floats_of(word_of(held[i], j));
-          squares += (two.x - mean) * (two.x - mean) + (two.y - mean) * (two.y - mean);
-        }
-    squares = team_sum<Team::kWarpsOfOne>(squares, place + kWarps);
-    const float factor = 1.0f / sqrtf(squares * (1.0f / kLength) + epsilon);
+    const float2 found = statistics_of<kNorm, Team, kLength>(held, epsilon, place);
 #pragma unroll
     for (int i = 0; i < Team::kHeld; ++i) {
       const int number = mine + i * Team::kThreadsOfOne;
       if (number < Team::kWords && row < kCount)
-        keep(row, number, normed_word(held[i], mean, factor, scales[i], biases[i]));
+        keep(row, number, normed_word(held[i], found.x, found.y, scales[i], biases[i]));
     }
+  }
+}
+
+// The statistics alone, of each row, to `to` in shared memory.
+template <int kNorm, int kCount, int kLength>
+__device__ __forceinline__ void keep_statistics(const T* rows, float epsilon, float* place, float2* to) {
+  using Team = Teams<kCount, kLength>;
+  const int mine = threadIdx.x % Team::kThreadsOfOne;
+#pragma unroll 1
+  for (int row = threadIdx.x / Team::kThreadsOfOne; row < (kCount + Team::kAtOnce - 1) / Team::kAtOnce * Team::kAtOnce; row += Team::kAtOnce) {
+    const T* const from = rows + static_cast<Index>(row < kCount ? row : 0) * kLength;
+    uint4 held[Team::kHeld];
+#pragma unroll
+    for (int i = 0; i < Team::kHeld; ++i)
+      if (mine + i * Team::kThreadsOfOne < Team::kWords) held[i] = __ldcg(reinterpret_cast<const uint4*>(from) + mine + i * Team::kThreadsOfOne);
+    const float2 found = statistics_of<kNorm, Team, kLength>(held, epsilon, place);
+    if (mine == 0 && row < kCount) to[row] = found;
   }
 }

@@ -3,8 +3,8 @@
 // caches, which is left out), so the stream runs on while the blocks wait for each other.
 #pragma once
 
-constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kSlice = FL_SLICE, kDepth = FL_DEPTH, kFlight = FL_FLIGHT;
-// kSlice: bytes of a slice; kDepth: slices of a warp's ring; kFlight: of them, on their way at a time
+constexpr int kBlocks = FL_BLOCKS, kLayers = FL_LAYERS, kSlice = FL_SLICE, kDepth = FL_DEPTH, kFlight = FL_FLIGHT, kKept = FL_KEPT;
+// kSlice: bytes of a slice; kDepth: slices of a warp's ring; kFlight: of them, on their way at a time; kKept: bytes of x in shared memory
 constexpr int kCopies = kSlice / 512, kHalf = kCopies / 2; // of 16 bytes for each lane; of either half of a slice
 constexpr int kPhases = 5;
 constexpr int kPair = 2, kPairs = kBlocks / kPair; // blocks that share the inner axis of a product: a cluster
@@ -36,7 +36,12 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
   static constexpr int kSlices = (kInner + kStep - 1) / kStep;
   static constexpr int kRowWords = (kTurned ? kStep : kTile) / 8; // of a slice in shared memory, 16 bytes each
   static constexpr int kShare = kPair * kWarps; // warps of a pair of blocks, between which slices are dealt out
-  static constexpr int kRowPitch = kSlices * kStep + 8;          // of x in shared memory
+  // What a block's slices need of x, in shared memory: a round is a slice of each warp. All of it, or one part after the other.
+  static constexpr int kRound = kWarps * kStep, kRounds = (kSlices + kShare - 1) / kShare;
+  static constexpr bool kWhole = 2 * kRows * kRounds * kRound <= kKept;
+  static constexpr int kHeld = kWhole ? kRounds : kKept / 2 / (2 * kRows * kRound), kParts = (kRounds + kHeld - 1) / kHeld;
+  static constexpr int kRowPitch = kHeld * kRound + 8, kKeptRows = kRows * (kWhole ? 1 : 2);
+  static_assert(kHeld > 0);
   static_assert(kRowWords == 2 || kRowWords == 4 || kRowWords == 8);
   static __device__ __forceinline__ int columns_of(int matrix) { return matrix == 0 ? kFirst : matrix == 1 ? kSecond : kThird; }
   struct Place {
@@ -47,6 +52,10 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
     if (tile < kTiles0 + kTiles1) return {1, (tile - kTiles0) * kMade, kSecond, kFirst};
     return {2, (tile - kTiles0 - kTiles1) * kMade, kThird, kFirst + kSecond};
   }
+  // The place in `inner` of what stands at a place in the block's part of x, and the other way round, if it is there at all.
+  static __device__ __forceinline__ int entry_of(int kept) { return (kept / kRound * kPair + blockIdx.x % kPair) * kRound + kept % kRound; }
+  static __device__ __forceinline__ bool is_kept(int entry) { return entry / kRound % kPair == blockIdx.x % kPair; }
+  static __device__ __forceinline__ int kept_at(int entry) { return entry / kRound / kPair * kRound + entry % kRound; }
   // Where a word stands: so that eight rows of one word, which a warp reads at a time, are in different banks.
   static __device__ __forceinline__ int word_at(int row, int word) {
     return row * kRowWords + (word ^ (kRowWords == 8 ? row % 8 : kRowWords == 4 ? row / 2 % 4 : row / 4 % 2));
