@@ -43,6 +43,8 @@ CASES = (
     Case("E4096 H32 cache 1024 batch 1", 4096, 32, 1024, 1, 0.83),
     Case("E4096 H32 cache 1024 batch 16", 4096, 32, 1024, 16, 0.85),
     Case("E1024 H16 cache 512 batch 1", 1024, 16, 512, 1, 0.30),
+    Case("E4096 H32 cache 1024 batch 4", 4096, 32, 1024, 4),
+    Case("E1024 H16 cache 512 batch 16", 1024, 16, 512, 16),
 )
 QUICK = (Case("E64 H2 cache 32 batch 2", 64, 2, 32, 2),)
 

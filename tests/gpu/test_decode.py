@@ -24,6 +24,7 @@ MODELS = {
     "E2048 of 5": Sizes("", 2048, 16, 700, 5),
     "E4096 of 2": Sizes("", 4096, 32, 300, 2),
     "E4096 of 1": Sizes("", 4096, 32, 700, 1),
+    "E4096 of 16": Sizes("", 4096, 32, 300, 16),
 }
 
 
@@ -60,9 +61,13 @@ def distance(exact, got):
     return np.linalg.norm(got - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_sizes_of_models(name):
+def test_the_sizes_of_models(name, one_kernel, monkeypatch):
     """Eight layers, against the same in float32, and as near to it as the plain program is."""
+    if not one_kernel:
+        monkeypatch.setattr(cuda, "is_persistent", lambda row: False)
+    jax.clear_caches()
     sizes = MODELS[name]
     args = layers_of(sizes), normal(1, sizes.batch, 1, sizes.embed), caches_of(sizes), jnp.int32(sizes.cache - 3)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
@@ -74,7 +79,8 @@ def test_the_sizes_of_models(name):
         assert distance(true, new) <= 2e-2
 
 
-def test_a_call_is_one_custom_call_and_five_kernels_a_layer(tmp_path):
+def test_a_call_is_one_custom_call_and_five_kernels_a_layer(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda, "is_persistent", lambda row: False)
     sizes = MODELS["E4096 of 2"]
     args = layers_of(sizes), normal(1, sizes.batch, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
     program = jax.jit(functools.partial(by_op, implementation="cuda")).lower(*args).compile()
@@ -84,10 +90,10 @@ def test_a_call_is_one_custom_call_and_five_kernels_a_layer(tmp_path):
     assert ours == dict.fromkeys((f"decode_{part}" for part in ("qkv", "attend", "out", "up", "down")), 8)
 
 
-@pytest.mark.parametrize("name", ["E1024 of 1", "E4096 of 1"])
-def test_layers_of_one_text_are_one_kernel(tmp_path, name):
+@pytest.mark.parametrize("name", ["E1024 of 1", "E1024 of 16", "E4096 of 1"])
+def test_wide_layers_are_one_kernel(tmp_path, name):
     sizes = MODELS[name]
-    args = layers_of(sizes), normal(1, 1, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
+    args = layers_of(sizes), normal(1, sizes.batch, 1, sizes.embed), caches_of(sizes), jnp.int32(9)
     program = jax.jit(functools.partial(by_op, implementation="cuda")).lower(*args).compile()
     found = activity(lambda: program(*args), tmp_path, 1)
     ours = {name: count for name, count in found.kernels.items() if name.startswith("decode_")}

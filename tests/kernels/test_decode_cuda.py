@@ -246,24 +246,27 @@ def test_what_it_takes_is_not_refused():
     assert "none of sm_90, sm_100" in (refusal(Case(), device=replace(H200, arch="sm_80")) or "")
 
 
-def test_one_text_of_a_measured_width_prefers_the_kernels(monkeypatch):
+def test_a_few_texts_of_a_measured_width_prefer_the_kernels(monkeypatch):
     def preferred(device=H200, **change):
         case = Case(**{"width": 1024, "heads": 16, "kv_heads": 16, "size": 64, "hidden": 64} | change)
         given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in operands_of(case).items()}
         return OP.choose(*given.values(), present=tuple(given), device=device, **attributes_of(case))
 
-    assert preferred() == "cuda"
-    assert preferred(rows=2) == preferred(width=512) == preferred(Device.of("sm_100")) == "composed"
+    whole = replace(H200, units=132)
+    assert preferred() == preferred(whole, rows=16) == preferred(whole, rows=4, width=4096) == "cuda"
+    assert preferred(rows=2) == preferred(whole, rows=17) == preferred(whole, rows=5, width=4096) == "composed"
+    assert preferred(width=512) == preferred(Device.of("sm_100")) == "composed"
     assert preferred(dtype="float32") == "composed"  # refused
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert preferred(replace(H200, simulated=False)) == "composed"
 
 
-def test_one_kernel_is_for_one_text_on_a_device_that_holds_its_blocks():
+def test_one_kernel_is_for_layers_of_many_bytes_on_a_device_that_holds_its_blocks():
     rows = decode_rows()
     device = replace(H200, units=132)
     taken = {name: persistent.takes(row) and persistent.pays(row, device) for name, row in rows.items()}
-    assert [name for name, is_taken in taken.items() if is_taken] == ["bfloat16 E4096 of 1", "bfloat16 E1024 of 1"]
+    names = [name.removeprefix("bfloat16 ") for name, is_taken in taken.items() if is_taken]
+    assert names == ["E4096 of 1", "E4096 of 16", "E1024 of 1", "E4096 of 4"]
     wide = rows["bfloat16 E4096 of 1"]
     for other in (H200, replace(device, units=114), replace(device, arch="sm_100")):
         assert not persistent.pays(wide, other)

@@ -9,12 +9,15 @@ import jax
 
 from ...device import Device
 from . import cuda
+from .persistent import BLOCKS
 
 MEASURED = ("sm_90",)
-# Tokens' features between which one text was measured faster than jax.jit: 0.29 of its time at 1024, 0.82 at 4096. With 16 texts of 4096
-# features jax.jit was faster; other numbers were not measured.
+# Tokens' features between which the kernels were measured faster than jax.jit, for texts of no more features together than `MOST`: for one
+# text by any of the kernels, for several by the one that needs a multiprocessor for each of its blocks. With 16 texts of 4096 features they
+# were not faster; other numbers were not measured.
 WIDTHS = 1024, 4096
-FASTER = "one text of one token: measured faster than XLA's code for such layers"
+MOST = 4 * 4096
+FASTER = "a few texts of one token each: measured faster than XLA's code for such layers"
 
 
 def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
@@ -27,11 +30,13 @@ def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool =
     rows, tokens, width = shapes["x"].shape
     if tokens != 1:
         return f"{tokens} tokens a text, the kernels are for one"
-    if rows != 1:
-        return f"{rows} texts; the kernels were measured faster for one"
     least, most = WIDTHS
     if not least <= width <= most:
         return f"tokens of {width} features; the kernels were measured for {least} to {most}"
+    if rows * width > MOST:
+        return f"{rows} texts of {width} features; the kernels were measured faster up to {MOST // width}"
+    if rows > 1 and (device.units or 0) < BLOCKS:
+        return f"{rows} texts: the kernel for several needs {BLOCKS} multiprocessors, there are {device.units or 'none known'}"
     if not device.simulated and jax.device_count() > 1:
         return "with several devices each would compute the whole layer"
     return cuda.refuses(shapes, device, **attrs) or ""

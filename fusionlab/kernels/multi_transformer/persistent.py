@@ -20,7 +20,7 @@ _PAIR = 2  # blocks that share the inner axis of a product
 _THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
 _SHARED = 227 << 10  # bytes of a block (CUDA C++ Programming Guide, compute capability 9.0)
 # Bytes of a slice, and of a ring's slices on their way at a time: enough for the memory's rate, and no long row to wait behind. Slices are
-# large where a layer is so small, or the rows so many, that what a warp does for each of them counts.
+# large where a layer is so small that what a warp does for each of them counts.
 _SLICE, _FLIGHT = 2048, 6144
 _LARGE_SLICE, _LARGE_FLIGHT = 4096, 8192
 _SMALL_LAYER = 128 << 20  # bytes of a layer's weights
@@ -44,7 +44,7 @@ def _tiles(product: Product, tile: int) -> int:
 
 
 def _held(product: Product, size: int) -> tuple[int, int]:
-    """How many entries of a row of x a block keeps, with slices of `size` bytes, and how many such parts: 2 where not all are kept at once."""
+    """Entries of a row of x that a block keeps, with slices of `size` bytes, and how many such parts: 2 where not all are kept at once."""
     entries = _WARPS * size // 2 // tile_of(product)  # of a round: a slice of each warp
     rounds = -(-product.inner // (_PAIR * entries))
     whole = 2 * product.rows * rounds * entries
@@ -62,7 +62,7 @@ def _weight_bytes(row: Row) -> int:
 
 def slice_of(row: Row) -> int:
     """Bytes of a slice."""
-    return _LARGE_SLICE if _weight_bytes(row) < _SMALL_LAYER or row.qkv.rows > 1 else _SLICE
+    return _LARGE_SLICE if _weight_bytes(row) < _SMALL_LAYER else _SLICE
 
 
 def parts_of(row: Row) -> int:
@@ -123,11 +123,10 @@ def takes(row: Row) -> bool:
 
 
 def pays(row: Row, device: Device) -> bool:
-    """Whether it is taken for layers that it `takes`: for one text, where the device has a multiprocessor for each block, and a layer's
-    weights are no fewer than were tried: it was ahead of the five kernels of decode.cu at 1024 and at 4096 features (an H200).
+    """Whether it is taken for layers that it `takes`: where the device has a multiprocessor for each block, and a layer's weights are no
+    fewer than were tried. It was ahead of the five kernels of decode.cu at 1024 and at 4096 features, for 1, 4 and 16 texts (an H200).
     """
-    enough = (device.units or 0) >= BLOCKS and _weight_bytes(row) >= _LEAST_BYTES
-    return row.qkv.rows == 1 and device.arch in SOURCE.archs and enough
+    return device.arch in SOURCE.archs and (device.units or 0) >= BLOCKS and _weight_bytes(row) >= _LEAST_BYTES
 
 
 def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> KernelPlan:
