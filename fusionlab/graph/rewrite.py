@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
+from .addends import without_sums
 from .compat import rebuild, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
@@ -119,7 +120,7 @@ class _Emitter:
         invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
         captured = [(env[v.id], c) for v, c in block.consts] + (extra or []) if closed else []
         constvars, consts = [v for v, _ in captured], [c for _, c in captured]
-        return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
+        return rebuild(block.jaxpr, constvars, invars, outvars, without_sums(live(eqns, outvars), outvars), consts)
 
     def _may_capture(self, block: Block) -> bool:
         """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""

@@ -17,6 +17,7 @@ from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
 from . import choosing, cuda, reference
+from .plan import MOST_ADDENDS
 
 Array = Any
 
@@ -32,6 +33,7 @@ class LayerNorm(Op):
 
     name = "layer_norm"
     slots = ("x", "scale", "bias", "shift", "residual")
+    addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -49,6 +51,7 @@ class LayerNorm(Op):
             cuda.cotangent,
             cuda.refuses,
             opaque=True,
+            adds=True,
         ),
     }
 
