@@ -21,6 +21,7 @@ from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, su
 from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
 from .order import in_order, last_of
+from .row_sums import with_row_sums
 from .travel import Tree, more_operands, more_results
 
 
@@ -120,7 +121,8 @@ class _Emitter:
         invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
         captured = [(env[v.id], c) for v, c in block.consts] + (extra or []) if closed else []
         constvars, consts = [v for v, _ in captured], [c for _, c in captured]
-        return rebuild(block.jaxpr, constvars, invars, outvars, without_sums(live(eqns, outvars), outvars), consts)
+        eqns = without_sums(with_row_sums(live(eqns, outvars), outvars), outvars)
+        return rebuild(block.jaxpr, constvars, invars, outvars, eqns, consts)
 
     def _may_capture(self, block: Block) -> bool:
         """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""

@@ -153,6 +153,15 @@ class Op(abc.ABC):
         """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
         return None
 
+    def row_sum(self, params: Mapping[str, Any]) -> str | None:
+        """The slot whose gradient is the sum of the cotangent over all axes but the last, if a cotangent with these parameters gives it."""
+        return None
+
+    def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
+        """The parameters of a cotangent with which it also gives the sum of a slot's gradient over all axes but the last, in `dtype`, and the
+        slot that this is the gradient of. It reads nothing more. None: it cannot."""
+        return None
+
     def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
         """What the gradients of the slots in `wanted` read, in the order in which the primitives take it."""
         read = self.reads(wanted, **attrs)

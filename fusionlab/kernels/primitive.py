@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import get_abstract_mesh
@@ -121,6 +122,26 @@ class FusedPrimitive(Primitive):
         of = "out" if name == "ct" else name.removeprefix("ct_")
         given = zip(results, given_of(params), strict=True)
         return {**params, "given": tuple(count if result == of else n for result, n in given)}
+
+    def row_sum(self, params: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]] | None:
+        """(operand, result, parameters without that result) of a result that is a sum of an operand over its rows (graph/row_sums.py)."""
+        slot = self.op.row_sum(params) if self.role == "cotangent" else None
+        if slot is None or self.op.results(**attributes_of(params)) != ("out",) or given_of(params) != (1,):
+            return None
+        live = tuple(moves and s != slot for s, moves in zip(params["present"], params["live"], strict=True))
+        return len(self.operand_names(params)) - 1, wanted_of(params).index(slot), {**params, "live": live}
+
+    def summing(self, params: Mapping[str, Any], result: int, dtype: Any) -> tuple[dict[str, Any], int] | None:
+        """(parameters, number of the further result) with which a sum over the rows of one of its results is given as well."""
+        if self.role != "cotangent" or any(s is not None for s in params["shardings"]):
+            return None
+        found = self.op.summing(wanted_of(params)[result], params, np.dtype(dtype).name)
+        if found is None:
+            return None
+        more, slot = found
+        if self.operand_names(more) != self.operand_names(params):
+            return None
+        return more, wanted_of(more).index(slot)
 
     def results_given(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """The results whose tangents a tangent gives, or whose cotangents a cotangent takes."""

@@ -93,6 +93,18 @@ class LayerNorm(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, (True, of_vectors))
         return None if found is None else (found, params | {"axis": params["axis"] + 1})
 
+    def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
+        """As the gradient of a shift, of which nothing is read where the sum was saved."""
+        present, last = params["present"], len(params["shape"]) - 1
+        if slot not in ("x", "residual") or "shift" in present or params["axis"] != last or dtype not in DTYPES:
+            return None
+        wide = np.dtype(reference.statistics_dtype(params["dtypes"][0]))
+        if np.dtype(dtype).itemsize > wide.itemsize:
+            return None
+        place = sum(present.count(s) for s in self.slots[: self.slots.index("shift")])
+        more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
+        return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
+
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if device.platform != "cuda" or role == "tangent":
             return "xla", "what XLA runs anyway"
