@@ -14,14 +14,13 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
-from .addends import without_sums
 from .compat import rebuild, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
+from .neighbours import with_neighbours
 from .order import in_order, last_of
-from .row_sums import with_row_sums
 from .travel import Tree, more_operands, more_results
 
 
@@ -63,7 +62,7 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     chosen = tuple(replacements)
     closed = _Emitter(chosen, Tree(graph)).block(graph.top)
     # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
-    return without_dead_code(closed) if any(r.backward for r in chosen) else closed
+    return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
 
 
 _REMAT = frozenset({"remat2", "remat", "checkpoint"})
@@ -121,8 +120,7 @@ class _Emitter:
         invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
         captured = [(env[v.id], c) for v, c in block.consts] + (extra or []) if closed else []
         constvars, consts = [v for v, _ in captured], [c for _, c in captured]
-        eqns = without_sums(with_row_sums(live(eqns, outvars), outvars), outvars)
-        return rebuild(block.jaxpr, constvars, invars, outvars, eqns, consts)
+        return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
 
     def _may_capture(self, block: Block) -> bool:
         """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from .compat import explicit_axes
+from .compat import explicit_axes, has_pending_sums
 from .emit import kind
 
 _VIEWS = ("reshape", "squeeze")
@@ -46,7 +46,9 @@ def with_row_sums(eqns: list, outvars: list) -> list:
 
 def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:
     """The array whose columns a variable has, its rows in another shape."""
-    while not isinstance(var, jex_core.Literal) and (eqn := maker.get(var)) is not None and eqn.primitive.name in _VIEWS:
+    while (
+        not isinstance(var, jex_core.Literal) and (eqn := maker.get(var)) is not None and eqn.primitive.name in _VIEWS
+    ):
         (source, *more) = eqn.invars
         if more or not source.aval.shape[-1:] == var.aval.shape[-1:] != ():
             break
@@ -56,7 +58,7 @@ def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:
 
 def _fits(array: Any, total: Any) -> bool:
     """Whether a sum over rows of an array has a type, on one device or on shards of several."""
-    if explicit_axes(array) or explicit_axes(total):
+    if any(explicit_axes(aval) or has_pending_sums(aval) for aval in (array, total)):
         return False
     return total.shape == array.shape[-1:] and kind(total)[2] == kind(array)[2]
 

@@ -158,8 +158,8 @@ class Op(abc.ABC):
         return None
 
     def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
-        """The parameters of a cotangent with which it also gives the sum of a slot's gradient over all axes but the last, in `dtype`, and the
-        slot that this is the gradient of. It reads nothing more. None: it cannot."""
+        """The parameters of a cotangent with which it also gives the sum of a slot's gradient over all axes but the last, in `dtype`, and
+        the slot that this is the gradient of. It reads nothing more. None: it cannot."""
         return None
 
     def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -423,11 +423,15 @@ class Op(abc.ABC):
             return [None] * len(operands)
         split = len(operands) - _linear_count(self._cotangent, params)
         asked, _ = _asked(operands[split:])
-        places = [r for r, n in enumerate(given_of(params)) for _ in range(n)]  # of the linear operands, among the results
+        places = [
+            r for r, n in enumerate(given_of(params)) for _ in range(n)
+        ]  # of the linear operands, among the results
         wanted = {r for r, a in zip(places, asked, strict=True) if a}
         if "given" in params:
             params = params | {"given": tuple(r in wanted for r in range(len(params["given"])))}
-        moved = dict(zip(sorted(wanted), self._bind_subset(self._tangent, operands[:split], given, params, cts), strict=True))
+        moved = dict(
+            zip(sorted(wanted), self._bind_subset(self._tangent, operands[:split], given, params, cts), strict=True)
+        )
         return [None] * split + [moved[r] if a else None for r, a in zip(places, asked, strict=True)]
 
     def _batching_rule(

@@ -110,7 +110,9 @@ class FusedPrimitive(Primitive):
         if self.role != "cotangent":
             return {}
         names = self.operand_names(params)
-        alone = (n for n, given in zip(self.results_given(params), filter(None, given_of(params)), strict=True) if given == 1)
+        alone = (
+            n for n, given in zip(self.results_given(params), filter(None, given_of(params)), strict=True) if given == 1
+        )
         first = len(names) - sum(given_of(params))
         most = {"ct" if n == "out" else f"ct_{n}": self.op.addends.get(n, 1) for n in alone}
         return {i: most[name] for i, name in enumerate(names) if i >= first and most.get(name, 1) > 1}

@@ -11,7 +11,7 @@ from fusionlab.graph.addends import without_sums
 from fusionlab.ops import layer_norm, layer_norm_and_sum
 from tests.kernels.transformations import adding
 
-X, A, B, C, D, E = jax.random.normal(jax.random.key(0), (6, 5, 16)).astype(jnp.bfloat16)
+X, A, B, C, D, E = (a.astype(jnp.bfloat16) for a in jax.random.normal(jax.random.key(0), (6, 5, 16)))
 
 
 def backward(ct):
@@ -19,14 +19,15 @@ def backward(ct):
 
 
 def equations(fn, *args):
-    """Those of the program with sums taken: (name, what is given of each result) of each addition and each op."""
+    """Additions and ops of the program with sums taken: (name, as how many arrays each cotangent is given)."""
     jaxpr = jax.make_jaxpr(adding(fn))(*args).jaxpr
     wanted = ("add", "add_any", "layer_norm_cotangent")
     return [(e.primitive.name, e.params.get("given")) for e in jaxpr.eqns if e.primitive.name in wanted]
 
 
 def same(fn, *args):
-    got, want = adding(fn)(*args), fn(*args)
+    with jax.disable_jit():  # compiled, XLA may leave out the rounding between two additions
+        got, want = adding(fn)(*args), fn(*args)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
 
@@ -85,7 +86,9 @@ def test_a_sum_inside_a_sum_that_is_read_elsewhere_is_a_term():
 
 def test_what_is_no_addition_of_two_arrays_of_one_type_stays():
     for fn in (
-        lambda a: backward(a + jnp.bfloat16(1.0)) * 0 + backward(a * 2),
+        lambda a: backward(a * 2),
+        lambda a: backward(a - B),
+        lambda a: backward((a + B).reshape(5, 4, 4).reshape(5, 16)),
         lambda a: backward((a.astype(jnp.float32) + a.astype(jnp.float32)).astype(a.dtype)),
     ):
         assert all(given is None for _, given in equations(fn, A))

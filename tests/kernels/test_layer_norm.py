@@ -366,7 +366,9 @@ def test_a_cotangent_given_as_a_sum_takes_every_transformation(name, x64):
     assert_agree(f, sums_of_cotangents(plain("layer")), args, (name,), 1e-10)
 
 
-@pytest.mark.parametrize("name", ["jit", "jvp", "jvp_of_last", "linear_transpose_of_vjp", "jacfwd", "jacrev", "vmap_all"])
+@pytest.mark.parametrize(
+    "name", ["jit", "jvp", "jvp_of_last", "linear_transpose_of_vjp", "jacfwd", "jacrev", "vmap_all"]
+)
 def test_of_two_cotangents_one_may_be_given_as_a_sum(name, x64):
     def of(norm):
         def gradients(x, scale, shift, residual, a, b, c):

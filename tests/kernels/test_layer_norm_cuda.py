@@ -72,7 +72,6 @@ class TestCudaEmulated(NormSuite):
         for slot, got in {**outs, **grads}.items():
             close(slot, got, wants[slot])
 
-
     @pytest.mark.parametrize("count", [2, 3, 4])
     @pytest.mark.parametrize(("name", "dtype", "wanted"), SUMS, ids=lambda v: str(v).replace(" ", "_"))
     def test_a_cotangent_given_as_a_sum(self, name, dtype, wanted, count):
@@ -100,7 +99,9 @@ class TestCudaEmulated(NormSuite):
     def test_the_kernel_is_given_the_terms(self, monkeypatch):
         given = []
         real = cuda.launch
-        monkeypatch.setattr(cuda, "launch", lambda plan, operands, *rest: given.append(operands) or real(plan, operands, *rest))
+        monkeypatch.setattr(
+            cuda, "launch", lambda plan, operands, *rest: given.append(operands) or real(plan, operands, *rest)
+        )
         x, *terms = (jnp.full((4, 64), i, "float32") for i in range(4))
         f = lambda x, terms: jax.vjp(lambda x: self.op(Case((4, 64), ()), x=x)["out"], x)[1](sum(terms[1:], terms[0]))  # noqa: E731
         jax.jit(adding(f))(x, terms)

@@ -121,7 +121,9 @@ def adding(f: Callable) -> Callable:
     def run(*args: Any) -> Any:
         closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
         jaxpr = closed.jaxpr.replace(eqns=without_sums(list(closed.jaxpr.eqns), closed.jaxpr.outvars))
-        return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*jax.tree.leaves(args)))
+        return jax.tree.unflatten(
+            jax.tree.structure(result), jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*jax.tree.leaves(args))
+        )
 
     return run
 

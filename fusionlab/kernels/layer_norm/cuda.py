@@ -91,10 +91,12 @@ def cotangent(
     and it is XLA's code. The cotangent of out may be a tuple of arrays, whose sum it is.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
-    terms = tuple(cts.get("out", ())) if isinstance(cts.get("out"), tuple) else (cts.get("out"),)
-    if terms[0] is None or not terms[0].size or set(wanted) == {"bias"}:
+    terms: tuple[Array, ...] = (
+        cts["out"] if isinstance(cts.get("out"), tuple) else (cts["out"],) if "out" in cts else ()
+    )
+    if not terms or not terms[0].size or set(wanted) == {"bias"}:
         given = {"kind": kind, "dtypes": dtypes, "present": present, **attrs}
-        whole = cts if terms[0] is None else {**cts, "out": functools.reduce(jax.lax.add, terms)}
+        whole = {**cts, "out": functools.reduce(jax.lax.add, terms)} if terms else cts
         return reference.cotangent(saved, whole, wanted, shardings, **given)
     as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
     norm = _norm(terms[0], kind, {n: as_given[n] for n in _VECTORS if n in as_given})

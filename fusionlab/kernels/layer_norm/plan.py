@@ -73,8 +73,8 @@ class Pass:
 
     Attributes:
       plan: its operands are `reads`; its results the gradients of `grads`, then scratch.
-      reads: `COTANGENTS`, "ct_sum", "x" (what was normalised, less the shift that is read), "shift", "scale", "mean", "rstd", "dx": those needed,
-        in this order.
+      reads: `COTANGENTS`, "ct_sum", "x" (what was normalised, less the shift that is read), "shift", "scale", "mean", "rstd", "dx":
+        those needed, in this order.
       grads: slots, in the order x, scale, bias, shift.
       scratch: shape of each array of partial sums, float32.
     """
@@ -117,9 +117,7 @@ def backward_passes(
     return (*whole, _columns_pass(norm, sums, shifted))
 
 
-def rows_pass(
-    norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile, addends: int = 1
-) -> Pass:
+def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile, addends: int = 1) -> Pass:
     """All of the gradients by norm_backward."""
     names = (*COTANGENTS, "ct_sum", "x", "shift", "scale", "mean", "rstd")
     there = {*COTANGENTS[:addends], "x", "rstd", *_if(ct_sum, "ct_sum"), *_if(shifted, "shift"), *norm.statistics}
