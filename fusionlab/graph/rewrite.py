@@ -19,6 +19,7 @@ from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_i
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
+from .neighbours import with_neighbours
 from .order import in_order, last_of
 from .travel import Tree, more_operands, more_results
 
@@ -61,7 +62,7 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     chosen = tuple(replacements)
     closed = _Emitter(chosen, Tree(graph)).block(graph.top)
     # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
-    return without_dead_code(closed) if any(r.backward for r in chosen) else closed
+    return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
 
 
 _REMAT = frozenset({"remat2", "remat", "checkpoint"})

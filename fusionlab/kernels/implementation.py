@@ -54,6 +54,7 @@ class Implementation:
       cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
         the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have. Of an op that gives
         several results, `ct` is a dict with the cotangents that there are: result -> cotangent.
+      adds: whether `cotangent` adds up a cotangent itself that is given as several arrays (`Op.addends`): it takes a tuple of them.
       refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
       opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
 
@@ -68,3 +69,4 @@ class Implementation:
     cotangent: Callable[..., list[Array]]
     refuses: Callable[..., str | None] = _runs_everywhere
     opaque: bool = False
+    adds: bool = False

@@ -9,7 +9,8 @@ Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of 
 
 Words: an op's *slots* name its operands in order, optional ones last; the attribute `present` names those a call has, any
 of the optional ones may be absent. `live` holds one bool for each operand present; of an op that gives several results, `given` holds
-one for each: whether it has a tangent, or a cotangent.
+one for each: whether it has a tangent, or a cotangent. A cotangent that is a sum may be given as what it is the sum of: `given` then says
+of how many arrays.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Op(abc.ABC):
     slots: ClassVar[tuple[str, ...]]
     defaults: ClassVar[Mapping[str, Any]]
     implementations: ClassVar[Mapping[str, Implementation]]
+    # Result -> of how many arrays its cotangent may be the sum, that an implementation adds up itself; one, where it is not named.
+    addends: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
         self._call = FusedPrimitive(self.name, self, "call")
@@ -148,6 +151,15 @@ class Op(abc.ABC):
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
+        return None
+
+    def row_sum(self, params: Mapping[str, Any]) -> str | None:
+        """The slot whose gradient is the sum of the cotangent over all axes but the last, if a cotangent with these parameters gives it."""
+        return None
+
+    def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
+        """The parameters of a cotangent with which it also gives the sum of a slot's gradient over all axes but the last, in `dtype`, and
+        the slot that this is the gradient of. It reads nothing more. None: it cannot."""
         return None
 
     def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -410,9 +422,17 @@ class Op(abc.ABC):
         if not given:
             return [None] * len(operands)
         split = len(operands) - _linear_count(self._cotangent, params)
-        asked, keep = _asked(operands[split:])
-        moved = iter(self._bind_subset(self._tangent, operands[:split], given, _of_results(params, keep), cts))
-        return [None] * split + [next(moved) if a else None for a in asked]
+        asked, _ = _asked(operands[split:])
+        places = [
+            r for r, n in enumerate(given_of(params)) for _ in range(n)
+        ]  # of the linear operands, among the results
+        wanted = {r for r, a in zip(places, asked, strict=True) if a}
+        if "given" in params:
+            params = params | {"given": tuple(r in wanted for r in range(len(params["given"])))}
+        moved = dict(
+            zip(sorted(wanted), self._bind_subset(self._tangent, operands[:split], given, params, cts), strict=True)
+        )
+        return [None] * split + [moved[r] if a else None for r, a in zip(places, asked, strict=True)]
 
     def _batching_rule(
         self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
@@ -448,7 +468,8 @@ def _of_results(params: dict[str, Any], keep: Sequence[Any]) -> dict[str, Any]:
     if "given" not in params:
         return params
     kept = iter(keep)
-    return params | {"given": tuple(has and type(next(kept)) is not ad.Zero for has in params["given"])}
+    counts = (sum(type(next(kept)) is not ad.Zero for _ in range(n)) for n in params["given"])
+    return params | {"given": tuple(n if n > 1 else bool(n) for n in counts)}
 
 
 def _asked(operands: Sequence[Any]) -> tuple[list[bool], list[Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import get_abstract_mesh
@@ -54,8 +56,8 @@ class FusedPrimitive(Primitive):
 
     Parameters: the op's attributes; of a call also `residuals`; of the others also `live`, `shape` (of the first result) and
     `shardings` (of the operands and that result, each None but on explicit mesh axes), and, of an op that gives several results,
-    `given`: which of them have a tangent or a cotangent. All may have `partitioned`, JAX's cue that their
-    lowering has to know the devices (see partition.py).
+    `given`: which of them have a tangent or a cotangent. Of a cotangent it may be a number: of so many arrays that cotangent is the sum,
+    which are given instead. All may have `partitioned`, JAX's cue that their lowering has to know the devices (see partition.py).
     """
 
     def __init__(self, name: str, op: Op, role: str):
@@ -100,7 +102,48 @@ class FusedPrimitive(Primitive):
         saved = self.op.saved_names(wanted, attributes_of(params))
         if self.role == "tangent":
             return (*saved, *(f"d_{slot}" for slot in wanted))
-        return (*saved, *("ct" if result == "out" else f"ct_{result}" for result in self.results_given(params)))
+        given = zip(self.op.results(**attributes_of(params)), given_of(params), strict=True)
+        return (*saved, *("ct" if result == "out" else f"ct_{result}" for result, n in given for _ in range(n)))
+
+    def addends(self, params: Mapping[str, Any]) -> dict[int, int]:
+        """Operand -> of how many arrays it may be the sum, that are given instead (`adding`)."""
+        if self.role != "cotangent":
+            return {}
+        names = self.operand_names(params)
+        alone = (
+            n for n, given in zip(self.results_given(params), filter(None, given_of(params)), strict=True) if given == 1
+        )
+        first = len(names) - sum(given_of(params))
+        most = {"ct" if n == "out" else f"ct_{n}": self.op.addends.get(n, 1) for n in alone}
+        return {i: most[name] for i, name in enumerate(names) if i >= first and most.get(name, 1) > 1}
+
+    def adding(self, params: Mapping[str, Any], operand: int, count: int) -> dict[str, Any]:
+        """The parameters with which so many arrays stand in place of an operand that is their sum, added up one after another."""
+        results = self.op.results(**attributes_of(params))
+        name = self.operand_names(params)[operand]
+        of = "out" if name == "ct" else name.removeprefix("ct_")
+        given = zip(results, given_of(params), strict=True)
+        return {**params, "given": tuple(count if result == of else n for result, n in given)}
+
+    def row_sum(self, params: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]] | None:
+        """(operand, result, parameters without that result) of a result that is a sum of an operand over its rows (graph/row_sums.py)."""
+        slot = self.op.row_sum(params) if self.role == "cotangent" else None
+        if slot is None or self.op.results(**attributes_of(params)) != ("out",) or given_of(params) != (1,):
+            return None
+        live = tuple(moves and s != slot for s, moves in zip(params["present"], params["live"], strict=True))
+        return len(self.operand_names(params)) - 1, wanted_of(params).index(slot), {**params, "live": live}
+
+    def summing(self, params: Mapping[str, Any], result: int, dtype: Any) -> tuple[dict[str, Any], int] | None:
+        """(parameters, number of the further result) with which a sum over the rows of one of its results is given as well."""
+        if self.role != "cotangent" or any(s is not None for s in params["shardings"]):
+            return None
+        found = self.op.summing(wanted_of(params)[result], params, np.dtype(dtype).name)
+        if found is None:
+            return None
+        more, slot = found
+        if self.operand_names(more) != self.operand_names(params):
+            return None
+        return more, wanted_of(more).index(slot)
 
     def results_given(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """The results whose tangents a tangent gives, or whose cotangents a cotangent takes."""
@@ -123,7 +166,8 @@ class FusedPrimitive(Primitive):
         saved = self.op.saved_names(wanted, attributes_of(params))
         names = (*params["present"], "out")
         shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
-        several, results = "given" in params, self.results_given(params)
+        several, results = len(self.op.results(**attributes_of(params))) > 1, self.results_given(params)
+        counts = [n for n in given_of(params) if n]
 
         def tangent(*operands: Array) -> list[Array]:
             kept, moving = operands[: len(saved)], operands[len(saved) :]
@@ -133,7 +177,9 @@ class FusedPrimitive(Primitive):
             return [made[result] for result in results] if several else [made]
 
         def cotangent(*operands: Array) -> list[Array]:
-            known, cts = dict(zip(saved, operands, strict=False)), operands[len(saved) :]
+            known, left = dict(zip(saved, operands, strict=False)), iter(operands[len(saved) :])
+            groups = (tuple(itertools.islice(left, n)) for n in counts)
+            cts = [g if len(g) > 1 and one.adds else functools.reduce(jax.lax.add, g) for g in groups]
             ct = dict(zip(results, cts, strict=True)) if several else cts[0]
             return one.cotangent(known, ct, wanted, shardings, **attrs)
 
@@ -174,6 +220,6 @@ def wanted_of(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(slot for slot, live in zip(params["present"], params["live"], strict=True) if live)
 
 
-def given_of(params: Mapping[str, Any]) -> tuple[bool, ...]:
-    """For each result of the op, whether its tangent or cotangent is there."""
+def given_of(params: Mapping[str, Any]) -> tuple[int, ...]:
+    """For each result of the op, whether its tangent or cotangent is there; of a cotangent, as how many arrays."""
     return params.get("given", (True,))

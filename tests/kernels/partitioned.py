@@ -36,6 +36,8 @@ from fusionlab.kernels.layer_norm.op import LAYER_NORM
 from fusionlab.kernels.lerp.op import LERP
 from fusionlab.kernels.op import Op
 
+from .transformations import adding
+
 Array = Any
 SEEN: list[
     tuple[str, dict[str, tuple[int, ...]]]
@@ -512,6 +514,28 @@ def two_results_are_split_alike_and_their_gradients_added_up() -> None:
     )
     assert not count(text, "all-gather")
     assert local("call")["residual"] == (1, M // 2, N)
+
+
+@trial
+def a_cotangent_given_as_a_sum_is_split_as_one() -> None:
+    def gradients(implementation: str) -> Callable[..., Any]:
+        def of(x: Array, scale: Array, a: Array, b: Array, c: Array) -> Any:
+            return jax.vjp(lambda x, scale: norm(implementation)(x, scale), x, scale)[1]((a + b) + c)
+
+        return adding(of)
+
+    args = arrays((2, M, N), (N,), *((2, M, N),) * 3)
+    want = jax.jit(gradients("xla"))(*args)
+    rows = P("a", "b")
+    for specs in (
+        (rows, P(), rows, rows, rows),
+        (rows, P("a"), rows, P(), P(None, ("a", "b"))),
+        (P(), P(), P(), rows, P()),
+    ):
+        got, _ = compiled(gradients("opaque"), placed(mesh_of(SQUARE), *specs, args=args))
+        close(got, want, specs)
+    _, text = compiled(gradients("opaque"), placed(mesh_of(SQUARE), rows, P(), rows, rows, rows, args=args))
+    assert not count(text, "all-gather")
 
 
 @trial

@@ -13,7 +13,7 @@ from fusionlab.kernels import OPS
 from fusionlab.ops import layer_norm, layer_norm_and_sum
 from fusionlab.testing.tolerances import tolerance
 
-from .transformations import TRANSFORMATIONS, assert_agree, assert_same, loss, primitives
+from .transformations import TRANSFORMATIONS, adding, assert_agree, assert_same, loss, primitives
 
 OP = OPS["layer_norm"]
 KINDS = ("layer", "rms")
@@ -344,6 +344,63 @@ def test_only_the_cotangents_there_are_are_given():
     assert (node.params["given"], node.primitive.operand_names(node.params)[-1]) == ((True, False), "ct")
     node = cotangent_of(run(lambda both: jnp.sin(both[1]).sum()), x, wanted=0)
     assert (node.params["given"], node.primitive.operand_names(node.params)[-1]) == ((False, True), "ct_sum")
+
+
+def sums_of_cotangents(norm):
+    """The gradients of a norm for a cotangent that is a sum, as one array."""
+
+    def gradients(x, scale, a, b, c):
+        dx, dscale = jax.vjp(norm, x, scale)[1]((a + b) + c)
+        return dx * dscale
+
+    return gradients
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_a_cotangent_given_as_a_sum_takes_every_transformation(name, x64):
+    args = data((3, 5), (5,), (3, 5), (3, 5), (3, 5))
+    f = adding(sums_of_cotangents(fused("layer")))
+    (node,) = [e for e in jax.make_jaxpr(f)(*args).jaxpr.eqns if e.primitive.name == "layer_norm_cotangent"]
+    assert node.params["given"] == (3,)
+    assert node.primitive.operand_names(node.params)[-4:] == ("rstd", "ct", "ct", "ct")
+    assert_agree(f, sums_of_cotangents(plain("layer")), args, (name,), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", ["jit", "jvp", "jvp_of_last", "linear_transpose_of_vjp", "jacfwd", "jacrev", "vmap_all"]
+)
+def test_of_two_cotangents_one_may_be_given_as_a_sum(name, x64):
+    def of(norm):
+        def gradients(x, scale, shift, residual, a, b, c):
+            return jax.vjp(lambda x: norm(x, scale, None, shift, residual), x)[1]((a + b, c))[0]
+
+        return gradients
+
+    x, scale, _, shift, residual = data(*SUMMED)
+    args = x, scale, shift, residual, *data(*(x.shape,) * 3, seed=1)
+
+    def own(x, scale, bias, shift, residual):
+        return layer_norm_and_sum(x, scale, bias, shift=shift, residual=residual, epsilon=EPS)
+
+    def jnps(x, scale, bias, shift, residual):
+        total = x + shift + residual
+        return plain("layer")(total, scale), total
+
+    assert_agree(adding(of(own)), of(jnps), args, (name,), 1e-10)
+
+
+def test_a_batch_of_cotangents_given_as_a_sum_is_more_rows():
+    x, scale, *cts = data((3, 5), (5,), (3, 5), (3, 5), dtype="float32")
+
+    def dx(x, scale, a, b):
+        return jax.vjp(lambda x: layer_norm(x, scale), x)[1](a + b)[0]
+
+    f = adding(dx)
+    rows = jnp.stack([cts[0], -cts[0]])
+    names = primitives(jax.vmap(f, (None, None, 0, None)), x, scale, rows, cts[1])
+    assert names.count("layer_norm_cotangent") == 1
+    got = jax.vmap(f, (None, None, 0, None))(x, scale, rows, cts[1])
+    assert_same(got, jnp.stack([dx(x, scale, a, cts[1]) for a in rows]), 1e-6)
 
 
 def test_a_batch_of_residuals_is_more_rows():

@@ -3,6 +3,11 @@ those are tiled."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,8 +16,21 @@ from fusionlab.kernels.layer_norm import cuda, plan, tiling
 from fusionlab.kernels.layer_norm.plan import Norm, backward_passes, forward_plan
 from tests.kernels.emulated import emulator_in, kernels_on_the_cpu, poisoned
 from tests.kernels.norm_suite import CASES, Case, NormSuite, close, exact, operands, turns
+from tests.kernels.transformations import adding
 
 VECTORS = (("bias", "bfloat16"), ("scale", "bfloat16"), ("shift", "bfloat16"))
+# (case, dtype, the gradients wanted, or all): a cotangent that is a sum.
+SUMS = [
+    ("everything", "bfloat16", None),
+    ("everything and the sum", "float16", None),
+    ("everything", "float32", ("bias",)),
+    ("float32 vectors", "bfloat16", None),
+    ("many rows", "bfloat16", None),
+    ("7", "float16", None),
+    ("2056, several warps", "float32", None),
+    ("9001, two passes", "bfloat16", None),
+    ("40001, read again", "bfloat16", ("x",)),
+]
 WIDTHS = (1, 7, 8, 64, 768, 1000, 1023, 1024, 4096, 5120, 8192, 9001, 12288, 16384, 40001, 65535, 65536)
 
 
@@ -54,12 +72,48 @@ class TestCudaEmulated(NormSuite):
         for slot, got in {**outs, **grads}.items():
             close(slot, got, wants[slot])
 
+    @pytest.mark.parametrize("count", [2, 3, 4])
+    @pytest.mark.parametrize(("name", "dtype", "wanted"), SUMS, ids=lambda v: str(v).replace(" ", "_"))
+    def test_a_cotangent_given_as_a_sum(self, name, dtype, wanted, count):
+        """Added up by the kernel in the order given, each sum rounded; before it, where it has no room."""
+        case = CASES[name]
+        given, cts = operands(case, dtype)
+        rng = np.random.default_rng(7)
+        terms = [jnp.asarray(rng.normal(0.1, 1.0, case.shape), dtype) for _ in range(count)]
+
+        def grads(given, cts, terms):
+            moving = {slot: given[slot] for slot in wanted or given}
+            pull = jax.vjp(lambda moved: self.op(case, **{**given, **moved}), moving)[1]
+            return pull(cts | {"out": functools.reduce(jnp.add, terms)})[0]
+
+        total = functools.reduce(jnp.add, terms)
+        got = jax.jit(adding(grads))(given, cts, terms)
+        wants = exact(case, given, cts | {"out": total})
+        for slot, a in got.items():
+            close("d" + slot, a, wants["d" + slot])
+        if case.shape[-1] < 9000:  # as many threads of a row: the same order of its sums
+            for slot in {"x", "residual"} & set(got):
+                want = jax.jit(grads)(given, cts, [total])[slot]
+                assert np.asarray(got[slot]).tobytes() == np.asarray(want).tobytes()
+
+    def test_the_kernel_is_given_the_terms(self, monkeypatch):
+        given = []
+        real = cuda.launch
+        monkeypatch.setattr(
+            cuda, "launch", lambda plan, operands, *rest: given.append(operands) or real(plan, operands, *rest)
+        )
+        x, *terms = (jnp.full((4, 64), i, "float32") for i in range(4))
+        f = lambda x, terms: jax.vjp(lambda x: self.op(Case((4, 64), ()), x=x)["out"], x)[1](sum(terms[1:], terms[0]))  # noqa: E731
+        jax.jit(adding(f))(x, terms)
+        assert len(given[-1]) == len(terms) + 3  # x, mean, rstd
+
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_every_column_has_a_thread_and_a_block_the_registers_it_needs(columns, dtype):
     tiles = [tiling.forward_tile(columns, dtype)]
-    tiles += [tiling.backward_tile(columns, dtype, sums, ct) for sums in range(4) for ct in (False, True)]
+    every = itertools.product(range(4), (False, True), range(1, 5))
+    tiles += [tiling.backward_tile(columns, dtype, sums, ct, addends) for sums, ct, addends in every]
     for tile in filter(None, tiles):
         assert columns % tile.vec == 0
         assert tile.vec * tiling.ITEM_BYTES[dtype] <= 16

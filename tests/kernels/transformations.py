@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from fusionlab.graph.addends import without_sums
 
 
 def loss(f: Callable) -> Callable:
@@ -110,6 +113,19 @@ def assert_same(got: Any, want: Any, rtol: float, what: str = "") -> None:
         np.testing.assert_allclose(
             g64, w64, rtol=rtol, atol=rtol * max(np.abs(finite).max(initial=0.0), 1e-3), err_msg=what
         )
+
+
+def adding(f: Callable) -> Callable:
+    """The program with sums left to the fused ops that alone read them, as a rewritten one has them."""
+
+    def run(*args: Any) -> Any:
+        closed, result = jax.make_jaxpr(f, return_shape=True)(*args)
+        jaxpr = closed.jaxpr.replace(eqns=without_sums(list(closed.jaxpr.eqns), closed.jaxpr.outvars))
+        return jax.tree.unflatten(
+            jax.tree.structure(result), jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*jax.tree.leaves(args))
+        )
+
+    return run
 
 
 def primitives(f: Callable, *args: Any) -> list[str]:

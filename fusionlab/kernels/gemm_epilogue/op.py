@@ -152,6 +152,10 @@ class GemmEpilogue(Op):
 
         return SummedCall({**params, **bare}, finish)
 
+    def row_sum(self, params: Mapping[str, Any]) -> str | None:
+        live = dict(zip(params["present"], params["live"], strict=True))
+        return "bias" if params["activation"] == "none" and live.get("bias") else None
+
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((params["x_contract"],), (params["w_contract"],)), ((), ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from ..arrays import is_explicitly_sharded
 from ..compile import refuses_device
 from ..launch import launch
 from . import reference
-from .plan import Norm, backward_passes, forward_plan
+from .plan import COTANGENTS, Norm, adds_up, backward_passes, forward_plan
 from .tiling import GRID_X, ITEM_BYTES, MAX_COLUMNS
 
 Array = Any
@@ -87,17 +88,24 @@ def cotangent(
     """The gradients of the slots wanted, each of its operand's dtype. Sums are in float32, always in the same order, rounded once.
 
     The gradients of x and residual are one array. Without a cotangent of out, or with bias alone wanted, there is no norm to go through,
-    and it is XLA's code.
+    and it is XLA's code. The cotangent of out may be a tuple of arrays, whose sum it is.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
-    if "out" not in cts or not cts["out"].size or set(wanted) == {"bias"}:
+    terms: tuple[Array, ...] = (
+        cts["out"] if isinstance(cts.get("out"), tuple) else (cts["out"],) if "out" in cts else ()
+    )
+    if not terms or not terms[0].size or set(wanted) == {"bias"}:
         given = {"kind": kind, "dtypes": dtypes, "present": present, **attrs}
-        return reference.cotangent(saved, ct, wanted, shardings, **given)
+        whole = {**cts, "out": functools.reduce(jax.lax.add, terms)} if terms else cts
+        return reference.cotangent(saved, whole, wanted, shardings, **given)
     as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
-    norm = _norm(cts["out"], kind, {n: as_given[n] for n in _VECTORS if n in as_given})
+    norm = _norm(terms[0], kind, {n: as_given[n] for n in _VECTORS if n in as_given})
+    slots = tuple(dict.fromkeys("x" if slot == "residual" else slot for slot in wanted))
+    if not adds_up(norm, slots, "sum" in cts, len(terms)):
+        terms = (functools.reduce(jax.lax.add, terms),)
     x = saved["sum"] if "sum" in saved else saved["x"]
     found: dict[str, Array] = {
-        "ct": cts["out"],
+        **dict(zip(COTANGENTS, terms, strict=False)),
         "x": x,
         **{n: saved[n] for n in ("scale", *norm.statistics) if n in saved},
     }
@@ -105,9 +113,8 @@ def cotangent(
         found["shift"] = saved["shift"]
     if "sum" in cts:
         found["ct_sum"] = cts["sum"]
-    slots = tuple(dict.fromkeys("x" if slot == "residual" else slot for slot in wanted))
     made: dict[str, Array] = {}
-    for one in backward_passes(norm, slots, "sum" in cts, "shift" in found):
+    for one in backward_passes(norm, slots, "sum" in cts, "shift" in found, len(terms)):
         types = [
             jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], as_given.get(s, x.dtype)) for s in one.grads
         ]

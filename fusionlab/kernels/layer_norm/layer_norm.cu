@@ -251,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) norm_forward(
 
 #if FL_KIND > 0
 //   FL_CT_SUM  1: s has a cotangent too
+//   FL_CTS     of how many arrays the cotangent of out is the sum
 //   FL_WANT    bits: 1 dx, 2 dscale, 4 dbias, 8 dshift
 constexpr int kWant = FL_WANT;
 constexpr int kGrads = ((kWant & 2) != 0) + ((kWant & 4) != 0) + ((kWant & 8) != 0);
@@ -259,12 +260,25 @@ constexpr int kOfScale = 0, kOfBias = (kWant & 2) != 0, kOfShift = kOfBias + ((k
 
 // What is read of a row at one vector, and what of it becomes s.
 struct Given {
-  Pack<T> ct, s, ct_sum;
+  Pack<T> ct[FL_CTS], s, ct_sum;
 
-  __device__ __forceinline__ void load(const T* cts, const T* xs, const T* ct_sums, Index at) {
-    ct.load_last(cts + at);
+  __device__ __forceinline__ void load(const T* const (&cts)[4], const T* xs, const T* ct_sums, Index at) {
+#pragma unroll
+    for (int k = 0; k < FL_CTS; ++k) ct[k].load_last(cts[k] + at);
     if (kWant & 11) s.load_last(xs + at);
     if (FL_CT_SUM && (kWant & 9)) ct_sum.load_last(ct_sums + at);
+  }
+  // The sum of the arrays into the first, each addition rounded as one of its own is.
+  __device__ __forceinline__ void add_up() {
+#pragma unroll
+    for (int k = 1; k < FL_CTS; ++k) {
+      float sum[FL_VEC], more[FL_VEC];
+      unpack(ct[0], sum);
+      unpack(ct[k], more);
+#pragma unroll
+      for (int j = 0; j < FL_VEC; ++j) sum[j] += more[j];
+      pack_into(ct[0], sum);
+    }
   }
   // s less the mean, over the standard deviation.
   __device__ __forceinline__ void normalised(const float* shift, float mean, float rstd, float (&to)[FL_VEC]) const {
@@ -298,9 +312,10 @@ constexpr int kRoom = FL_BLOCKS;
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
-    const T* ct, const T* ct_sum, const T* x, const Shift* shift, const Scale* scale, const float* means, const float* rstds,
-    T* dx, float* parts_scale, float* parts_bias, float* parts_shift, Index rows) {
+    const T* ct, const T* ct_1, const T* ct_2, const T* ct_3, const T* ct_sum, const T* x, const Shift* shift, const Scale* scale,
+    const float* means, const float* rstds, T* dx, float* parts_scale, float* parts_bias, float* parts_shift, Index rows) {
   fl_wait();
+  const T* const cts[4] = {ct, ct_1, ct_2, ct_3};
   constexpr int kSums = kGrads ? kGrads : 1;
   float sums[kSums][FL_VECS][FL_VEC] = {};
   Pack<Scale> factors[FL_HOLD && FL_VECS <= 4 ? FL_VECS : 1];
@@ -319,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
     if constexpr (FL_HOLD) {
 #pragma unroll
       for (int i = 0; i < FL_VECS; ++i) {
-        if (has_unit(i)) to.at[i].load(ct, x, ct_sum, row * FL_N + unit_of(i) * FL_VEC);
+        if (has_unit(i)) to.at[i].load(cts, x, ct_sum, row * FL_N + unit_of(i) * FL_VEC);
       }
     }
   };
@@ -332,14 +347,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
     const bool inside = row < rows;
     if (!FL_AHEAD) load(now, row);
     if (FL_AHEAD) load(next, row + step);
+    if (FL_HOLD) each_unit(inside, [&](int i) { now.at[FL_HOLD ? i : 0].add_up(); });
     // At a thread's i-th vector: the cotangent, xhat, and the cotangent of that.
-    const auto values_of = [&](int i, float (&cts)[FL_VEC], float (&xhat)[FL_VEC], float (&inner)[FL_VEC]) {
+    const auto values_of = [&](int i, float (&of_out)[FL_VEC], float (&xhat)[FL_VEC], float (&inner)[FL_VEC]) {
       const Index column = unit_of(i) * FL_VEC;
-      if (!FL_HOLD) now.at[0].load(ct, x, ct_sum, row * FL_N + column);
+      if (!FL_HOLD) {
+        now.at[0].load(cts, x, ct_sum, row * FL_N + column);
+        now.at[0].add_up();
+      }
       const Given& given = now.at[FL_HOLD ? i : 0];
       float moved[FL_VEC];
       if constexpr (kHasShift) values_at(shift, column, moved);
-      unpack(given.ct, cts);
+      unpack(given.ct[0], of_out);
       given.normalised(moved, now.mean, now.rstd, xhat);
       if constexpr (kFactorsStay) {
         unpack(factors[kFactorsStay ? i : 0], inner);
@@ -347,26 +366,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
         values_at(scale, column, inner);
       }
 #pragma unroll
-      for (int j = 0; j < FL_VEC; ++j) inner[j] = kHasScale ? inner[j] * cts[j] : cts[j];
+      for (int j = 0; j < FL_VEC; ++j) inner[j] = kHasScale ? inner[j] * of_out[j] : of_out[j];
     };
     float through[FL_RMS ? 1 : 2] = {};
     each_unit(inside, [&](int i) {
-      float cts[FL_VEC], xhat[FL_VEC], inner[FL_VEC];
-      values_of(i, cts, xhat, inner);
+      float of_out[FL_VEC], xhat[FL_VEC], inner[FL_VEC];
+      values_of(i, of_out, xhat, inner);
 #pragma unroll
       for (int j = 0; j < FL_VEC; ++j) {
         through[0] += inner[j] * xhat[j];
         if (!FL_RMS) through[FL_RMS ? 0 : 1] += inner[j];
-        if constexpr ((kWant & 2) != 0) sums[kOfScale][i][j] += cts[j] * xhat[j];
-        if constexpr ((kWant & 4) != 0) sums[kOfBias][i][j] += cts[j];
+        if constexpr ((kWant & 2) != 0) sums[kOfScale][i][j] += of_out[j] * xhat[j];
+        if constexpr ((kWant & 4) != 0) sums[kOfBias][i][j] += of_out[j];
       }
     });
     if constexpr ((kWant & 9) != 0) {
       row_sum(through);
       const float of_xhat = through[0] * kShare, of_one = FL_RMS ? 0.f : through[FL_RMS ? 0 : 1] * kShare;
       each_unit(inside, [&](int i) {
-        float cts[FL_VEC], xhat[FL_VEC], inner[FL_VEC], made[FL_VEC];
-        values_of(i, cts, xhat, inner);
+        float of_out[FL_VEC], xhat[FL_VEC], inner[FL_VEC], made[FL_VEC];
+        values_of(i, of_out, xhat, inner);
 #pragma unroll
         for (int j = 0; j < FL_VEC; ++j) made[j] = (inner[j] - of_one - xhat[j] * of_xhat) * now.rstd;
         if constexpr (FL_CT_SUM) {
@@ -457,8 +476,8 @@ extern "C" __global__ void __launch_bounds__(32 * FL_HEIGHT) norm_columns(
       float cts[FL_VEC], xhat[FL_VEC];
       Given given;
       if constexpr ((kWant & 6) != 0) {
-        given.ct.load(ct + at);
-        unpack(given.ct, cts);
+        given.ct[0].load(ct + at);
+        unpack(given.ct[0], cts);
       }
       if constexpr ((kWant & 2) != 0) {
         given.s.load(x + at);

@@ -17,6 +17,7 @@ from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
 from . import choosing, cuda, reference
+from .plan import MOST_ADDENDS
 
 Array = Any
 
@@ -32,6 +33,7 @@ class LayerNorm(Op):
 
     name = "layer_norm"
     slots = ("x", "scale", "bias", "shift", "residual")
+    addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -49,6 +51,7 @@ class LayerNorm(Op):
             cuda.cotangent,
             cuda.refuses,
             opaque=True,
+            adds=True,
         ),
     }
 
@@ -89,6 +92,18 @@ class LayerNorm(Op):
         of_vectors = any(moves for slot, moves in live if slot in _VECTORS)
         found = batch_of_rows(_ROWS, role, names, values, dims, (True, of_vectors))
         return None if found is None else (found, params | {"axis": params["axis"] + 1})
+
+    def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
+        """As the gradient of a shift, of which nothing is read where the sum was saved."""
+        present, last = params["present"], len(params["shape"]) - 1
+        if slot not in ("x", "residual") or "shift" in present or params["axis"] != last or dtype not in DTYPES:
+            return None
+        wide = np.dtype(reference.statistics_dtype(params["dtypes"][0]))
+        if np.dtype(dtype).itemsize > wide.itemsize:
+            return None
+        place = sum(present.count(s) for s in self.slots[: self.slots.index("shift")])
+        more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
+        return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if device.platform != "cuda" or role == "tangent":

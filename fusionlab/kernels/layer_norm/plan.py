@@ -12,6 +12,9 @@ from .tiling import Tile, parts_of
 
 SOURCE = Source("layer_norm/layer_norm.cu", ("norm_forward", "norm_backward", "norm_columns", "norm_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+# Of out: the arrays that norm_backward adds up, as many as there are.
+COTANGENTS = ("ct", "ct_1", "ct_2", "ct_3")
+MOST_ADDENDS = len(COTANGENTS)
 _GRADIENTS = ("x", "scale", "bias", "shift")  # in the order of the bits of FL_WANT
 SUM_HEIGHT = 16  # threads that share a column of norm_sum
 COLUMNS_HEIGHT = 8  # warps of a block of norm_columns
@@ -70,8 +73,8 @@ class Pass:
 
     Attributes:
       plan: its operands are `reads`; its results the gradients of `grads`, then scratch.
-      reads: "ct", "ct_sum", "x" (what was normalised, less the shift that is read), "shift", "scale", "mean", "rstd", "dx": those needed,
-        in this order.
+      reads: `COTANGENTS`, "ct_sum", "x" (what was normalised, less the shift that is read), "shift", "scale", "mean", "rstd", "dx":
+        those needed, in this order.
       grads: slots, in the order x, scale, bias, shift.
       scratch: shape of each array of partial sums, float32.
     """
@@ -82,38 +85,49 @@ class Pass:
     scratch: tuple[tuple[int, int], ...]
 
 
-def backward_passes(norm: Norm, wanted: tuple[str, ...], ct_sum: bool, shifted: bool) -> tuple[Pass, ...]:
+def adds_up(norm: Norm, wanted: tuple[str, ...], ct_sum: bool, addends: int) -> bool:
+    """Whether one pass makes the gradients wanted of so many arrays whose sum the cotangent of out is."""
+    sums = len(set(wanted) - {"x"})
+    return addends == 1 or tiling.backward_tile(norm.columns, norm.dtype, sums, ct_sum, addends) is not None
+
+
+def backward_passes(
+    norm: Norm, wanted: tuple[str, ...], ct_sum: bool, shifted: bool, addends: int = 1
+) -> tuple[Pass, ...]:
     """The gradients of those of x (and so of residual), scale, bias and shift that are wanted.
 
     Args:
       wanted: slots; not bias alone.
       ct_sum: whether the sum has a cotangent too.
       shifted: whether the shift is still to be added to what is read.
+      addends: of how many arrays the cotangent of out is the sum; more than one only where `adds_up` says so.
 
     Returns:
       One pass; where a row is too wide for a thread to keep its sums over rows in registers, one for x and one for the sums.
     """
     grads = tuple(slot for slot in _GRADIENTS if slot in wanted)
     sums = tuple(slot for slot in grads if slot != "x")
-    tile = tiling.backward_tile(norm.columns, norm.dtype, len(sums), ct_sum)
+    tile = tiling.backward_tile(norm.columns, norm.dtype, len(sums), ct_sum, addends)
     if tile is not None:
-        return (rows_pass(norm, grads, ct_sum, shifted, tile),)
+        return (rows_pass(norm, grads, ct_sum, shifted, tile, addends),)
+    assert addends == 1
     tile = tiling.backward_tile(norm.columns, norm.dtype, 0, ct_sum)
     assert tile is not None
     whole = (rows_pass(norm, ("x",), ct_sum, shifted, tile),) if {"x", "shift"} & set(grads) else ()
     return (*whole, _columns_pass(norm, sums, shifted))
 
 
-def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile) -> Pass:
+def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile, addends: int = 1) -> Pass:
     """All of the gradients by norm_backward."""
-    names = ("ct", "ct_sum", "x", "shift", "scale", "mean", "rstd")
-    there = {"ct", "x", "rstd", *_if(ct_sum, "ct_sum"), *_if(shifted, "shift"), *norm.statistics}
+    names = (*COTANGENTS, "ct_sum", "x", "shift", "scale", "mean", "rstd")
+    there = {*COTANGENTS[:addends], "x", "rstd", *_if(ct_sum, "ct_sum"), *_if(shifted, "shift"), *norm.statistics}
     there |= set(_if("scale" in dict(norm.vectors) and bool({"x", "shift"} & set(grads)), "scale"))
     reads = tuple(n for n in names if n in there)
     blocks = tile.grid(norm.rows)
     values = {
         **_common(1, norm, tile, reads),
         "CT_SUM": int(ct_sum),
+        "CTS": addends,
         "AHEAD": int(tile.ahead),
         "BLOCKS": tile.resident,
     }
@@ -133,7 +147,7 @@ def _columns_pass(norm: Norm, grads: tuple[str, ...], shifted: bool) -> Pass:
     across = parts_of(norm.columns // vec, tiling.WARP)
     parts = min(parts_of(norm.rows, COLUMNS_HEIGHT), parts_of(tiling.MULTIPROCESSORS * COLUMNS_BLOCKS, across))
     tile = Tile(vec, tiling.WARP, 1, 1, 1)
-    values = {**_common(2, norm, tile, reads), "CT_SUM": 0, "HEIGHT": COLUMNS_HEIGHT}
+    values = {**_common(2, norm, tile, reads), "CT_SUM": 0, "CTS": 1, "HEIGHT": COLUMNS_HEIGHT}
     block = (tiling.WARP, COLUMNS_HEIGHT, 1)
     return _pass(norm, "norm_columns", names, reads, grads, values, (across, parts, 1), block, parts)
 

@@ -83,8 +83,9 @@ def forward_tile(columns: int, dtype: str) -> Tile:
     return Tile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= held)
 
 
-def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | None:
-    """Of norm_backward with so many sums over rows; None where a thread cannot hold them."""
+def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: int = 1) -> Tile | None:
+    """Of norm_backward with so many sums over rows, and a cotangent that is the sum of so many arrays; None where a thread cannot hold
+    them."""
     vec = vector(columns, dtype)
     units = columns // vec
     arrays = 3 if ct_sum else 2
@@ -97,6 +98,7 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool) -> Tile | N
         for ahead in (True, False):
             # What is narrower than a register takes more than one on its way.
             needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead) + (held if vec == 1 else 0)
+            needed += (addends - 1) * vecs * _words(vec, dtype) * (2 if vec == 1 else 1)  # until they are added up
             resident = min(RESIDENT_THREADS, REGISTERS // needed) // block
             while resident > 1 and resident * block // WARP % PARTITIONS:
                 resident -= 1  # registers are dealt out to as many warps in each partition
