@@ -30,6 +30,7 @@ SAVES = ("none", "bits", "bytes", "preactivation")  # in the order of FL_SAVES
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _THREADS = 256
+_SUM_WIDTH = 16  # threads of a block along a row where rows are summed: 256 bytes side by side
 _ROWS_IN_FLIGHT = 4  # kRows
 _SUM_BLOCK = (32, 32, 1)  # kSumColumns, kSumRows
 _GRID_Y = 65535  # CUDA's limit
@@ -120,8 +121,8 @@ def backward_plan(
             "backward_plan: activation 'none' without dbias; needed dbias=True: dh is ct, without a kernel"
         )
     vec = _vector(columns, dtype)
-    # With a sum, a block is one warp wide, so that it has 8 rows or more at once and few partial sums are left.
-    width = _width(columns, vec, 1, 32 if dbias else _THREADS)
+    # With a sum, a block is half a warp wide, so that it has 16 rows or more at once and few partial sums are left.
+    width = _width(columns, vec, 1, _SUM_WIDTH if dbias else _THREADS)
     height = _THREADS // width
     across = _parts(columns, vec * width)
     tile = height * _ROWS_IN_FLIGHT
