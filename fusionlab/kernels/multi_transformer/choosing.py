@@ -14,7 +14,7 @@ from .persistent import BLOCKS
 MEASURED = ("sm_90",)
 # Tokens' features between which the kernels were measured faster than jax.jit, for texts of no more features together than `MOST`: for one
 # text by any of the kernels, for several by the one that needs a multiprocessor for each of its blocks. With 16 texts of 4096 features they
-# were not faster; other numbers were not measured.
+# were hardly faster; other numbers were not measured.
 WIDTHS = 1024, 4096
 MOST = 4 * 4096
 FASTER = "a few texts of one token each: measured faster than XLA's code for such layers"
