@@ -92,10 +92,14 @@ def _norm(arch: str) -> Iterator[tuple[str, KernelPlan]]:
                     f"{name}: forward, saves",
                     norm.forward_plan(given, 1e-5, residual=True, gives_sum=True, saves=True),
                 )
+                wanted = ("x", "scale", "bias", "shift")
                 for ct_sum in (False, True):
-                    wanted = ("x", "scale", "bias", "shift")
                     for i, one in enumerate(norm.backward_passes(given, wanted, ct_sum, shifted=False)):
                         yield f"{name}: backward{' of both' if ct_sum else ''}, pass {i + 1}", one.plan
+                for addends in (2, norm.MOST_ADDENDS):
+                    if norm.adds_up(given, wanted, False, addends):
+                        (one,) = norm.backward_passes(given, wanted, False, shifted=False, addends=addends)
+                        yield f"{name}: backward of a sum of {addends}", one.plan
 
 
 def _gated(arch: str) -> Iterator[tuple[str, KernelPlan]]:

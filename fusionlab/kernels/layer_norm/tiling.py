@@ -98,7 +98,7 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: in
         for ahead in (True, False):
             # What is narrower than a register takes more than one on its way.
             needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead) + (held if vec == 1 else 0)
-            needed += (addends - 1) * vecs * _words(vec, dtype) * (2 if vec == 1 else 1)  # until they are added up
+            needed += _until_added(addends, vec, vecs, groups, dtype)
             resident = min(RESIDENT_THREADS, REGISTERS // needed) // block
             while resident > 1 and resident * block // WARP % PARTITIONS:
                 resident -= 1  # registers are dealt out to as many warps in each partition
@@ -115,6 +115,14 @@ def _lanes(units: int, most: int, each: tuple[int, ...]) -> int:
     """Threads for a row of so many vectors, `each` of them a thread: the first of these that leaves fewest threads without one."""
     tried = [min(most, power_of_2(parts_of(units, n))) for n in each]
     return min(tried, key=lambda lanes: lanes * parts_of(units, lanes))
+
+
+def _until_added(addends: int, vec: int, vecs: int, groups: int, dtype: str) -> int:
+    """Registers of the arrays whose sum the cotangent is, beside the first: of more than two, those of two rows at a time."""
+    if addends == 1:
+        return 0
+    rows = 2 if addends > 2 or vec == 1 else 1
+    return vecs * _words(vec, dtype) * ((addends - 1) * rows + (groups > 1))
 
 
 def _groups(lanes: int) -> int:
