@@ -25,7 +25,8 @@
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 constexpr int kMostTile = most(most(Qkv::kTile, Out::kTile), most(Up::kTile, Down::kTile));
 constexpr int kSumsBuffers = kRows > 4 ? 1 : 2; // a second one saves a wait for each tile
-constexpr int kSumsCount = most((kRows > 4 ? kWarps / 2 : kWarps) * kRows * (kMostTile + 4), (kRows * kHeads * kParts + 4) / kSumsBuffers / 2 * 2); // floats
+constexpr int kKeepers = kRows > 4 ? kWarps / 2 : kWarps; // places for warps' sums: of many rows each is for two warps, as room is short
+constexpr int kSumsCount = most(kKeepers * kRows * (kMostTile + 4), (kRows * kHeads * kParts + 4) / kSumsBuffers / 2 * 2); // floats
 
 struct Block { // of the attention
   float queries[kGroup][kSize];

@@ -124,7 +124,8 @@ def takes(row: Row) -> bool:
 
 def pays(row: Row, device: Device) -> bool:
     """Whether it is taken for layers that it `takes`: where the device has a multiprocessor for each block, and a layer's weights are no
-    fewer than were tried. It was ahead of the five kernels of decode.cu at 1024 and at 4096 features, for 1, 4 and 16 texts (an H200).
+    fewer than were tried. Trials on an H200 had it ahead of the five kernels of decode.cu at 1024 and at 4096 features, for 1, 4 and 16
+    texts; the record has its own times alone.
     """
     return device.arch in SOURCE.archs and (device.units or 0) >= BLOCKS and _weight_bytes(row) >= _LEAST_BYTES
 

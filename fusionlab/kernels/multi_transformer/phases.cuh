@@ -85,8 +85,7 @@ template <class S> __device__ __forceinline__ void multiply_slice(Sums<S>& sums,
   }
 }
 
-// The sums of all warps to shared memory. Of many rows those of two warps each, so that there is room for them.
-constexpr int kKeepers = kRows > 4 ? kWarps / 2 : kWarps;
+// The sums of all warps to shared memory.
 template <class S> __device__ __forceinline__ void keep_sums_of_warp(float* to, const Sums<S>& sums, bool more) {
   const int lane = threadIdx.x % 32;
   float* const mine = to + threadIdx.x / 32 % kKeepers * kRows * (S::kTile + 4);
