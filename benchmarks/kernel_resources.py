@@ -56,7 +56,10 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
         for name, row in decode_rows().items():
             yield f"decode {name}", decode.decode_plan(row, [nowhere])
             if arch in persistent.SOURCE.archs and persistent.takes(row):
-                yield f"decode {name} by one kernel", persistent.persistent_plan(row, [nowhere] * 8, decode.NOTHING)
+                yield (
+                    f"decode {name} by one kernel",
+                    persistent.persistent_plan(row, [nowhere] * 8, decode.NOTHING, decode.NOTHING),
+                )
 
 
 def _lerp(arch: str) -> Iterator[tuple[str, KernelPlan]]:

@@ -35,7 +35,7 @@ from .decode import (
     fuses_norm,
 )
 from .layer import Form
-from .persistent import partials, pays, persistent_plan, takes
+from .persistent import pays, persistent_plan, scratch_bytes, takes
 
 Array = Any
 
@@ -166,13 +166,17 @@ class _Call:
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
         if whole := is_persistent(row):
             del shapes["normed"]
-            shapes["attended"] = jax.ShapeDtypeStruct((partials(row),), jnp.float32)
-            shapes["counter"] = jax.ShapeDtypeStruct((1,), jnp.int32)
+            sizes = scratch_bytes(row, form.layers)
+            shapes |= {name: jax.ShapeDtypeStruct((size // 4,), jnp.int32) for name, size in sizes.items()}
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]
         results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
         places = self.places(results)
-        plan = persistent_plan(row, places, results["counter"]) if whole else decode_plan(row, places)
+        plan = (
+            persistent_plan(row, places, results["counter"], results.get("next", NOTHING))
+            if whole
+            else decode_plan(row, places)
+        )
         aliases = {self.numbers[name]: results[name][1] for name in caches}
         made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
         return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]

@@ -54,7 +54,7 @@ FL_PROJECT(decode_down, FL_DOWN_CLUSTER, Down, false, false, 0.0f)
     fl_next();                                                                                                                  \
     fl_wait();                                                                                                                  \
     const Index row = static_cast<Index>(blockIdx.x) * Up::kInner;                                                              \
-    norm_rows<norm, 1, Up::kInner>(x + row, scale, bias, epsilon, reinterpret_cast<float*>(&shared_memory[0]),                  \
+    norm_rows<norm, 1, Up::kInner>(WordsOf<Teams<1, Up::kInner>, Up::kInner>{x + row}, scale, bias, epsilon, reinterpret_cast<float*>(&shared_memory[0]),                  \
                                    [&](int, int word, uint4 entries) {                                                        \
                                      *reinterpret_cast<uint4*>(out + (FL_STRIPS ? in_strips(blockIdx.x, word * 8) : row + word * 8)) = \
                                          entries;                                                                              \

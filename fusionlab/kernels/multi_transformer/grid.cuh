@@ -1,6 +1,6 @@
 // How the threads and blocks of persistent.cu wait for each other. Compiled as C++ it comes from grid_emulated.h, which the tests hold.
 //
-// Sources: PTX ISA, "bar", "red", "ld" and "Memory Consistency Model" (release and acquire patterns, causality order).
+// Sources: PTX ISA, "bar", "red", "ld", "st" and "Memory Consistency Model" (release and acquire patterns, causality order).
 #pragma once
 
 #ifdef __CUDACC__
@@ -18,6 +18,22 @@ __device__ __forceinline__ void blocks_meet(unsigned* counter, unsigned count) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
   } while (found < count);
 }
+
+// Words of 8 bytes that other blocks write: each is read and written at once, in no order with anything else. Of two side by side, at a
+// multiple of 16 bytes, each is whole.
+__device__ __forceinline__ void read_word(const unsigned long long* from, unsigned long long& word) {
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void read_words(const unsigned long long* from, unsigned long long& first, unsigned long long& second) {
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void write_word(unsigned long long* to, unsigned long long word) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+__device__ __forceinline__ void write_words(unsigned long long* to, unsigned long long first, unsigned long long second) {
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void others_go_on() {} // on a CPU blocks take turns
 
 // A barrier of threads that arrive and others that wait, in shared memory (PTX ISA, "mbarrier"): a phase of it ends with the last arrival.
 using Gate = unsigned long long;

@@ -7,10 +7,10 @@
 //   hidden = act(norm(a) Wup + b), or gated
 //   x = a + (hidden Wdown + b)
 //
-// A block makes whole columns of a product, and between phases all blocks meet. What is read of weights and caches does not hang on
-// that: it is one stream (stream.cuh), of which a ring of slices in shared memory is always on its way.
+// A block makes whole columns of a product, and between phases blocks wait for what others have made (exchange.cuh). What is read of weights
+// and caches does not hang on that: it is one stream (stream.cuh), of which a ring of slices in shared memory is always on its way.
 //
-// All blocks must be resident at once: a cooperative launch sees to that. `decode_begin` sets the counter of their meetings to 0.
+// All blocks must be resident at once: a cooperative launch sees to that. `decode_begin` makes the memory ready in which they wait.
 //
 // Macros: FL_T (1 bfloat16, 2 half), FL_P (norms' parameters: 0 float, 1 as FL_T), FL_ROWS, FL_ACT (activation.cuh), FL_EPSILON1 and
 // FL_EPSILON2, FL_BLOCKS, FL_LAYERS, FL_SLICE, FL_DEPTH, FL_FLIGHT, FL_KEPT (stream.cuh), the template arguments of each product (FL_QKV, FL_OUT,
@@ -18,6 +18,7 @@
 #include "numbers.cuh"
 
 #include "grid.cuh"
+#include "exchange.cuh"
 #include "rows.cuh"
 #include "keys.cuh"
 #include "stream.cuh"
@@ -53,8 +54,23 @@ __device__ __forceinline__ Gate* taken_gates() { return gates_in() + 2 * kWarps 
 
 #include "phases.cuh"
 
-extern "C" __global__ void decode_begin(unsigned* counter) {
-  if (threadIdx.x == 0) *counter = 0;
+// Entries, or floats, of what is given.
+constexpr int kQkvCount = kRows * Qkv::kPitch, kXCount = kRows * Qkv::kInner, kHiddenCount = kRows * Down::kInner;
+constexpr int kAttendedCount = kParts == 1 ? kRows * Out::kInner / 2 : kPartValuesAt + kPartCount * kSize; // of words
+
+// Nothing is of any layer yet.
+__device__ __forceinline__ void forget(void* words, int count) {
+  if (!words) return;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) static_cast<unsigned long long*>(words)[i] = 0;
+}
+
+extern "C" __global__ void decode_begin(unsigned* counter, void* qkv, void* attended, void* between, void* hidden, void* next) {
+  if (kFlagged) {
+    forget(qkv, kQkvCount / 2), forget(attended, kAttendedCount), forget(between, kXCount / 2);
+    forget(hidden, kHiddenCount / 2), forget(next, kXCount / 2);
+  } else if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *counter = 0;
+  }
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads, 1) decode_layers(const FL_CONSTANT Places places) {
@@ -73,35 +89,38 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
   int given = 0; // of sums to the other block of the pair
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
-    const T* const x = shared_at<const T>(places, layer ? kNext : kX);
-    T* const between = shared_at<T>(places, kBetween);
-    T* const hidden = shared_at<T>(places, kHidden);
+    const unsigned flag = kFlagged ? layer + 1 : 0;
+    const auto given_at = [&](int which) { return Given{places.at[which], flag}; };
+    const Given x = {places.at[layer ? kNext : kX], kFlagged ? static_cast<unsigned>(layer) : 0}; // of the layer before
+    const Given qkv = given_at(kQkvMade), attended = given_at(kPartsMade), between = given_at(kBetween), hidden = given_at(kHidden), none = {nullptr, 0};
     const auto own = [&](int which) { return own_at<const T>(places, layer, which); };
     const auto meet = [&] {
+      if (kFlagged) return;
       block_meets();
       met += kBlocks;
       if (threadIdx.x == 0) blocks_meet(shared_at<unsigned>(places, kCounter), met);
       block_meets();
     };
     if (blockIdx.x / kPair < Qkv::kTiles) {
-      const T* const from = keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
-      project<Qkv, false>(ring, given, from, own(kQBias), own(kKBias), own(kVBias), nullptr, shared_at<T>(places, kQkvMade));
+      const Given from = keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
+      project<Qkv, false>(ring, given, from, own(kQBias), own(kKBias), own(kVBias), none, qkv);
     }
     meet();
-    attend(ring, places, layer);
+    attend(ring, places, layer, qkv, attended);
     meet();
     if (blockIdx.x / kPair < Out::kTiles) {
-      const T* const from = keep_attended(places, layer);
+      const Given from = keep_attended(places, layer, attended);
       project<Out, false>(ring, given, from, own(kOutBias), nullptr, nullptr, x, between);
     }
     meet();
     if (blockIdx.x / kPair < Up::kTiles) {
-      const T* const from = keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
-      project<Up, true>(ring, given, from, own(kUp0Bias), own(kUp1Bias), nullptr, nullptr, hidden);
+      const Given from = keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
+      project<Up, true>(ring, given, from, own(kUp0Bias), own(kUp1Bias), nullptr, none, hidden);
     }
     meet();
     if (blockIdx.x / kPair < Down::kTiles) {
-      project<Down, false>(ring, given, hidden, own(kDownBias), nullptr, nullptr, between, shared_at<T>(places, layer + 1 < kLayers ? kNext : kY));
+      const Given out = layer + 1 < kLayers ? given_at(kNext) : Given{places.at[kY], 0};
+      project<Down, false>(ring, given, hidden, own(kDownBias), nullptr, nullptr, between, out);
     }
     if (layer + 1 < kLayers) meet();
   }

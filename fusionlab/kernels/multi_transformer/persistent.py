@@ -74,12 +74,28 @@ def parts_of(row: Row) -> int:
     return max((s for s in _SHARES if jobs * s <= BLOCKS and s * keys <= attention.past), default=1)
 
 
-def partials(row: Row) -> int:
-    """Floats that the attention's parts leave for the product behind them."""
-    parts = (
-        row.attention.rows * row.attention.heads * parts_of(row)
-    )  # one of a head: what was attended to, in the row's dtype
-    return -(-2 * parts // 4) * 4 + parts * row.attention.size
+def scratch_bytes(row: Row, layers: int) -> dict[str, int]:
+    """Bytes of what blocks make for each other, by name. `next`: x of the layers but the first of a launch.
+
+    For one text each two entries, and each float that the parts of an attention leave, are a word of 8 bytes (exchange.cuh); for more
+    they lie as they are.
+    """
+    rows, flagged = row.qkv.rows, is_flagged(row)
+    entries = {"qkv": sum(row.qkv.columns), "between": row.qkv.inner, "hidden": row.down.inner}
+    made = {name: rows * n * (4 if flagged else 2) for name, n in entries.items()}
+    parts = row.attention.rows * row.attention.heads * parts_of(row)
+    if parts_of(row) > 1:
+        made["attended"] = (-(-2 * parts // 4) * 4 + parts * row.attention.size) * (8 if flagged else 4)
+    else:  # what was attended to, in the row's dtype
+        made["attended"] = rows * row.out.inner * (4 if flagged else 2)
+    if flagged and layers > 1:
+        made["next"] = rows * row.qkv.inner * 4
+    return made | {"counter": 4}
+
+
+def is_flagged(row: Row) -> bool:
+    """Whether blocks wait for what others have made, rather than for each other."""
+    return row.qkv.rows == 1
 
 
 def _rows_bytes(row: Row) -> int:
@@ -130,11 +146,12 @@ def pays(row: Row, device: Device) -> bool:
     return device.arch in SOURCE.archs and (device.units or 0) >= BLOCKS and _weight_bytes(row) >= _LEAST_BYTES
 
 
-def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> KernelPlan:
+def persistent_plan(row: Row, layers: Sequence[Places], counter: Param, following: Param) -> KernelPlan:
     """All layers as one launch, or as several of no more than `MOST_LAYERS`.
 
     Args:
-      counter: where the blocks count themselves, one int32. `attended` of the places is float32, `partials(row)` of them.
+      counter: where the blocks count themselves, one int32.
+      following: `next` of `scratch_bytes`, if it is there; what else has a name there is of the places, in as many bytes.
     """
     # All launches are of as many layers, as they are one kernel.
     count = next(n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and len(layers) // n <= MOST_LAYERS)
@@ -162,18 +179,19 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param) -> Kerne
     shared = _WARPS * depth_of(row) * slice_of(row) + _beside(row)
     launches = []
     for chunk in chunks:
-        launches.append(Launch("decode_begin", (1, 1, 1), (32, 1, 1), 0, (counter,)))
-        params = _params(row, chunk, counter)
+        params = _params(row, chunk, counter, following)
+        made = (counter, chunk[0].qkv, chunk[0].attended, chunk[0].between, chunk[0].hidden, following)
+        launches.append(Launch("decode_begin", (32 if is_flagged(row) else 1, 1, 1), (256, 1, 1), 0, made))
         launches.append(Launch("decode_layers", (BLOCKS, 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True))
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _params(row: Row, layers: Sequence[Places], counter: Param) -> tuple[Param, ...]:
+def _params(row: Row, layers: Sequence[Places], counter: Param, following: Param) -> tuple[Param, ...]:
     """As `Shared` and `Own` of stream.cuh have them."""
     first, last = layers[0], layers[-1]
     shared = ("cos", "sin", "step", "lengths", "mask")
     # Between layers x lies where a product between them would: it is read and written in turns.
-    passed = last.x if len(layers) > 1 else NOTHING
+    passed = following if is_flagged(row) else last.x if len(layers) > 1 else NOTHING
     made = counter, first.qkv, first.attended, first.between, first.hidden, passed, last.y
     found = [first.x, *(first.at(s) for s in shared), *made]
     threes = ("q", "k", "v") if "q" in first.slots else ("qkv", "", "")

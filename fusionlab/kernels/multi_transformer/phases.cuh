@@ -10,27 +10,50 @@ template <class S> __device__ __forceinline__ void keep_nothing() {
 }
 
 // What the block's slices need of x, as it is, on its way to shared memory: one part of it, whose rounds begin at `round`, to the part's buffer.
-template <class S> __device__ __forceinline__ void ask_rows(const T* x, int buffer, int round) {
+template <class S> __device__ __forceinline__ void ask_rows(const Given& x, int buffer, int round) {
   constexpr int kWords = S::kHeld * S::kRound / 8;
   T* const to = rows_in() + buffer * kRows * S::kRowPitch;
+  if (kFlagged && x.flag) {
+    constexpr int kCount = kWords >= 2 * kThreads ? 2 : 1;
+    const auto kept_at = [&](int start, int i) { return (start + i * kThreads) * 8; };
+#pragma unroll 1
+    for (int start = threadIdx.x; start < kWords; start += kCount * kThreads) {
+      uint4 words[kCount];
+      const auto entry = [&](int i) { return S::entry_of(round * S::kRound + kept_at(start, i)); };
+      const auto is_there = [&](int i) { return start + i * kThreads < kWords && entry(i) < S::kInner; };
+      take_entries(words, x, entry, is_there);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (start + i * kThreads < kWords) *reinterpret_cast<uint4*>(to + kept_at(start, i)) = is_there(i) ? words[i] : uint4{0, 0, 0, 0};
+    }
+    return;
+  }
+  const T* const from = static_cast<const T*>(x.at);
 #pragma unroll 2
   for (int i = threadIdx.x; i < kRows * kWords; i += kThreads) {
     const int row = i / kWords, entry = S::entry_of(round * S::kRound + i % kWords * 8);
-    copy_16(to + row * S::kRowPitch + i % kWords * 8, x + static_cast<Index>(row) * S::kInner + (entry < S::kInner ? entry : 0), entry < S::kInner);
+    copy_16(to + row * S::kRowPitch + i % kWords * 8, from + static_cast<Index>(row) * S::kInner + (entry < S::kInner ? entry : 0), entry < S::kInner);
   }
 }
 
 // x of a phase to shared memory after its norm. Gives what is left to be read as it is: x, if it has no norm.
-template <class S> __device__ __forceinline__ const T* keep_normed(const T* x, const P* scale, const P* bias, float epsilon) {
+template <class S> __device__ __forceinline__ Given keep_normed(const Given& x, const P* scale, const P* bias, float epsilon) {
   if (S::kNorm == kNoNorm) return x;
   static_assert(S::kNorm == kNoNorm || S::kWhole);
   T* const to = rows_in();
   if (kRows <= 2) { // a warp has registers for all of a row, and for the norm's parameters
-    norm_rows<S::kNorm, kRows, S::kInner>(x, scale, bias, epsilon, place_in(), [&](int row, int number, uint4 word) {
+    using Team = Teams<kRows, S::kInner>;
+    const auto take = [&](uint4(&held)[Team::kHeld], int row) {
+      const int mine = threadIdx.x % Team::kThreadsOfOne;
+      const auto number = [&](int i) { return mine + i * Team::kThreadsOfOne; };
+      take_entries(held, x, [&](int i) { return static_cast<Index>(row) * S::kInner + number(i) * 8; }, [&](int i) { return number(i) < Team::kWords; });
+    };
+    norm_rows<S::kNorm, kRows, S::kInner>(take, scale, bias, epsilon, place_in(), [&](int row, int number, uint4 word) {
       if (S::is_kept(number * 8)) *reinterpret_cast<uint4*>(to + row * S::kRowPitch + S::kept_at(number * 8)) = word;
     });
   } else { // twice from memory, the second time what the block needs
-    keep_statistics<S::kNorm, kRows, S::kInner>(x, epsilon, place_in(), statistics_in());
+    const T* const from = static_cast<const T*>(x.at);
+    keep_statistics<S::kNorm, kRows, S::kInner>(from, epsilon, place_in(), statistics_in());
     block_meets();
 #pragma unroll 1
     for (int kept = threadIdx.x * 8; kept < S::kHeld * S::kRound; kept += kThreads * 8) {
@@ -43,7 +66,7 @@ template <class S> __device__ __forceinline__ const T* keep_normed(const T* x, c
         uint4 words[kAtATime];
 #pragma unroll
         for (int u = 0; u < kAtATime; ++u)
-          if (row + u < kRows) words[u] = __ldcg(reinterpret_cast<const uint4*>(x + static_cast<Index>(row + u) * S::kInner + entry));
+          if (row + u < kRows) words[u] = __ldcg(reinterpret_cast<const uint4*>(from + static_cast<Index>(row + u) * S::kInner + entry));
 #pragma unroll
         for (int u = 0; u < kAtATime; ++u) {
           if (row + u >= kRows) break;
@@ -54,7 +77,7 @@ template <class S> __device__ __forceinline__ const T* keep_normed(const T* x, c
     }
   }
   keep_nothing<S>();
-  return nullptr;
+  return {nullptr, 0};
 }
 
 template <class S> using Sums = float[S::kTile / 16][kRowTiles][4];
@@ -119,10 +142,11 @@ template <class S> __device__ __forceinline__ float over_warps(const float* sums
 // goes over its slices of the inner axis and finishes half of the tile's columns, with what the other one gives it. `x`: null where the block
 // keeps all of it already; else it is read here, each part while the one before is used.
 template <class S, bool kActive>
-__device__ __forceinline__ void project(Ring& ring, int& given, const T* x, const T* bias0, const T* bias1, const T* bias2, const T* residual, T* out) {
+__device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, const T* bias0, const T* bias1, const T* bias2, const Given& residual,
+                                        const Given& out) {
   const int number = blockIdx.x % kPair * kWarps + threadIdx.x / 32;
   constexpr int kHalf = S::kMade / 2, kResults = kRows * kHalf, kEach = (kResults + kThreads - 1) / kThreads;
-  if (x) ask_rows<S>(x, 0, 0);
+  if (x.at) ask_rows<S>(x, 0, 0);
   int buffer = 0; // of the part in use
 #pragma unroll 1
   for (int tile = blockIdx.x / kPair; tile < S::kTiles; tile += kPairs, ++given) {
@@ -139,7 +163,7 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* x, cons
       added[t] = second[t] = before[t] = static_cast<T>(0.0f);
       if (is_mine(t) && bias) added[t] = fresh(bias + column_of(t));
       if (S::kGated && is_mine(t) && bias1) second[t] = fresh(bias1 + column_of(t));
-      if (is_mine(t) && residual) before[t] = fresh(residual + static_cast<Index>(row_of(t)) * S::kPitch + column_of(t));
+      if (is_mine(t) && residual.at) before[t] = take_entry(residual, static_cast<Index>(row_of(t)) * S::kPitch + column_of(t));
     }
     Sums<S> sums = {};
 #pragma unroll 1
@@ -182,16 +206,20 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const T* x, cons
     gate_waits_for_partner(gate, given / 2 % 2);
 #pragma unroll
     for (int t = 0; t < kEach; ++t) {
-      if (!is_mine(t)) continue;
-      float value = sum_of(t, 0) + static_cast<float>(added[t]);
-      if (kActive) value = activation(value);
-      if (S::kGated) {
-        const bool alone = !bias && !bias1; // then the op is one step, rounded once
-        const float other = sum_of(t, 1) + static_cast<float>(second[t]);
-        value = alone ? value * other : once(value) * once(other);
+      float value = 0.0f;
+      if (is_mine(t)) {
+        value = sum_of(t, 0) + static_cast<float>(added[t]);
+        if (kActive) value = activation(value);
+        if (S::kGated) {
+          const bool alone = !bias && !bias1; // then the op is one step, rounded once
+          const float other = sum_of(t, 1) + static_cast<float>(second[t]);
+          value = alone ? value * other : once(value) * once(other);
+        }
+        if (residual.at) value = static_cast<float>(before[t]) + once(value);
       }
-      if (residual) value = static_cast<float>(before[t]) + once(value);
-      out[static_cast<Index>(row_of(t)) * S::kPitch + place.before + column_of(t)] = static_cast<T>(value);
+      const float next = from_lane(value, 1); // of the column beside
+      if (is_mine(t) && threadIdx.x % 2 == 0)
+        give_entries(out, static_cast<Index>(row_of(t)) * S::kPitch + place.before + column_of(t), value, next);
     }
   }
 }
@@ -210,35 +238,33 @@ __device__ __forceinline__ float mean_value(const T* values, int text, int key_h
 constexpr int kPartCount = kRows * kHeads * kParts, kPartValuesAt = (2 * kPartCount + 3) / 4 * 4;
 __device__ __forceinline__ int part_of(int text, int head, int part) { return (text * kHeads + head) * kParts + part; }
 
-__device__ __forceinline__ void attend(Ring& ring, const Places& places, int layer) {
+__device__ __forceinline__ void attend(Ring& ring, const Places& places, int layer, const Given& qkv, const Given& made) {
   Block& shared = *reinterpret_cast<Block*>(rows_in());
-  const T* const qkv = shared_at<const T>(places, kQkvMade);
   const unsigned char* const masks = shared_at<const unsigned char>(places, kMask);
-  float* const made = shared_at<float>(places, kPartsMade);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
 #pragma unroll 1
   for (int number = blockIdx.x; number < kJobs; number += kBlocks) {
     const Job job = job_of(places, number);
     const unsigned char* const mask = masks ? masks + (kMaskOfEach ? static_cast<Index>(job.text) * kPast : 0) : nullptr;
-    const T* const mine = qkv + static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize;
+    const Index mine = static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize;
+    const auto entry_at = [&](Index entry) { return static_cast<float>(take_entry(qkv, entry)); };
     const int angle = kTurnOfEach ? job.text * FL_ROTARY_WIDTH : 0;
     const float* const cosines = shared_at<const float>(places, kCos) + angle;
     const float* const sines = shared_at<const float>(places, kSin) + angle;
-    for (int i = threadIdx.x; i < kGroup * kSize; i += kThreads) {
-      const T* const row = mine + (job.head + i / kSize) * kQueryStride;
-      shared.queries[i / kSize][i % kSize] = turned([&](int f) { return static_cast<float>(fresh(row + f)); }, i % kSize, cosines, sines);
-    }
-    if (job.part == 0) {
-      const T* const row = mine + kKeysAt + job.key_head * kKeyRowStride;
-      for (int i = threadIdx.x; i < 2 * kSize; i += kThreads) {
-        const int f = i % kSize;
-        const bool is_key = i < kSize;
-        const T entry = is_key ? static_cast<T>(turned([&](int g) { return static_cast<float>(fresh(row + g)); }, f, cosines, sines))
-                               : fresh(row + kValuesAt - kKeysAt + f);
-        (is_key ? shared.key : shared.value)[f] = entry;
-        if (job.set == 0)
-          own_at<T>(places, layer, is_key ? kCacheK : kCacheV)[cache_base(job) + static_cast<Index>(job.at) * kKeyStride + f] = entry;
+    const Index keys = mine + kKeysAt + job.key_head * kKeyRowStride;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (kGroup + (job.part == 0 ? 2 : 0)) * kSize; i += kThreads) { // queries, the new key, the new value
+      const int h = i / kSize, f = i % kSize;
+      const bool is_value = h == kGroup + 1;
+      const Index row = h < kGroup ? mine + (job.head + h) * kQueryStride : keys;
+      const float entry = is_value ? entry_at(keys + kValuesAt - kKeysAt + f) : turned([&](int g) { return entry_at(row + g); }, f, cosines, sines);
+      if (h < kGroup) {
+        shared.queries[h][f] = entry;
+        continue;
       }
+      const T kept = static_cast<T>(entry);
+      (is_value ? shared.value : shared.key)[f] = kept;
+      if (job.set == 0) own_at<T>(places, layer, is_value ? kCacheV : kCacheK)[cache_base(job) + static_cast<Index>(job.at) * kKeyStride + f] = kept;
     }
     block_meets();
     float query[kGroup][8];
@@ -288,26 +314,29 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
       }
     }
     block_meets();
-    for (int i = threadIdx.x; i < kGroup * kSize; i += kThreads) {
+    for (int i = 2 * threadIdx.x; i < kGroup * kSize; i += 2 * kThreads) {
       const int h = i / kSize, f = i % kSize, part = part_of(job.text, job.head + h, job.part);
-      float largest = nothing(), total = 0.0f, value = 0.0f;
+      float largest = nothing(), total = 0.0f, values[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, shared.largest[w][h]);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         const float weight = weight_of(shared.largest[w][h], largest);
         total += weight * shared.total[w][h];
-        value += weight * shared.values[w][h][f];
+        values[0] += weight * shared.values[w][h][f], values[1] += weight * shared.values[w][h][f + 1];
       }
       if (kParts == 1) {
         const bool any = total > 0.0f || total != total;
-        if (any) value /= total;
-        if (!any) value = kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f) : 0.0f;
-        reinterpret_cast<T*>(made)[static_cast<Index>(job.text) * Out::kInner + (job.head + h) * kSize + f] = static_cast<T>(value);
-        continue;
+#pragma unroll 1
+        for (int j = 0; j < 2; ++j)
+          values[j] = any             ? values[j] / total
+                      : kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f + j)
+                                      : 0.0f;
+        give_entries(made, static_cast<Index>(job.text) * Out::kInner + (job.head + h) * kSize + f, values[0], values[1]);
+      } else {
+        give_floats(made, kPartValuesAt + part * kSize + f, values[0], values[1]);
+        if (f == 0) give_floats(made, 2 * part, largest, total);
       }
-      made[kPartValuesAt + part * kSize + f] = value;
-      if (f == 0) made[2 * part] = largest, made[2 * part + 1] = total;
     }
     block_meets(); // the next job writes there
   }
@@ -315,16 +344,15 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
 
 // What the attention's parts make together, to shared memory as x of the product behind it: what the block needs of it.
 // Gives what is left to be read as it is, as keep_normed does.
-__device__ __forceinline__ const T* keep_attended(const Places& places, int layer) {
-  if (kParts == 1) return shared_at<const T>(places, kPartsMade);
-  const float* const made = shared_at<const float>(places, kPartsMade);
+__device__ __forceinline__ Given keep_attended(const Places& places, int layer, const Given& made) {
+  if (kParts == 1) return made;
+  if (kFlagged) block_meets(); // nobody reads the sums that lie where the weights go
   float* const weights = sums_in(0); // of a part of a head; nobody needs the sums now
   T* const to = rows_in();
   constexpr int kHeadsOfAll = kRows * kHeads;
   const auto share = [&](int head) { // of all texts' heads; gives the sum of weights
     float2 of[kParts];
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) of[p] = __ldcg(reinterpret_cast<const float2*>(made) + head * kParts + p);
+    take_floats(of, made, [&](int p) { return 2 * (head * kParts + p); });
     float largest = nothing(), total = 0.0f;
 #pragma unroll
     for (int p = 0; p < kParts; ++p) largest = fmaxf(largest, of[p].x);
@@ -339,18 +367,16 @@ __device__ __forceinline__ const T* keep_attended(const Places& places, int laye
     text = i / kEach, kept = i % kEach * 4, entry = Out::entry_of(kept);
     return text < kRows && entry < Out::kInner;
   };
-  constexpr int kAtATime = kCount > kThreads && kParts <= 4 ? 2 : 1;
+  constexpr int kAtATime = kCount > kThreads && kParts <= 4 && !kFlagged ? 2 : 1;
   static_assert(kParts == 1 || Out::kWhole);
 #pragma unroll 1
   for (int start = threadIdx.x; start < (kCount + kThreads - 1) / kThreads * kThreads; start += kAtATime * kThreads) {
-    float4 values[kAtATime][kParts];
+    float2 values[kAtATime][2 * kParts];
     int text, kept, entry;
 #pragma unroll
     for (int u = 0; u < kAtATime; ++u)
       if (entries_of(start + u * kThreads, text, kept, entry))
-#pragma unroll
-        for (int p = 0; p < kParts; ++p)
-          values[u][p] = __ldcg(reinterpret_cast<const float4*>(made + kPartValuesAt + part_of(text, entry / kSize, p) * kSize + entry % kSize));
+        take_floats(values[u], made, [&](int i) { return kPartValuesAt + part_of(text, entry / kSize, i / 2) * kSize + entry % kSize + 2 * (i % 2); });
     if (start == static_cast<int>(threadIdx.x)) {
 #pragma unroll 1
       for (int head = threadIdx.x; head < kHeadsOfAll; head += kThreads) share(head);
@@ -364,8 +390,8 @@ __device__ __forceinline__ const T* keep_attended(const Places& places, int laye
       if (weight[0] != -1.0f) {
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
-          sum[0] += weight[p] * values[u][p].x, sum[1] += weight[p] * values[u][p].y;
-          sum[2] += weight[p] * values[u][p].z, sum[3] += weight[p] * values[u][p].w;
+          const float2 left = values[u][2 * p], right = values[u][2 * p + 1];
+          sum[0] += weight[p] * left.x, sum[1] += weight[p] * left.y, sum[2] += weight[p] * right.x, sum[3] += weight[p] * right.y;
         }
       } else if (kMaskIsFinite) {
 #pragma unroll 1
@@ -376,5 +402,5 @@ __device__ __forceinline__ const T* keep_attended(const Places& places, int laye
     }
   }
   keep_nothing<Out>();
-  return nullptr;
+  return {nullptr, 0};
 }

@@ -103,7 +103,7 @@ template <class S> __device__ __forceinline__ void keep_rows(T* to, const Given&
   constexpr int kWords = S::kOwn / 8;
   const auto word_at = [&](int row, int word) { return reinterpret_cast<uint4*>(to + row * S::kRowPitch + word * 8); };
   if (S::kNorm != kNoNorm) {
-    norm_rows<S::kNorm, kRows, S::kInner>(given.x, given.scale, given.bias, epsilon, place, [&](int row, int number, uint4 word) {
+    norm_rows<S::kNorm, kRows, S::kInner>(WordsOf<Teams<kRows, S::kInner>, S::kInner>{given.x}, given.scale, given.bias, epsilon, place, [&](int row, int number, uint4 word) {
       const int own = number - first / 8;
       if (own >= 0 && own < kWords) *word_at(row, own) = word;
     });

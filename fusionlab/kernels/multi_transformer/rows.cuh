@@ -80,25 +80,34 @@ __device__ __forceinline__ float2 statistics_of(const uint4 (&held)[Team::kHeld]
   return {mean, 1.0f / sqrtf(squares * (1.0f / kLength) + epsilon)};
 }
 
-// Norms kCount rows of kLength entries and gives them to `keep(row, number of the word, word)`. All threads of the block come here. `place`:
-// 16 floats of shared memory.
-template <int kNorm, int kCount, int kLength, class Keep>
-__device__ __forceinline__ void norm_rows(const T* rows, const P* scale, const P* bias, float epsilon, float* place, const Keep& keep) {
+// A thread's words of a row that lies in memory as it is.
+template <class Team, int kLength> struct WordsOf {
+  const T* rows;
+  __device__ __forceinline__ void operator()(uint4 (&held)[Team::kHeld], int row) const {
+    const int mine = threadIdx.x % Team::kThreadsOfOne;
+    const uint4* const from = reinterpret_cast<const uint4*>(rows + static_cast<Index>(row) * kLength);
+#pragma unroll
+    for (int i = 0; i < Team::kHeld; ++i)
+      if (mine + i * Team::kThreadsOfOne < Team::kWords) held[i] = __ldcg(from + mine + i * Team::kThreadsOfOne);
+  }
+};
+
+// Norms kCount rows of kLength entries and gives them to `keep(row, number of the word, word)`. All threads of the block come here. `take(held,
+// row)` gives a thread its words of a row; `place`: 16 floats of shared memory.
+template <int kNorm, int kCount, int kLength, class Take, class Keep>
+__device__ __forceinline__ void norm_rows(const Take& take, const P* scale, const P* bias, float epsilon, float* place, const Keep& keep) {
   using Team = Teams<kCount, kLength>;
   const int mine = threadIdx.x % Team::kThreadsOfOne;
 #pragma unroll 1
   for (int row = threadIdx.x / Team::kThreadsOfOne; row < (kCount + Team::kAtOnce - 1) / Team::kAtOnce * Team::kAtOnce; row += Team::kAtOnce) {
-    const T* const from = rows + static_cast<Index>(row < kCount ? row : 0) * kLength;
     uint4 held[Team::kHeld];
     Parameters scales[Team::kHeld], biases[Team::kHeld]; // on their way with x
 #pragma unroll
     for (int i = 0; i < Team::kHeld; ++i) {
       const int number = mine + i * Team::kThreadsOfOne;
-      if (number < Team::kWords) {
-        held[i] = __ldcg(reinterpret_cast<const uint4*>(from) + number);
-        scales[i] = parameters_at(scale, number, 1.0f), biases[i] = parameters_at(bias, number, 0.0f);
-      }
+      if (number < Team::kWords) scales[i] = parameters_at(scale, number, 1.0f), biases[i] = parameters_at(bias, number, 0.0f);
     }
+    take(held, row < kCount ? row : 0);
     const float2 found = statistics_of<kNorm, Team, kLength>(held, epsilon, place);
 #pragma unroll
     for (int i = 0; i < Team::kHeld; ++i) {
@@ -116,11 +125,8 @@ __device__ __forceinline__ void keep_statistics(const T* rows, float epsilon, fl
   const int mine = threadIdx.x % Team::kThreadsOfOne;
 #pragma unroll 1
   for (int row = threadIdx.x / Team::kThreadsOfOne; row < (kCount + Team::kAtOnce - 1) / Team::kAtOnce * Team::kAtOnce; row += Team::kAtOnce) {
-    const T* const from = rows + static_cast<Index>(row < kCount ? row : 0) * kLength;
     uint4 held[Team::kHeld];
-#pragma unroll
-    for (int i = 0; i < Team::kHeld; ++i)
-      if (mine + i * Team::kThreadsOfOne < Team::kWords) held[i] = __ldcg(reinterpret_cast<const uint4*>(from) + mine + i * Team::kThreadsOfOne);
+    WordsOf<Team, kLength>{rows}(held, row < kCount ? row : 0);
     const float2 found = statistics_of<kNorm, Team, kLength>(held, epsilon, place);
     if (mine == 0 && row < kCount) to[row] = found;
   }

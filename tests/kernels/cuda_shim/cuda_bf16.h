@@ -36,6 +36,7 @@ struct Dim {
 };
 inline Dim threadIdx, blockIdx, blockDim, gridDim;
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 
 struct __nv_bfloat16 {

@@ -8,6 +8,30 @@ inline const unsigned kWorking = kThreads;
 inline Barrier computing[kMostBlocks];
 inline void block_meets() { computing[block_in_cluster].wait(kWorking); }
 
+using Word = unsigned long long;
+inline void whole(const void* at, std::size_t bytes) { // an address of such words
+  if (reinterpret_cast<std::uintptr_t>(at) % bytes) std::abort();
+}
+inline void read_word(const Word* from, Word& word) {
+  whole(from, 8);
+  word = *static_cast<const volatile Word*>(from);
+}
+inline void read_words(const Word* from, Word& first, Word& second) {
+  whole(from, 16);
+  read_word(from, first);
+  read_word(from + 1, second);
+}
+inline void write_word(Word* to, Word word) {
+  whole(to, 8);
+  *to = word;
+}
+inline void write_words(Word* to, Word first, Word second) {
+  whole(to, 16);
+  write_word(to, first);
+  write_word(to + 1, second);
+}
+inline void others_go_on() { hand_over(); }
+
 struct Gate {
   std::uint8_t expected, pending;
   std::uint16_t phase;
