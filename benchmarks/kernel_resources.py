@@ -58,7 +58,7 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             if arch in persistent.SOURCE.archs and persistent.takes(row):
                 yield (
                     f"decode {name} by one kernel",
-                    persistent.persistent_plan(row, [nowhere] * 8, decode.NOTHING, decode.NOTHING),
+                    persistent.persistent_plan(row, [nowhere] * 8, {}),
                 )
 
 

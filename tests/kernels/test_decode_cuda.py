@@ -270,7 +270,7 @@ def test_one_kernel_is_for_layers_of_many_bytes_on_a_device_that_holds_its_block
     wide = rows["bfloat16 E4096 of 1"]
     for other in (H200, replace(device, units=114), replace(device, arch="sm_100")):
         assert not persistent.pays(wide, other)
-    plan = persistent.persistent_plan(wide, [NOWHERE] * 48, NOTHING, NOTHING)
+    plan = persistent.persistent_plan(wide, [NOWHERE] * 48, {})
     assert [(one.entry, one.cooperative) for one in plan.launches] == [
         ("decode_begin", False),
         ("decode_layers", True),

@@ -172,11 +172,7 @@ class _Call:
         names = ["y", *caches, *(name for name in shapes if name != "y")]
         results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
         places = self.places(results)
-        plan = (
-            persistent_plan(row, places, results["counter"], results.get("next", NOTHING))
-            if whole
-            else decode_plan(row, places)
-        )
+        plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
         aliases = {self.numbers[name]: results[name][1] for name in caches}
         made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
         return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]

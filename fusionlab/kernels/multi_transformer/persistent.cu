@@ -41,22 +41,33 @@ template <class S> constexpr int kRowsOf = 2 * S::kKeptRows * S::kRowPitch;
 constexpr int kMostRows = most(most(kRowsOf<Qkv>, kRowsOf<Out>), most(kRowsOf<Up>, kRowsOf<Down>));
 constexpr int kRowsBytes = (most(kMostRows, sizeof(Block)) + 15) / 16 * 16; // x of a phase, or what an attention shares
 
+template <class S> constexpr int kParametersOf = kRows > 1 && S::kNorm != kNoNorm ? S::kHeld * S::kRound : 0;
+constexpr int kParameters = most(kParametersOf<Qkv>, kParametersOf<Up>); // of a norm, in shared memory
+
 __device__ __forceinline__ T* rows_in() { return reinterpret_cast<T*>(shared_memory + kRingBytes); }
+__device__ __forceinline__ P* scales_in() { return reinterpret_cast<P*>(shared_memory + kRingBytes + kRowsBytes); }
+__device__ __forceinline__ P* biases_in() { return scales_in() + kParameters; }
 __device__ __forceinline__ float* sums_in(int which) {
-  return reinterpret_cast<float*>(shared_memory + kRingBytes + kRowsBytes) + which % kSumsBuffers * kSumsCount;
+  return reinterpret_cast<float*>(biases_in() + kParameters) + which % kSumsBuffers * kSumsCount;
 }
 constexpr int kTakenCount = kRows * kMostTile / 2; // floats that a block takes from its partner
 __device__ __forceinline__ float* taken_in(int which) { return sums_in(0) + kSumsBuffers * kSumsCount + which * kTakenCount; }
 __device__ __forceinline__ float* place_in() { return taken_in(2); } // 16 floats
 __device__ __forceinline__ float2* statistics_in() { return reinterpret_cast<float2*>(place_in() + 16); } // of each row
-__device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(statistics_in() + kRows); }
+__device__ __forceinline__ int2* seen_in() { return reinterpret_cast<int2*>(statistics_in() + kRows); }
+__device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(seen_in() + kRows); }
 __device__ __forceinline__ Gate* taken_gates() { return gates_in() + 2 * kWarps * kDepth; } // of either of `taken_in`
 
+#include "statistics.cuh"
 #include "phases.cuh"
 
 // Entries, or floats, of what is given.
 constexpr int kQkvCount = kRows * Qkv::kPitch, kXCount = kRows * Qkv::kInner, kHiddenCount = kRows * Down::kInner;
 constexpr int kAttendedCount = kParts == 1 ? kRows * Out::kInner / 2 : kPartValuesAt + kPartCount * kSize; // of words
+
+// Statistics of x, which the last product of a layer makes, then those of what is between.
+using PiecesOfX = Pieces<Down, Qkv::kNorm>;
+using PiecesBetween = Pieces<Out, Up::kNorm>;
 
 // Nothing is of any layer yet.
 __device__ __forceinline__ void forget(void* words, int count) {
@@ -64,18 +75,21 @@ __device__ __forceinline__ void forget(void* words, int count) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) static_cast<unsigned long long*>(words)[i] = 0;
 }
 
-extern "C" __global__ void decode_begin(unsigned* counter, void* qkv, void* attended, void* between, void* hidden, void* next) {
+extern "C" __global__ void decode_begin(const T* x, unsigned* counter, void* qkv, void* attended, void* between, void* hidden, void* next,
+                                        float2* statistics) {
   if (kFlagged) {
     forget(qkv, kQkvCount / 2), forget(attended, kAttendedCount), forget(between, kXCount / 2);
     forget(hidden, kHiddenCount / 2), forget(next, kXCount / 2);
-  } else if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *counter = 0;
+    return;
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+  if (Qkv::kNorm != kNoNorm) PiecesOfX::keep_of(statistics, x);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads, 1) decode_layers(const FL_CONSTANT Places places) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x < 2 * kWarps * kDepth + 2) gate_opens_after(gates_in() + threadIdx.x, 1);
+  if (threadIdx.x < kRows) seen_in()[threadIdx.x] = seen_of(places, threadIdx.x);
   gates_are_there();
   cluster_arrives();
   cluster_waits();
@@ -87,6 +101,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
   }
   unsigned met = 0; // how often blocks were to arrive
   int given = 0; // of sums to the other block of the pair
+  float2* const of_x = shared_at<float2>(places, kStatistics);
+  float2* const of_between = of_x + PiecesOfX::kAll;
+  const auto norm1 = [&](int layer) {
+    return Norm<PiecesOfX>{of_x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1};
+  };
+  const auto norm2 = [&](int layer) {
+    return Norm<PiecesBetween>{of_between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2};
+  };
+  ask_parameters<Qkv>(norm1(0));
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
     const unsigned flag = kFlagged ? layer + 1 : 0;
@@ -102,26 +125,29 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
       block_meets();
     };
     if (blockIdx.x / kPair < Qkv::kTiles) {
-      const Given from = keep_normed<Qkv>(x, own_at<const P>(places, layer, kScale1), own_at<const P>(places, layer, kBias1), FL_EPSILON1);
-      project<Qkv, false>(ring, given, from, own(kQBias), own(kKBias), own(kVBias), none, qkv);
+      const Given from = keep_normed<Qkv>(x, norm1(layer));
+      project<Qkv, false, kNoNorm>(ring, given, from, norm1(layer), own(kQBias), own(kKBias), own(kVBias), none, qkv, nullptr);
     }
     meet();
     attend(ring, places, layer, qkv, attended);
     meet();
     if (blockIdx.x / kPair < Out::kTiles) {
       const Given from = keep_attended(places, layer, attended);
-      project<Out, false>(ring, given, from, own(kOutBias), nullptr, nullptr, x, between);
+      project<Out, false, Up::kNorm>(ring, given, from, kWithout, own(kOutBias), nullptr, nullptr, x, between, of_between);
     }
+    ask_parameters<Up>(norm2(layer));
     meet();
     if (blockIdx.x / kPair < Up::kTiles) {
-      const Given from = keep_normed<Up>(between, own_at<const P>(places, layer, kScale2), own_at<const P>(places, layer, kBias2), FL_EPSILON2);
-      project<Up, true>(ring, given, from, own(kUp0Bias), own(kUp1Bias), nullptr, none, hidden);
+      const Given from = keep_normed<Up>(between, norm2(layer));
+      project<Up, true, kNoNorm>(ring, given, from, norm2(layer), own(kUp0Bias), own(kUp1Bias), nullptr, none, hidden, nullptr);
     }
     meet();
     if (blockIdx.x / kPair < Down::kTiles) {
       const Given out = layer + 1 < kLayers ? given_at(kNext) : Given{places.at[kY], 0};
-      project<Down, false>(ring, given, hidden, own(kDownBias), nullptr, nullptr, between, out);
+      project<Down, false, Qkv::kNorm>(ring, given, hidden, kWithout, own(kDownBias), nullptr, nullptr, between, out, of_x);
     }
-    if (layer + 1 < kLayers) meet();
+    if (layer + 1 == kLayers) return;
+    ask_parameters<Qkv>(norm1(layer + 1));
+    meet();
   }
 }

@@ -5,7 +5,7 @@ Letters as in layer.py, with R rows (texts, one token each) in place of B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...device import Device
 from ..compile import Source
@@ -28,6 +28,7 @@ _RING = 12 << 10, 48 << 10  # bytes of a warp's ring, at least and at most
 _KEPT = 64 << 10  # bytes of x in shared memory
 _SHARES = (1, 2, 4, 8)  # parts of the keys
 _LEAST_BYTES = 24 << 20  # of a layer's weights
+_SCRATCH = "counter", "qkv", "attended", "between", "hidden", "next", "statistics"  # as `Shared` of stream.cuh has them
 
 
 def tile_of(product: Product) -> int:
@@ -75,7 +76,8 @@ def parts_of(row: Row) -> int:
 
 
 def scratch_bytes(row: Row, layers: int) -> dict[str, int]:
-    """Bytes of what blocks make for each other, by name. `next`: x of the layers but the first of a launch.
+    """Bytes of what blocks make for each other, by name. `next`: x of the layers but the first of a launch; `statistics`: for norms, of
+    more than one text (statistics.cuh).
 
     For one text each two entries, and each float that the parts of an attention leave, are a word of 8 bytes (exchange.cuh); for more
     they lie as they are.
@@ -90,6 +92,8 @@ def scratch_bytes(row: Row, layers: int) -> dict[str, int]:
         made["attended"] = rows * row.out.inner * (4 if flagged else 2)
     if flagged and layers > 1:
         made["next"] = rows * row.qkv.inner * 4
+    if not flagged:  # two floats of each piece of x, and of what is between
+        made["statistics"] = 8 * rows * _PAIR * sum(_tiles(p, tile_of(p)) for p in (row.down, row.out))
     return made | {"counter": 4}
 
 
@@ -112,6 +116,9 @@ def _products(row: Row) -> dict[str, Product]:
 def _beside(row: Row) -> int:
     """Bytes of shared memory beside the ring."""
     tile = max(map(tile_of, _products(row).values()))
+    normed = max(
+        (_held(p, slice_of(row))[0] for p, norm in zip((row.qkv, row.up), row.norms, strict=True) if norm), default=0
+    )
     sums = _WARPS // 2 if row.qkv.rows > 4 else 2 * _WARPS  # of a warp, at a time
     return (
         -(-_rows_bytes(row) // 16) * 16
@@ -119,9 +126,10 @@ def _beside(row: Row) -> int:
             4 * sums * row.qkv.rows * (tile + 4),
             4 * row.qkv.rows * row.attention.heads * parts_of(row) + 64,
         )
+        + (0 if is_flagged(row) else 2 * normed * (2 if row.parameters else 4))
         + 8 * row.qkv.rows * tile // 2
         + 128
-        + 8 * row.qkv.rows
+        + 16 * row.qkv.rows
         + 16 * _WARPS * (_RING[1] // slice_of(row))
     )
 
@@ -146,12 +154,11 @@ def pays(row: Row, device: Device) -> bool:
     return device.arch in SOURCE.archs and (device.units or 0) >= BLOCKS and _weight_bytes(row) >= _LEAST_BYTES
 
 
-def persistent_plan(row: Row, layers: Sequence[Places], counter: Param, following: Param) -> KernelPlan:
+def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Param]) -> KernelPlan:
     """All layers as one launch, or as several of no more than `MOST_LAYERS`.
 
     Args:
-      counter: where the blocks count themselves, one int32.
-      following: `next` of `scratch_bytes`, if it is there; what else has a name there is of the places, in as many bytes.
+      scratch: what has a name in `scratch_bytes`, in as many bytes.
     """
     # All launches are of as many layers, as they are one kernel.
     count = next(n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and len(layers) // n <= MOST_LAYERS)
@@ -179,21 +186,23 @@ def persistent_plan(row: Row, layers: Sequence[Places], counter: Param, followin
     shared = _WARPS * depth_of(row) * slice_of(row) + _beside(row)
     launches = []
     for chunk in chunks:
-        params = _params(row, chunk, counter, following)
-        made = (counter, chunk[0].qkv, chunk[0].attended, chunk[0].between, chunk[0].hidden, following)
-        launches.append(Launch("decode_begin", (32 if is_flagged(row) else 1, 1, 1), (256, 1, 1), 0, made))
+        made = [scratch.get(name, NOTHING) for name in _SCRATCH]
+        params = _params(row, chunk, made)
+        launches.append(Launch("decode_begin", (32, 1, 1), (256, 1, 1), 0, (chunk[0].x, *made)))
         launches.append(Launch("decode_layers", (BLOCKS, 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True))
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _params(row: Row, layers: Sequence[Places], counter: Param, following: Param) -> tuple[Param, ...]:
+def _params(row: Row, layers: Sequence[Places], made: Sequence[Param]) -> tuple[Param, ...]:
     """As `Shared` and `Own` of stream.cuh have them."""
     first, last = layers[0], layers[-1]
     shared = ("cos", "sin", "step", "lengths", "mask")
-    # Between layers x lies where a product between them would: it is read and written in turns.
-    passed = following if is_flagged(row) else last.x if len(layers) > 1 else NOTHING
-    made = counter, first.qkv, first.attended, first.between, first.hidden, passed, last.y
-    found = [first.x, *(first.at(s) for s in shared), *made]
+    following = _SCRATCH.index("next")
+    if (
+        not is_flagged(row) and len(layers) > 1
+    ):  # x lies where a product between layers would: it is read and written in turns
+        made = [*made[:following], last.x, *made[following + 1 :]]
+    found = [first.x, *(first.at(s) for s in shared), *made, last.y]
     threes = ("q", "k", "v") if "q" in first.slots else ("qkv", "", "")
     pair = ("gate", "up") if row.up.gated else ("up", "")
     for at in layers:

@@ -36,49 +36,73 @@ template <class S> __device__ __forceinline__ void ask_rows(const Given& x, int 
   }
 }
 
-// x of a phase to shared memory after its norm. Gives what is left to be read as it is: x, if it has no norm.
-template <class S> __device__ __forceinline__ Given keep_normed(const Given& x, const P* scale, const P* bias, float epsilon) {
-  if (S::kNorm == kNoNorm) return x;
-  static_assert(S::kNorm == kNoNorm || S::kWhole);
+// The norm ahead of a product. `pieces`: statistics of x, as `Made`, of the product that made it, has them, for more than one text.
+template <class Made_> struct Norm {
+  using Made = Made_;
+  const float2* pieces;
+  const P *scale, *bias;
+  float epsilon;
+};
+constexpr Norm<void> kWithout = {nullptr, nullptr, nullptr, 0.0f};
+template <class S> constexpr bool kNormsSlices = kRows > 1 && S::kNorm != kNoNorm; // rather than all of x ahead of the product
+
+// One text: x of a phase to shared memory after its norm. Gives what is left to be read as it is: x, if it has no norm.
+template <class S, class Normed> __device__ __forceinline__ Given keep_normed(const Given& x, const Normed& norm) {
+  if (kRows > 1 || S::kNorm == kNoNorm) return x;
   T* const to = rows_in();
-  if (kRows <= 2) { // a warp has registers for all of a row, and for the norm's parameters
-    using Team = Teams<kRows, S::kInner>;
-    const auto take = [&](uint4(&held)[Team::kHeld], int row) {
-      const int mine = threadIdx.x % Team::kThreadsOfOne;
-      const auto number = [&](int i) { return mine + i * Team::kThreadsOfOne; };
-      take_entries(held, x, [&](int i) { return static_cast<Index>(row) * S::kInner + number(i) * 8; }, [&](int i) { return number(i) < Team::kWords; });
-    };
-    norm_rows<S::kNorm, kRows, S::kInner>(take, scale, bias, epsilon, place_in(), [&](int row, int number, uint4 word) {
-      if (S::is_kept(number * 8)) *reinterpret_cast<uint4*>(to + row * S::kRowPitch + S::kept_at(number * 8)) = word;
-    });
-  } else { // twice from memory, the second time what the block needs
-    const T* const from = static_cast<const T*>(x.at);
-    keep_statistics<S::kNorm, kRows, S::kInner>(from, epsilon, place_in(), statistics_in());
-    block_meets();
-#pragma unroll 1
-    for (int kept = threadIdx.x * 8; kept < S::kHeld * S::kRound; kept += kThreads * 8) {
-      const int entry = S::entry_of(kept);
-      if (entry >= S::kInner) break;
-      const Parameters scales = parameters_at(scale, entry / 8, 1.0f), biases = parameters_at(bias, entry / 8, 0.0f);
-      constexpr int kAtATime = kRows < 8 ? kRows : 8;
-#pragma unroll 1
-      for (int row = 0; row < kRows; row += kAtATime) {
-        uint4 words[kAtATime];
-#pragma unroll
-        for (int u = 0; u < kAtATime; ++u)
-          if (row + u < kRows) words[u] = __ldcg(reinterpret_cast<const uint4*>(from + static_cast<Index>(row + u) * S::kInner + entry));
-#pragma unroll
-        for (int u = 0; u < kAtATime; ++u) {
-          if (row + u >= kRows) break;
-          const float2 found = statistics_in()[row + u];
-          *reinterpret_cast<uint4*>(to + (row + u) * S::kRowPitch + kept) = normed_word(words[u], found.x, found.y, scales, biases);
-        }
-      }
-    }
-  }
+  using Team = Teams<kRows, S::kInner>;
+  const auto take = [&](uint4(&held)[Team::kHeld], int row) {
+    const int mine = threadIdx.x % Team::kThreadsOfOne;
+    const auto number = [&](int i) { return mine + i * Team::kThreadsOfOne; };
+    take_entries(held, x, [&](int i) { return static_cast<Index>(row) * S::kInner + number(i) * 8; }, [&](int i) { return number(i) < Team::kWords; });
+  };
+  norm_rows<S::kNorm, kRows, S::kInner>(take, norm.scale, norm.bias, norm.epsilon, place_in(), [&](int row, int number, uint4 word) {
+    if (S::is_kept(number * 8)) *reinterpret_cast<uint4*>(to + row * S::kRowPitch + S::kept_at(number * 8)) = word;
+  });
   keep_nothing<S>();
   return {nullptr, 0};
 }
+
+// More texts: the norm's parameters of what the block keeps of x to shared memory. They may be asked for before x is there.
+template <class S, class Normed> __device__ __forceinline__ void ask_parameters(const Normed& norm) {
+  if (!kNormsSlices<S>) return;
+  constexpr int kEach = 16 / sizeof(P); // of a copy
+#pragma unroll 1
+  for (int i = threadIdx.x * kEach; i < S::kHeld * S::kRound; i += kThreads * kEach) {
+    const int entry = S::entry_of(i), place = entry < S::kInner ? entry : 0;
+    if (norm.scale) copy_16(scales_in() + i, norm.scale + place, entry < S::kInner);
+    if (norm.bias) copy_16(biases_in() + i, norm.bias + place, entry < S::kInner);
+  }
+}
+
+// x of a slice, of a warp that keeps it to itself, to what it is after its norm, where it lies: `rows` is where it begins in the first row.
+template <class S> struct SliceNorm {
+  static constexpr int kWords = S::kStep / 8, kAtOnce = 32 / kWords, kTimes = (kRows + kAtOnce - 1) / kAtOnce;
+  static_assert(32 % kWords == 0);
+  const bool scales, biases; // whether there are any
+  float2 found[kTimes];      // of the lane's rows
+
+  template <class Normed> explicit __device__ __forceinline__ SliceNorm(const Normed& norm) : scales(norm.scale), biases(norm.bias) {
+#pragma unroll
+    for (int t = 0; t < kTimes; ++t) found[t] = statistics_in()[row_of(t) < kRows ? row_of(t) : 0];
+  }
+  static __device__ __forceinline__ int row_of(int t) { return static_cast<int>(threadIdx.x) % 32 / kWords + t * kAtOnce; }
+
+  __device__ __forceinline__ void operator()(T* rows) const {
+    const int kept = static_cast<int>(rows - rows_in()) + threadIdx.x % kWords * 8;
+    if (S::kRounds * S::kShare * S::kStep == S::kInner || S::entry_of(kept) < S::kInner) {
+      const Parameters scale = parameters_at(scales ? scales_in() : nullptr, kept / 8, 1.0f);
+      const Parameters bias = parameters_at(biases ? biases_in() : nullptr, kept / 8, 0.0f);
+#pragma unroll
+      for (int t = 0; t < kTimes; ++t) {
+        if (row_of(t) >= kRows) break;
+        uint4* const word = reinterpret_cast<uint4*>(rows_in() + row_of(t) * S::kRowPitch + kept);
+        *word = normed_word(*word, found[t].x, found[t].y, scale, bias);
+      }
+    }
+    warp_meets();
+  }
+};
 
 template <class S> using Sums = float[S::kTile / 16][kRowTiles][4];
 
@@ -140,13 +164,22 @@ template <class S> __device__ __forceinline__ float over_warps(const float* sums
 
 // out = act(x matrix + bias) [+ residual] with x in shared memory, each step rounded to T as if it were done alone. Each block of a pair
 // goes over its slices of the inner axis and finishes half of the tile's columns, with what the other one gives it. `x`: null where the block
-// keeps all of it already; else it is read here, each part while the one before is used.
-template <class S, bool kActive>
-__device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, const T* bias0, const T* bias1, const T* bias2, const Given& residual,
-                                        const Given& out) {
+// keeps all of it already; else it is read here, each part while the one before is used. `pieces`: for the statistics of what is made, if a
+// norm (kNext) is behind it.
+template <class S, bool kActive, int kNext, class Normed>
+__device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, const Normed& norm, const T* bias0, const T* bias1, const T* bias2,
+                                        const Given& residual, const Given& out, float2* pieces) {
+  constexpr bool kNorms = kNormsSlices<S>;
+  static_assert(S::kWhole || !kNorms);
   const int number = blockIdx.x % kPair * kWarps + threadIdx.x / 32;
   constexpr int kHalf = S::kMade / 2, kResults = kRows * kHalf, kEach = (kResults + kThreads - 1) / kThreads;
-  if (x.at) ask_rows<S>(x, 0, 0);
+  if constexpr (kNorms) {
+    const typename Normed::Made::Row own(norm.pieces); // ahead of x, which is more
+    ask_rows<S>(x, 0, 0);
+    own.put_together(statistics_in(), norm.epsilon);
+  } else if (x.at) {
+    ask_rows<S>(x, 0, 0);
+  }
   int buffer = 0; // of the part in use
 #pragma unroll 1
   for (int tile = blockIdx.x / kPair; tile < S::kTiles; tile += kPairs, ++given) {
@@ -174,14 +207,24 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, 
         const bool last = part + 1 == S::kParts;
         if (!S::kWhole && (!last || tile + kPairs < S::kTiles)) ask_rows<S>(x, 1 - buffer, last ? 0 : (part + 1) * S::kHeld);
       }
-      const T* rows = rows_in() + buffer * kRows * S::kRowPitch + threadIdx.x / 32 * S::kStep;
+      T* rows = rows_in() + buffer * kRows * S::kRowPitch + threadIdx.x / 32 * S::kStep;
       const int end = part + 1 == S::kParts ? S::kSlices : (part + 1) * S::kHeld * S::kShare;
+      const auto multiply_all = [&](const auto& prepare) {
 #pragma unroll 1
-      for (int i = part * S::kHeld * S::kShare + number; i < end; i += S::kShare, rows += S::kRound) {
-        ring.filled();
-        multiply_slice<S>(sums, ring.now(), rows);
-        ring.used();
+        for (int i = part * S::kHeld * S::kShare + number; i < end; i += S::kShare, rows += S::kRound) {
+          prepare(rows);
+          ring.filled();
+          multiply_slice<S>(sums, ring.now(), rows);
+          ring.used();
+        }
+      };
+      if constexpr (kNorms) {
+        if (tile == static_cast<int>(blockIdx.x) / kPair) {
+          multiply_all(SliceNorm<S>(norm));
+          continue;
+        }
       }
+      multiply_all([](T*) {});
       if (!S::kWhole) buffer = 1 - buffer;
     }
     if (kSumsBuffers == 1) block_meets(); // nobody reads the sums of the tile before
@@ -220,6 +263,12 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, 
       const float next = from_lane(value, 1); // of the column beside
       if (is_mine(t) && threadIdx.x % 2 == 0)
         give_entries(out, static_cast<Index>(row_of(t)) * S::kPitch + place.before + column_of(t), value, next);
+      if (kRows > 1 && kNext != kNoNorm) {
+        using Made = Pieces<S, kNext>;
+        const int piece = tile * kPair + blockIdx.x % kPair;
+        const float2 found = statistics_of_piece<kNext, kHalf>(once(value), is_mine(t), Made::size_of(piece));
+        if (first + t * kThreads < kResults && (first + t * kThreads) % kHalf == 0) pieces[row_of(t) * Made::kCount + piece] = found;
+      }
     }
   }
 }
@@ -244,7 +293,7 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
 #pragma unroll 1
   for (int number = blockIdx.x; number < kJobs; number += kBlocks) {
-    const Job job = job_of(places, number);
+    const Job job = job_of(number);
     const unsigned char* const mask = masks ? masks + (kMaskOfEach ? static_cast<Index>(job.text) * kPast : 0) : nullptr;
     const Index mine = static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize;
     const auto entry_at = [&](Index entry) { return static_cast<float>(take_entry(qkv, entry)); };

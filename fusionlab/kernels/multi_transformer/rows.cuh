@@ -117,17 +117,3 @@ __device__ __forceinline__ void norm_rows(const Take& take, const P* scale, cons
     }
   }
 }
-
-// The statistics alone, of each row, to `to` in shared memory.
-template <int kNorm, int kCount, int kLength>
-__device__ __forceinline__ void keep_statistics(const T* rows, float epsilon, float* place, float2* to) {
-  using Team = Teams<kCount, kLength>;
-  const int mine = threadIdx.x % Team::kThreadsOfOne;
-#pragma unroll 1
-  for (int row = threadIdx.x / Team::kThreadsOfOne; row < (kCount + Team::kAtOnce - 1) / Team::kAtOnce * Team::kAtOnce; row += Team::kAtOnce) {
-    uint4 held[Team::kHeld];
-    WordsOf<Team, kLength>{rows}(held, row < kCount ? row : 0);
-    const float2 found = statistics_of<kNorm, Team, kLength>(held, epsilon, place);
-    if (mine == 0 && row < kCount) to[row] = found;
-  }
-}

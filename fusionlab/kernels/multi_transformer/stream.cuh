@@ -9,7 +9,7 @@ constexpr int kCopies = kSlice / 512, kHalf = kCopies / 2; // of 16 bytes for ea
 constexpr int kPhases = 5;
 constexpr int kPair = 2, kPairs = kBlocks / kPair; // blocks that share the inner axis of a product: a cluster
 
-enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kCounter, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kY, kSharedCount };
+enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kCounter, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kStatistics, kY, kSharedCount };
 enum Own { kScale1, kBias1, kQ, kK, kV, kQBias, kKBias, kVBias, kCacheK, kCacheV, kOut, kOutBias, kScale2, kBias2, kUp0, kUp1, kUp0Bias,
            kUp1Bias, kDown, kDownBias, kOwnCount };
 
@@ -74,21 +74,22 @@ struct Job {
 constexpr int kSets = kHeads / kKeyHeads / kGroup, kJobs = kRows * kKeyHeads * kSets * kParts;
 constexpr int kChunk = kHalf * kAtOnce; // positions of a slice: its first half keys, its second half values
 
-__device__ __forceinline__ int seen_of(const Places& places, int text, int& at) {
+__device__ __forceinline__ int2* seen_in(); // of each text, in shared memory: where the new token goes, and how many positions are seen
+
+__device__ __forceinline__ int2 seen_of(const Places& places, int text) {
   const int step = shared_at<const int>(places, kStepAt)[kStepOfEach ? text : 0];
   const int* const lengths = shared_at<const int>(places, kLengths);
-  at = step < 0 ? 0 : step < kPast ? step : kPast - 1;
   int seen = kCausal ? step + 1 : kPast;
   if (lengths && step + lengths[text] < seen) seen = step + lengths[text];
-  return seen < 0 ? 0 : seen < kPast ? seen : kPast;
+  return {step < 0 ? 0 : step < kPast ? step : kPast - 1, seen < 0 ? 0 : seen < kPast ? seen : kPast};
 }
 
-__device__ __forceinline__ Job job_of(const Places& places, int number) {
+__device__ __forceinline__ Job job_of(int number) {
   Job job;
   job.part = number % kParts;
   const int of = number / kParts;
   job.set = of % kSets, job.key_head = of / kSets % kKeyHeads, job.text = of / kSets / kKeyHeads;
-  job.seen = seen_of(places, job.text, job.at);
+  job.at = seen_in()[job.text].x, job.seen = seen_in()[job.text].y;
   job.head = job.key_head * (kHeads / kKeyHeads) + job.set * kGroup;
   const int each = (job.seen + kParts - 1) / kParts;
   job.first = job.part * each;
@@ -153,7 +154,7 @@ template <class S> __device__ __forceinline__ void open_product(Stream& s, const
 }
 
 __device__ __forceinline__ void open_keys(Stream& s, const Places& places, int layer, int number) {
-  const Job job = job_of(places, number);
+  const Job job = job_of(number);
   const int warp = threadIdx.x / 32 % kWarps, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
   s.index = job.first + warp * kChunk + lane / kLanes;
   const Index at = cache_base(job) + static_cast<Index>(s.index) * kKeyStride + feature;
@@ -239,7 +240,7 @@ __device__ __forceinline__ void ask(Stream& s, unsigned char* slot) {
 }
 
 // The whole work of a warp that fills a ring: no more than kFlight slices are on their way, so that what others ask for meanwhile does not
-// wait behind a long row of them.
+// wait behind a long row of them. (To let the stream go on into the L2 cache when the ring is full was no faster.)
 __device__ __forceinline__ void fill(Ring ring, const Places& places) {
   Stream s = {};
   s.unit = static_cast<int>(blockIdx.x) / kPair - kPairs;

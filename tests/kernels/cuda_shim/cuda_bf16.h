@@ -19,6 +19,9 @@
 #define __align__(bytes) alignas(bytes)
 #define __cluster_dims__(...)
 
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(8) uint2 {
   unsigned x, y;
 };
