@@ -132,6 +132,22 @@ template <class S> __device__ __forceinline__ void multiply_slice(Sums<S>& sums,
   }
 }
 
+struct Unchanged {
+  __device__ __forceinline__ void operator()(T*) const {}
+};
+
+// A warp's slices from `number` on, with x of each as `prepare` leaves it.
+template <class S, class Prepare>
+__device__ __forceinline__ void multiply_slices(Ring& ring, Sums<S>& sums, T* rows, int number, int end, const Prepare& prepare) {
+#pragma unroll 1
+  for (; number < end; number += S::kShare, rows += S::kRound) {
+    prepare(rows);
+    ring.filled();
+    multiply_slice<S>(sums, ring.now(), rows);
+    ring.used();
+  }
+}
+
 // The sums of all warps to shared memory.
 template <class S> __device__ __forceinline__ void keep_sums_of_warp(float* to, const Sums<S>& sums, bool more) {
   const int lane = threadIdx.x % 32;
@@ -209,22 +225,14 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, 
       }
       T* rows = rows_in() + buffer * kRows * S::kRowPitch + threadIdx.x / 32 * S::kStep;
       const int end = part + 1 == S::kParts ? S::kSlices : (part + 1) * S::kHeld * S::kShare;
-      const auto multiply_all = [&](const auto& prepare) {
-#pragma unroll 1
-        for (int i = part * S::kHeld * S::kShare + number; i < end; i += S::kShare, rows += S::kRound) {
-          prepare(rows);
-          ring.filled();
-          multiply_slice<S>(sums, ring.now(), rows);
-          ring.used();
-        }
-      };
+      const int begin = part * S::kHeld * S::kShare + number;
       if constexpr (kNorms) {
         if (tile == static_cast<int>(blockIdx.x) / kPair) {
-          multiply_all(SliceNorm<S>(norm));
+          multiply_slices<S>(ring, sums, rows, begin, end, SliceNorm<S>(norm));
           continue;
         }
       }
-      multiply_all([](T*) {});
+      multiply_slices<S>(ring, sums, rows, begin, end, Unchanged());
       if (!S::kWhole) buffer = 1 - buffer;
     }
     if (kSumsBuffers == 1) block_meets(); // nobody reads the sums of the tile before
