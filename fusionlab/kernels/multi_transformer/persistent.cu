@@ -60,6 +60,7 @@ __device__ __forceinline__ Gate* taken_gates() { return gates_in() + 2 * kWarps 
 
 #include "statistics.cuh"
 #include "phases.cuh"
+#include "attention_phase.cuh"
 
 // Entries, or floats, of what is given.
 constexpr int kQkvCount = kRows * Qkv::kPitch, kXCount = kRows * Qkv::kInner, kHiddenCount = kRows * Down::kInner;
