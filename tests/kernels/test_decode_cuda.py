@@ -253,8 +253,10 @@ def test_a_few_texts_of_a_measured_width_prefer_the_kernels(monkeypatch):
         return OP.choose(*given.values(), present=tuple(given), device=device, **attributes_of(case))
 
     whole = replace(H200, units=132)
-    assert preferred() == preferred(whole, rows=16) == preferred(whole, rows=4, width=4096) == "cuda"
-    assert preferred(rows=2) == preferred(whole, rows=17) == preferred(whole, rows=5, width=4096) == "composed"
+    assert preferred() == preferred(whole, rows=16) == preferred(whole, rows=16, width=4096) == "cuda"
+    assert preferred(rows=2) == preferred(whole, rows=17) == preferred(whole, rows=16, pre_norm=False) == "composed"
+    assert preferred(whole, rows=4, heads=32, kv_heads=32) == "composed"
+    assert preferred(pre_norm=False) == "cuda"
     assert preferred(width=512) == preferred(Device.of("sm_100")) == "composed"
     assert preferred(dtype="float32") == "composed"  # refused
     monkeypatch.setattr(jax, "device_count", lambda: 2)

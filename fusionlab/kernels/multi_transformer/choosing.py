@@ -12,11 +12,9 @@ from . import cuda
 from .persistent import BLOCKS
 
 MEASURED = ("sm_90",)
-# Tokens' features between which the kernels were measured faster than jax.jit, for texts of no more features together than `MOST`: for one
-# text by any of the kernels, for several by the one that needs a multiprocessor for each of its blocks. With 16 texts of 4096 features they
-# were hardly faster; other numbers were not measured.
+# Tokens' features between which the kernels were measured faster than jax.jit, for 1, 4 and 16 texts: for one text by any of the kernels,
+# for several by the one that needs a multiprocessor for each of its blocks. Other widths were not measured.
 WIDTHS = 1024, 4096
-MOST = 4 * 4096
 FASTER = "a few texts of one token each: measured faster than XLA's code for such layers"
 
 
@@ -33,10 +31,12 @@ def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool =
     least, most = WIDTHS
     if not least <= width <= most:
         return f"tokens of {width} features; the kernels were measured for {least} to {most}"
-    if rows * width > MOST:
-        return f"{rows} texts of {width} features; the kernels were measured faster up to {MOST // width}"
     if rows > 1 and (device.units or 0) < BLOCKS:
         return f"{rows} texts: the kernel for several needs {BLOCKS} multiprocessors, there are {device.units or 'none known'}"
+    if rows > 1 and not attrs["pre_norm"]:
+        return f"{rows} texts: the kernel for several has the norms ahead of the products"
+    if rows > 1 and attrs["heads"] * attrs["head_size"] > width:
+        return f"{rows} texts: the kernel for several was measured with heads of no more features together than a token has"
     if not device.simulated and jax.device_count() > 1:
         return "with several devices each would compute the whole layer"
     return cuda.refuses(shapes, device, **attrs) or ""
