@@ -89,7 +89,7 @@ extern "C" __global__ void decode_begin(const T* x, unsigned* counter, void* qkv
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThreads, 1) decode_layers(const FL_CONSTANT Places places) {
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x < 2 * kWarps * kDepth + 2) gate_opens_after(gates_in() + threadIdx.x, 1);
+  if (threadIdx.x < 2 * kWarps * kDepth + 2) gate_opens_after(gates_in() + threadIdx.x, threadIdx.x < 2 * kWarps * kDepth ? kSpeakers : 1);
   if (threadIdx.x < kRows) seen_in()[threadIdx.x] = seen_of(places, threadIdx.x);
   gates_are_there();
   cluster_arrives();
