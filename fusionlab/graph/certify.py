@@ -7,7 +7,7 @@ float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from .agreement import Pair, Results, Verdict, agree, tolerance_of
 from .compat import varies, varying_axes
 from .devices import COUNT, evaluate_together
 from .draws import STEPS, inputs_of, is_number, summed_with
-from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, evaluate, is_float, traced_once
+from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, TooLargeError, evaluate, is_float, traced_once
 from .manual import Sums, as_varying, make_jaxpr
+from .numpy_rules import KEPT_SIZES
 from .region import Region
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
@@ -209,23 +210,46 @@ def _elements(avals: Sequence[Any]) -> int:
 def _at_sizes(attempt: Callable[[dict[int, int] | None], Any], avals: Sequence[Any]) -> Any:
     """`attempt` at reduced sizes, given those that are products of others: one is reduced to the product of theirs. At the real sizes,
     given None, where those will not do.
+
+    An axis that only the program itself splits (features into heads) is as long as its parts are, which stay as they are; where that is
+    too much to evaluate, as where there are as many tokens as features, the parts are reduced too.
     """
-    products: dict[int, int] = {}
-    tried: set[tuple[int, int]] = set()
+    split: set[int] = set()
     try:
-        while True:
-            try:
-                return attempt(products)
-            except SizesDifferError as error:
-                now = (error.real, error.other)  # of a product of products again, once those are known
-                if now in tried or len(tried) >= _PRODUCTS:
-                    raise
-                tried.add(now)
-                products[error.real] = error.other
+        try:
+            return _at_products(attempt, {}, split)
+        except TooLargeError:
+            if not split:
+                raise
+            return _at_products(attempt, _reduced_parts(split, avals), set())
     except CannotEvaluate:
         if _elements(avals) > _REAL_SIZE_LIMIT:
             raise
         return attempt(None)
+
+
+def _at_products(attempt: Callable[[dict[int, int]], Any], products: dict[int, int], split: set[int]) -> Any:
+    """`attempt` at reduced sizes, given those of `products` and what others turn out to have to be. `split` gathers the parts of axes that
+    the program splits, as far as they are not reduced.
+    """
+    tried: set[tuple[int, int]] = set()
+    while True:
+        try:
+            return attempt(products)
+        except SizesDifferError as error:
+            split.update(error.split)
+            now = (error.real, error.other)  # of a product of products again, once those are known
+            if now in tried or len(tried) >= _PRODUCTS:
+                raise
+            tried.add(now)
+            products[error.real] = error.other
+
+
+def _reduced_parts(parts: Iterable[int], avals: Sequence[Any]) -> dict[int, int]:
+    """What parts of axes are reduced to: different ones to different sizes, none of them one that stands for itself."""
+    known = {int(s) for a in avals for s in a.shape}
+    large = sorted(n for n in parts if n > KEPT_SIZES and n not in known)
+    return {n: KEPT_SIZES + 1 + i for i, n in enumerate(large)}
 
 
 def _on_one_device(inline: Inline) -> Inline:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .compat import split_closed, threefry_key
-from .numpy_rules import CannotEvaluate, is_float
+from .numpy_rules import KEPT_SIZES, CannotEvaluate, is_float
 
 STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
 _VIEWS = frozenset(
@@ -40,8 +40,8 @@ def inputs_of(
     `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are scaled for sums to be of the order of 1.
     """
     table = dict(products or {})
-    used = {int(s) for a in (*avals, out) for s in a.shape if s <= 4} | set(table.values())
-    sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > 4 and s not in table})
+    used = {int(s) for a in (*avals, out) for s in a.shape if s <= KEPT_SIZES} | set(table.values())
+    sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > KEPT_SIZES and s not in table})
     for size in sizes if products is not None else []:
         table[size] = next(s for s in itertools.count(3) if s not in used)
         used.add(table[size])

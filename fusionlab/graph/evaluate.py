@@ -21,9 +21,19 @@ from jax.extend import core as jex_core
 from .compat import scan_counts, split_closed
 from .literals import fold
 from .numpy_places import PLACED
-from .numpy_rules import BOUND, PLAIN, SHAPED, Array, at_real_sizes, bound, random_bits
+from .numpy_rules import (
+    BOUND,
+    PLAIN,
+    SHAPED,
+    Array,
+    at_real_sizes,
+    bound,
+    no_more_than_a_machine_has,
+    random_bits,
+)
 from .numpy_rules import CannotEvaluate as CannotEvaluate
 from .numpy_rules import SizesDifferError as SizesDifferError
+from .numpy_rules import TooLargeError as TooLargeError
 from .numpy_rules import is_float as is_float
 from .rules import SUMS_OVER_DEVICES
 from .scopes import defined_in_jax
@@ -70,7 +80,8 @@ def evaluate(
       sums: what a sum over devices gives, of the equation and this device's operands; without it there is none.
 
     Raises:
-      CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently.
+      CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently (SizesDifferError), or not far enough
+        (TooLargeError).
     """
     jaxpr, consts = split_closed(closed)
     constvars = jaxpr.constvars if consts else ()
@@ -147,6 +158,8 @@ class _Run:
         name = eqn.primitive.name
         if self.sums is not None and name in SUMS_OVER_DEVICES:
             return self.sums(eqn, ins)
+        if self.sizes.table:  # at real sizes alone, who asks knows what that takes
+            no_more_than_a_machine_has(self.sizes, eqn)
         ours = self.inline(eqn)
         if ours is not None:
             return self.call(_traced(ours, eqn) if callable(ours) else ours, ins)

@@ -8,7 +8,7 @@ may be reduced, and a rule that cannot follow them raises `CannotEvaluate`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
+
+KEPT_SIZES = 4  # axes of so few entries are not reduced
 
 Array = np.ndarray
 Rule = Callable[[Any, Any, list[Array]], Any]
@@ -26,11 +28,20 @@ class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error o
 
 
 class SizesDifferError(CannotEvaluate):
-    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, where it is 2 heads of 32, to 2 times what 32 is reduced to."""
+    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, where it is 2 heads of 32, to 2 times what 32 is reduced to.
 
-    def __init__(self, real: int, one: int, other: int) -> None:
+    Attributes:
+      real, other: the axis, and what would do.
+      split: where it is split, the sizes of its parts, if any of them is not reduced but might be.
+    """
+
+    def __init__(self, real: int, one: int, other: int, split: Sequence[int] = ()) -> None:
         super().__init__(f"axis size {real} would reduce to {one} and to {other}")
-        self.real, self.other = real, other
+        self.real, self.other, self.split = real, other, tuple(split)
+
+
+class TooLargeError(CannotEvaluate):
+    """An array, or a sum over one, that would take a machine's memory or minutes: of an axis that is not reduced, twice."""
 
 
 def is_float(dtype: Any) -> bool:
@@ -44,6 +55,21 @@ def at_real_sizes(sizes: Any, eqn: Any) -> None:
         shape = tuple(getattr(v.aval, "shape", ()))
         if sizes.shape(shape) != shape:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} at reduced sizes")
+
+
+_MOST_ENTRIES, _MOST_TERMS = 1 << 24, 1 << 30  # 128 MB of float64; some seconds of a product
+
+
+def no_more_than_a_machine_has(sizes: Any, eqn: Any) -> None:
+    """Raises TooLargeError where a result of an equation would have too many entries at reduced sizes, or too many terms."""
+    entries = max((math.prod(sizes.shape(getattr(v.aval, "shape", ()))) for v in eqn.outvars), default=0)
+    terms = entries
+    if eqn.primitive.name == "dot_general":
+        terms *= math.prod(sizes(eqn.invars[0].aval.shape[int(d)]) for d in eqn.params["dimension_numbers"][0][0])
+    if entries > _MOST_ENTRIES or terms > _MOST_TERMS:
+        raise TooLargeError(
+            f"{entries} entries of {terms // max(entries, 1)} terms of {eqn.primitive.name} at reduced sizes"
+        )
 
 
 # -- primitives without shape parameters ------------------------------------------------------------------------------
@@ -158,7 +184,8 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
     if math.prod(shape) != elements:
         if len(big_in) == 1:  # an axis that is split: it has to be reduced to what its parts are
-            raise SizesDifferError(big_in[0][0], elements, math.prod(shape))
+            split = real_out if any(r > KEPT_SIZES and r not in run.sizes.table for r in real_out) else ()
+            raise SizesDifferError(big_in[0][0], elements, math.prod(shape), split)
         raise CannotEvaluate(f"reshape {real_in} -> {real_out} at reduced sizes {reduced_in}")
     return shape
 

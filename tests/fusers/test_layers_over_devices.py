@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
+from fusionlab.models import parallel, transformer
 
 from . import layer_parts as parts
 from .processes import problems_of
@@ -190,6 +191,15 @@ def activated(p, h):
 
     act.defvjp(lambda x: (act(x), None), lambda _, ct: (ct,))
     return lax.psum(act(parts.linear(p, "up", h)) @ p["down"], "tp") + p["down_bias"]
+
+
+def test_a_layer_of_a_real_model_s_size_is_found_where_a_device_has_as_many_features_as_there_are_tokens():
+    """16 heads of 128, and 2048 tokens: by the shapes alone, no array is made."""
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    arrays = jax.eval_shape(lambda: transformer.init(jax.random.key(0), 1, 2048))
+    layer = parallel.encoder(mesh, arrays, heads=16, causal=True)
+    counts = fl.find(layer, arrays, jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32), passes=PASSES).counts()
+    assert counts["multi_devices_multi_transformer_encoder"] == 1
 
 
 def test_a_rule_that_sums_in_its_derivative_alone_is_declined():

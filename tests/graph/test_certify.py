@@ -201,6 +201,36 @@ def test_heads_split_off_a_product_are_proved_at_sizes_of_a_real_model():
     assert judge(lambda x, w, b: (x @ w).reshape(512, 12, 64)) == "value"
 
 
+def test_an_attention_over_as_many_tokens_as_features_is_proved_at_a_few_of_them():
+    """The 2048 features are 16 heads of 128: were those not reduced, there would be 2048 x 2048 scores of each head in float64."""
+
+    def attend(x, w, b, scale=1 / 16):
+        q, k, v = ((h @ w + b).reshape(4, 2048, 16, 128) for h in (x, jnp.sin(x), jnp.cos(x)))
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(4, 2048, 2048)
+
+    def judge(replacement):
+        return verdict(attend, replacement, (4, 2048, 2048), (2048, 2048), (2048,)).code
+
+    def by_head(x, w, b, scale=1 / 16):
+        q, k, v = (
+            jnp.einsum("bte,ehd->bhtd", h, w.reshape(2048, 16, 128)) + b.reshape(16, 1, 128)
+            for h in (x, jnp.sin(x), jnp.cos(x))
+        )
+        weights = jax.nn.softmax(q * scale @ k.swapaxes(2, 3))
+        return jnp.einsum("bhqd->bqhd", weights @ v).reshape(4, 2048, 2048)
+
+    def other_heads(x, w, b):
+        perm = jnp.arange(2048).reshape(16, 128).T.reshape(-1)
+        return attend(x, w[:, perm], b[perm])
+
+    assert judge(by_head) is None
+    assert judge(lambda x, w, b: by_head(x, w, b, 1.001 / 16)) == "value"
+    assert judge(lambda x, w, b: by_head(x, w, 0 * b)) == "value"
+    assert judge(lambda x, w, b: by_head(x, w.T, b)) == "value"
+    assert judge(other_heads) is not None
+
+
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +392,10 @@ def test_a_gradient_that_cancels_is_noise(scale):
 
 def test_a_region_as_a_function_gives_the_programs_values():
     region = region_of(layer, (3, 4), (4, 5), (5,))
-    args = [np.random.default_rng(i).normal(size=v.shape).astype(np.float32) for i, v in enumerate(region.inputs)]
+    # JAX's arrays: numpy's own product of two of its arrays rounds otherwise on some processors.
+    args = [
+        jnp.asarray(np.random.default_rng(i).normal(size=v.shape), jnp.float32) for i, v in enumerate(region.inputs)
+    ]
     (out,) = jaxpr_as_fun(region.jaxpr())(*args)
     np.testing.assert_array_equal(out, layer(*args))
 

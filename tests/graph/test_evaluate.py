@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import fusionlab as fl
-from fusionlab.graph.evaluate import CannotEvaluate, Sizes, evaluate
+from fusionlab.graph.evaluate import CannotEvaluate, Sizes, TooLargeError, evaluate
 from fusionlab.kernels import meaning_of
 
 RNG = np.random.default_rng(0)
@@ -397,3 +397,14 @@ def test_bits_and_rounding_are_the_programs():
 def test_a_weakly_typed_literal_is_the_number_its_dtype_holds():
     closed = jax.make_jaxpr(lambda: jnp.full(3, 0.1, jnp.float32))()
     np.testing.assert_array_equal(evaluate(closed, [])[0], np.full(3, np.float32(0.1), np.float64))
+
+
+def test_what_would_not_fit_into_memory_is_refused_before_it_is_made():
+    def scores(x):
+        return x @ x.T
+
+    closed = jax.make_jaxpr(scores)(jax.ShapeDtypeStruct((1 << 20, 8), jnp.float32))
+    with pytest.raises(TooLargeError, match="dot_general"):
+        evaluate(closed, [np.ones((1 << 20, 3))], Sizes({8: 3}))
+    (small,) = evaluate(closed, [np.ones((5, 3))], Sizes({8: 3, 1 << 20: 5}))
+    assert small.shape == (5, 5)
