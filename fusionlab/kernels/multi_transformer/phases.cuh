@@ -10,17 +10,17 @@ template <class S> __device__ __forceinline__ void keep_nothing() {
       if (S::entry_of(i % kWords * 8) >= S::kInner) *reinterpret_cast<uint4*>(rows_in() + i / kWords * S::kRowPitch + i % kWords * 8) = {0, 0, 0, 0};
 }
 
-// What the block's slices need of x, as it is, on its way to shared memory: one part of it, whose rounds begin at `round`, to the part's buffer.
-template <class S> __device__ __forceinline__ void ask_rows(const Given& x, int buffer, int round) {
+// One text: what the block's slices need of x, as it is, to shared memory: one part of it, to the part's buffer.
+template <class S> __device__ __forceinline__ void ask_rows(const Given& x, int buffer, int part) {
   constexpr int kWords = S::kHeld * S::kRound / 8;
-  T* const to = rows_in() + buffer * kRows * S::kRowPitch;
+  T* const to = rows_in() + buffer * S::kRowPitch;
   if (kFlagged && x.flag) {
     constexpr int kCount = kWords >= 2 * kThreads ? 2 : 1;
     const auto kept_at = [&](int start, int i) { return (start + i * kThreads) * 8; };
 #pragma unroll 1
     for (int start = threadIdx.x; start < kWords; start += kCount * kThreads) {
       uint4 words[kCount];
-      const auto entry = [&](int i) { return S::entry_of(round * S::kRound + kept_at(start, i)); };
+      const auto entry = [&](int i) { return S::entry_of(kept_at(start, i), part); };
       const auto is_there = [&](int i) { return start + i * kThreads < kWords && entry(i) < S::kInner; };
       take_entries(words, x, entry, is_there);
 #pragma unroll
@@ -29,13 +29,55 @@ template <class S> __device__ __forceinline__ void ask_rows(const Given& x, int 
     }
     return;
   }
-  const T* const from = static_cast<const T*>(x.at);
 #pragma unroll 2
-  for (int i = threadIdx.x; i < kRows * kWords; i += kThreads) {
-    const int row = i / kWords, entry = S::entry_of(round * S::kRound + i % kWords * 8);
-    copy_16(to + row * S::kRowPitch + i % kWords * 8, from + static_cast<Index>(row) * S::kInner + (entry < S::kInner ? entry : 0), entry < S::kInner);
+  for (int i = threadIdx.x; i < kWords; i += kThreads) {
+    const int entry = S::entry_of(i * 8, part);
+    copy_16(to + i * 8, static_cast<const T*>(x.at) + (entry < S::kInner ? entry : 0), entry < S::kInner);
   }
 }
+
+// More texts: a warp asks for what its own slices need of x, and nobody else waits for that. All of it at once, in no more than four pieces of
+// whole lines, each used as soon as it is there; or, where a block does not keep all, two parts, and a further one whenever one is used.
+template <class S> struct OwnRows {
+  static constexpr int kLine = 64; // entries
+  static constexpr int kPiece = S::kWhole ? most(kLine / S::kStep, (S::kRounds + 3) / 4) : S::kHeld; // slices
+  static constexpr int kPieces = (S::kRounds + kPiece - 1) / kPiece, kWords = kPiece * S::kStep / 8;
+  static constexpr int kAhead = S::kWhole ? kPieces : 2; // pieces asked for before the first is used
+  const T* x;
+  int number, slices; // of the pair's warps; of the warp
+  int piece;          // that is used next, over all tiles
+
+  static __device__ __forceinline__ T* place_of(int piece) {
+    const int warp = threadIdx.x / 32;
+    return rows_in() + warp * S::kHeld * S::kStep + (S::kWhole ? piece * kPiece * S::kStep : piece % 2 * kRows * S::kRowPitch);
+  }
+  __device__ __forceinline__ void ask(int which) const {
+    const int first = which % kPieces * kPiece;
+    T* const to = place_of(which);
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < kRows * kWords; i += 32) {
+      const int row = i / kWords, at = i % kWords * 8, slice = first + at / S::kStep;
+      if (S::kWhole && S::kHeld % kPiece != 0 && slice >= S::kHeld) continue;
+      const int entry = number * S::kNextWarp + slice * S::kNextSlice + at % S::kStep;
+      copy_16(to + row * S::kRowPitch + at, x + static_cast<Index>(row) * S::kInner + (entry < S::kInner ? entry : 0), entry < S::kInner);
+    }
+    copies_closed();
+  }
+  __device__ __forceinline__ void begin() const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ask(i);
+  }
+  // Waits for what is used next, of whole rows no further than that.
+  __device__ __forceinline__ void first_is_there() const { copies_left<kAhead - 1>(); }
+  __device__ __forceinline__ void is_there() const {
+    const int left = S::kWhole ? kPieces - 1 - piece : 1;
+    if (left == 3) copies_left<3>();
+    if (left == 2) copies_left<2>();
+    if (left == 1) copies_left<1>();
+    if (left <= 0) copies_left<0>();
+    warp_meets();
+  }
+};
 
 // The norm ahead of a product. `pieces`: statistics of x, as `Made`, of the product that made it, has them, for more than one text.
 template <class Made_> struct Norm {
@@ -137,15 +179,33 @@ struct Unchanged {
   __device__ __forceinline__ void operator()(T*) const {}
 };
 
-// A warp's slices from `number` on, with x of each as `prepare` leaves it.
+// `count` slices of a warp, with x of each as `prepare` leaves it.
 template <class S, class Prepare>
-__device__ __forceinline__ void multiply_slices(Ring& ring, Sums<S>& sums, T* rows, int number, int end, const Prepare& prepare) {
+__device__ __forceinline__ void multiply_slices(Ring& ring, Sums<S>& sums, T* rows, int count, const Prepare& prepare) {
 #pragma unroll 1
-  for (; number < end; number += S::kShare, rows += S::kRound) {
+  for (; count > 0; --count, rows += S::kStep) {
     prepare(rows);
     ring.filled();
     multiply_slice<S>(sums, ring.now(), rows);
     ring.used();
+  }
+}
+
+// A warp's slices of a tile, piece by piece. `more`: whether another tile follows.
+template <class S, class Prepare>
+__device__ __forceinline__ void multiply_pieces(Ring& ring, Sums<S>& sums, OwnRows<S>& own, bool more, const Prepare& prepare) {
+  using Own = OwnRows<S>;
+#pragma unroll 1
+  for (int i = 0; i < Own::kPieces; ++i, ++own.piece) {
+    own.is_there();
+    const int left = own.slices - i * Own::kPiece;
+    multiply_slices<S>(ring, sums, Own::place_of(own.piece), left < Own::kPiece ? left : Own::kPiece, prepare);
+    if (S::kWhole) continue;
+    warp_meets(); // all lanes have read it
+    if (more || i + 2 < Own::kPieces)
+      own.ask(own.piece + 2);
+    else
+      copies_closed(); // as many groups as if there were one
   }
 }
 
@@ -186,14 +246,22 @@ template <class S> __device__ __forceinline__ float over_warps(const float* sums
 template <class S, bool kActive, int kNext, class Normed>
 __device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, const Normed& norm, const T* bias0, const T* bias1, const T* bias2,
                                         const Given& residual, const Given& out, float2* pieces) {
-  constexpr bool kNorms = kNormsSlices<S>;
+  constexpr bool kNorms = kNormsSlices<S>, kOwn = kRows > 1; // a warp reads x for itself
   static_assert(S::kWhole || !kNorms);
-  const int number = blockIdx.x % kPair * kWarps + threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, number = blockIdx.x % kPair * kWarps + warp, slices = S::slices_of(number);
   constexpr int kHalf = S::kMade / 2, kResults = kRows * kHalf, kEach = (kResults + kThreads - 1) / kThreads;
+  OwnRows<S> own = {static_cast<const T*>(x.at), number, slices, 0};
   if constexpr (kNorms) {
-    const typename Normed::Made::Row own(norm.pieces); // ahead of x, which is more
-    ask_rows<S>(x, 0, 0);
-    own.put_together(statistics_in(), norm.epsilon);
+    const typename Normed::Made::Row statistics(norm.pieces); // ahead of x, which is more
+    own.begin();
+    statistics.put_together(statistics_in(), norm.epsilon);
+    own.first_is_there(); // and the norm's parameters, asked for before it
+    block_meets();
+  } else if constexpr (kOwn) {
+    if (x.at)
+      own.begin();
+    else
+      block_meets(); // x is there
   } else if (x.at) {
     ask_rows<S>(x, 0, 0);
   }
@@ -216,25 +284,28 @@ __device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, 
       if (is_mine(t) && residual.at) before[t] = take_entry(residual, static_cast<Index>(row_of(t)) * S::kPitch + column_of(t));
     }
     Sums<S> sums = {};
+    const bool first_tile = tile == static_cast<int>(blockIdx.x) / kPair, more = tile + kPairs < S::kTiles;
+    T* const rows = rows_in() + warp * S::kHeld * S::kStep;
+    if constexpr (kOwn) {
+      if (S::kWhole && (!first_tile || !x.at))
+        multiply_slices<S>(ring, sums, rows, slices, Unchanged());
+      else if constexpr (kNorms)
+        multiply_pieces<S>(ring, sums, own, more, SliceNorm<S>(norm));
+      else
+        multiply_pieces<S>(ring, sums, own, more, Unchanged());
+    } else {
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part) {
-      if (!S::kWhole || tile == static_cast<int>(blockIdx.x) / kPair) {
-        copies_done();
-        block_meets(); // x is there, and nobody reads the part before
-        const bool last = part + 1 == S::kParts;
-        if (!S::kWhole && (!last || tile + kPairs < S::kTiles)) ask_rows<S>(x, 1 - buffer, last ? 0 : (part + 1) * S::kHeld);
-      }
-      T* rows = rows_in() + buffer * kRows * S::kRowPitch + threadIdx.x / 32 * S::kStep;
-      const int end = part + 1 == S::kParts ? S::kSlices : (part + 1) * S::kHeld * S::kShare;
-      const int begin = part * S::kHeld * S::kShare + number;
-      if constexpr (kNorms) {
-        if (tile == static_cast<int>(blockIdx.x) / kPair) {
-          multiply_slices<S>(ring, sums, rows, begin, end, SliceNorm<S>(norm));
-          continue;
+      for (int part = 0; part < S::kParts; ++part) {
+        if (!S::kWhole || first_tile) {
+          copies_done();
+          block_meets(); // x is there, and nobody reads the part before
+          const bool last = part + 1 == S::kParts;
+          if (!S::kWhole && (!last || more)) ask_rows<S>(x, 1 - buffer, last ? 0 : part + 1);
         }
+        const int left = slices - part * S::kHeld;
+        multiply_slices<S>(ring, sums, rows + buffer * S::kRowPitch, left < S::kHeld ? left : S::kHeld, Unchanged());
+        if (!S::kWhole) buffer = 1 - buffer;
       }
-      multiply_slices<S>(ring, sums, rows, begin, end, Unchanged());
-      if (!S::kWhole) buffer = 1 - buffer;
     }
     if (kSumsBuffers == 1) block_meets(); // nobody reads the sums of the tile before
     float* const all = sums_in(given % 2); // the other one, if there is one, may still be read

@@ -36,8 +36,12 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
   static constexpr int kSlices = (kInner + kStep - 1) / kStep;
   static constexpr int kRowWords = (kTurned ? kStep : kTile) / 8; // of a slice in shared memory, 16 bytes each
   static constexpr int kShare = kPair * kWarps; // warps of a pair of blocks, between which slices are dealt out
-  // What a block's slices need of x, in shared memory: a round is a slice of each warp. All of it, or one part after the other.
-  static constexpr int kRound = kWarps * kStep, kRounds = (kSlices + kShare - 1) / kShare;
+  static constexpr int kRound = kWarps * kStep, kRounds = (kSlices + kShare - 1) / kShare; // a round is a slice of each warp of a block
+  // Entries of the inner axis from a warp's first slice to the next warp's, and from a slice of a warp to its next: each has a run of slices,
+  // so that it can read what it needs of x in whole lines. Slices of a turned matrix are short pieces of its rows: there the warps take turns,
+  // and what they ask for at a time lies side by side.
+  static constexpr int kNextWarp = kTurned ? kStep : kRounds * kStep, kNextSlice = kTurned ? kShare * kStep : kStep;
+  // What a block's slices need of x, in shared memory, warp by warp: all of it, or one part after the other, of kHeld slices of each warp.
   static constexpr bool kWhole = 2 * kRows * kRounds * kRound <= kKept;
   static constexpr int kHeld = kWhole ? kRounds : kKept / 2 / (2 * kRows * kRound), kParts = (kRounds + kHeld - 1) / kHeld;
   static constexpr int kRowPitch = kHeld * kRound + 8, kKeptRows = kRows * (kWhole ? 1 : 2);
@@ -52,10 +56,23 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
     if (tile < kTiles0 + kTiles1) return {1, (tile - kTiles0) * kMade, kSecond, kFirst};
     return {2, (tile - kTiles0 - kTiles1) * kMade, kThird, kFirst + kSecond};
   }
-  // The place in `inner` of what stands at a place in the block's part of x, and the other way round, if it is there at all.
-  static __device__ __forceinline__ int entry_of(int kept) { return (kept / kRound * kPair + blockIdx.x % kPair) * kRound + kept % kRound; }
-  static __device__ __forceinline__ bool is_kept(int entry) { return entry / kRound % kPair == blockIdx.x % kPair; }
-  static __device__ __forceinline__ int kept_at(int entry) { return entry / kRound / kPair * kRound + entry % kRound; }
+  // How many slices are a warp's, of the pair's kShare warps.
+  static __device__ __forceinline__ int slices_of(int number) {
+    const int left = kTurned ? (kSlices - number + kShare - 1) / kShare : kSlices - number * kRounds;
+    return left < 0 ? 0 : left < kRounds ? left : kRounds;
+  }
+  // The place in `inner` of what stands at a place in a part of what the block keeps of x, and, where that is all of it, the other way round,
+  // if it is there.
+  static __device__ __forceinline__ int entry_of(int kept, int part = 0) {
+    const int number = blockIdx.x % kPair * kWarps + kept / (kHeld * kStep);
+    return number * kNextWarp + (part * kHeld + kept / kStep % kHeld) * kNextSlice + kept % kStep;
+  }
+  static __device__ __forceinline__ int warp_of(int entry) { return kTurned ? entry / kStep % kShare : entry / (kRounds * kStep); }
+  static __device__ __forceinline__ bool is_kept(int entry) { return warp_of(entry) / kWarps == static_cast<int>(blockIdx.x) % kPair; }
+  static __device__ __forceinline__ int kept_at(int entry) {
+    const int slice = kTurned ? entry / kStep / kShare : entry / kStep % kRounds;
+    return (warp_of(entry) % kWarps * kHeld + slice) * kStep + entry % kStep;
+  }
   // Where a word stands: so that eight rows of one word, which a warp reads at a time, are in different banks.
   static __device__ __forceinline__ int word_at(int row, int word) {
     return row * kRowWords + (word ^ (kRowWords == 8 ? row % 8 : kRowWords == 4 ? row / 2 % 4 : row / 4 % 2));
@@ -127,30 +144,30 @@ template <class S> __device__ __forceinline__ void open_product(Stream& s, const
   const int row = lane / S::kRowWords, word = lane % S::kRowWords;
   const T *low, *high;
   if (S::kTurned) {
-    s.index = number * S::kStep + word * 8;
+    s.index = number * S::kNextWarp + word * 8;
     s.index_apart = s.index_high = 0;
     low = matrix + static_cast<Index>(place.column + row) * S::kInner + s.index;
     high = S::kGated ? w1 + (low - matrix) : low + static_cast<Index>(kHalf * kDown) * S::kInner;
     s.apart = kDown * S::kInner * 2;
-    s.further = S::kShare * S::kStep * 2;
+    s.further = S::kNextSlice * 2;
     s.columns = 0;
 #pragma unroll
     for (int t = 0; t < kCopies; ++t) s.columns |= (place.column + (row + kDown * t) % S::kMade < place.columns) << t;
   } else {
     const bool second = S::kGated && word * 8 >= S::kMade;
     const int column = place.column + word * 8 - (second ? S::kMade : 0);
-    s.index = number * S::kStep + row;
+    s.index = number * S::kNextWarp + row;
     s.index_apart = kDown, s.index_high = kHalf * kDown;
     low = (second ? w1 : matrix) + static_cast<Index>(s.index) * place.columns + column;
     high = low + static_cast<Index>(kHalf * kDown) * place.columns;
     s.apart = kDown * place.columns * 2;
-    s.further = S::kShare * S::kStep * place.columns * 2;
+    s.further = S::kNextSlice * place.columns * 2;
     s.columns = column < place.columns ? -1 : 0;
   }
   s.low = reinterpret_cast<const unsigned char*>(low), s.high = reinterpret_cast<const unsigned char*>(high);
-  s.index_further = S::kShare * S::kStep, s.limit = S::kInner, s.except = -1;
+  s.index_further = S::kNextSlice, s.limit = S::kInner, s.except = -1;
   s.to = S::word_at(row, word) * 16, s.flip = S::kRowWords == 8 ? 64 : 0;
-  s.left = number < S::kSlices ? (S::kSlices - number + S::kShare - 1) / S::kShare : 0;
+  s.left = S::slices_of(number);
 }
 
 __device__ __forceinline__ void open_keys(Stream& s, const Places& places, int layer, int number) {
