@@ -280,6 +280,17 @@ def test_one_kernel_is_for_layers_of_many_bytes_on_a_device_that_holds_its_block
     assert all(one.shared <= 227 << 10 and 8 * len(one.params) <= 4096 for one in plan.launches)
 
 
+def test_one_kernel_has_no_blocks_that_shorten_no_phase(monkeypatch):
+    wide = decode_rows()["bfloat16 E4096 of 16"]  # 64 tiles or a multiple, for pairs of blocks, and 512 attentions
+    assert persistent.blocks_of(wide) == 128
+    (launch,) = [one for one in persistent.persistent_plan(wide, [NOWHERE], {}).launches if one.cooperative]
+    assert launch.grid == (128, 1, 1)
+    odd = replace(wide, up=replace(wide.up, columns=(66 * 64,)))  # a tile for each of 66 pairs
+    assert persistent.blocks_of(odd) == 132
+    monkeypatch.setattr(persistent, "BLOCKS", 4)
+    assert persistent.blocks_of(wide) == 4
+
+
 # The launch plan.
 
 

@@ -14,7 +14,9 @@ from ..kernel_plan import KernelPlan, Launch
 from .decode import CODES, NORMS, NOTHING, Param, Places, Product, Row, number
 
 SOURCE = Source("multi_transformer/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
-BLOCKS = 132  # one of each multiprocessor: no more than the device has, or they would wait for each other for ever
+BLOCKS = (
+    132  # at most, one of each multiprocessor: no more than the device has, or they would wait for each other for ever
+)
 MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
 _PAIR = 2  # blocks that share the inner axis of a product
 _THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
@@ -42,6 +44,19 @@ def tile_of(product: Product) -> int:
 def _tiles(product: Product, tile: int) -> int:
     made = tile // 2 if product.gated else tile
     return sum(-(-n // made) for n in product.columns)
+
+
+def blocks_of(row: Row) -> int:
+    """How many blocks there are: those without which no phase takes longer, since fewer of them meet sooner and read less of x."""
+    attention = row.attention
+    jobs = attention.rows * attention.heads // attention.group * parts_of(row)
+
+    def rounds(blocks: int) -> list[int]:
+        tiles = (_tiles(p, tile_of(p)) for p in _products(row).values())
+        return [*(-(-n // (blocks // _PAIR)) for n in tiles), -(-jobs // blocks)]
+
+    fewest = BLOCKS - BLOCKS // 16  # far fewer would not ask for as much as memory gives
+    return next(n for n in range(fewest - fewest % _PAIR, BLOCKS + 1, _PAIR) if rounds(n) == rounds(BLOCKS))
 
 
 def _held(product: Product, size: int) -> tuple[int, int]:
@@ -169,7 +184,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         "P": int(row.parameters),
         "ROWS": row.qkv.rows,
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
-        "BLOCKS": BLOCKS,
+        "BLOCKS": blocks_of(row),
         "LAYERS": most,
         "SLICE": slice_of(row),
         "KEPT": _KEPT,
@@ -189,7 +204,9 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         made = [scratch.get(name, NOTHING) for name in _SCRATCH]
         params = _params(row, chunk, made)
         launches.append(Launch("decode_begin", (32, 1, 1), (256, 1, 1), 0, (chunk[0].x, *made)))
-        launches.append(Launch("decode_layers", (BLOCKS, 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True))
+        launches.append(
+            Launch("decode_layers", (blocks_of(row), 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True)
+        )
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
