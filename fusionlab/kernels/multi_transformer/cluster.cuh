@@ -2,7 +2,7 @@
 // cluster_emulated.h, which the tests hold.
 //
 // Sources: PTX ISA, "cp.async.commit_group", "cp.async.wait_group", "barrier.cluster", "mapa",
-// "cp.async.bulk.prefetch"; compute capability 9.0 and later.
+// "cp.async.bulk.prefetch", "createpolicy"; compute capability 9.0 and later.
 #pragma once
 
 #ifdef __CUDACC__
@@ -13,6 +13,14 @@ __device__ __forceinline__ void copies_closed() { asm volatile("cp.async.commit_
 // Waits until no more than the last kLeft groups of this thread are on their way.
 template <int kLeft> __device__ __forceinline__ void copies_left() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// copy_16 of what is read this once: the L2 cache gives it up first, and keeps what blocks make for each other.
+__device__ __forceinline__ void copy_16_once(void* to, const void* from, bool inside) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "r"(inside ? 16 : 0), "l"(policy));
 }
 
 __device__ __forceinline__ void warp_meets() { __syncwarp(); }

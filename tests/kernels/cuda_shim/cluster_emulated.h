@@ -17,6 +17,8 @@ template <int kLeft> void copies_left() {
   mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(kept), mine.end());
 }
 
+inline void copy_16_once(void* to, const void* from, bool inside) { copy_16(to, from, inside); }
+
 inline void warp_meets() { show({0u}); }
 
 // Of the threads of the cluster that have not returned; one that has cannot be waited for, nor its block's memory be read.
