@@ -1,14 +1,12 @@
 // The attention as a phase of persistent.cu, and what the product behind it reads of it.
 #pragma once
 
-// The mean of all values: what is left of a softmax whose scores are all the same finite number. `fresh_one`: the one at `at`, which another
-// block may be writing.
-__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f, int at = -1, T fresh_one = static_cast<T>(0.0f)) {
+// The mean of all values: what is left of a softmax whose scores are all the same finite number.
+__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f) {
   float sum = 0.0f;
-  for (int i = 0; i < kPast; ++i) {
-    const T* const from = values + static_cast<Index>(text) * kTextStride + static_cast<Index>(key_head) * kHeadStride + static_cast<Index>(i) * kKeyStride + f;
-    sum += static_cast<float>(i == at ? fresh_one : fresh(from));
-  }
+  for (int i = 0; i < kPast; ++i)
+    sum += static_cast<float>(fresh(values + static_cast<Index>(text) * kTextStride + static_cast<Index>(key_head) * kHeadStride +
+                                    static_cast<Index>(i) * kKeyStride + f));
   return sum / kPast;
 }
 
@@ -17,14 +15,13 @@ __device__ __forceinline__ float mean_value(const T* values, int text, int key_h
 constexpr int kPartCount = kRows * kHeads * kParts, kPartValuesAt = (2 * kPartCount + 3) / 4 * 4;
 __device__ __forceinline__ int part_of(int text, int head, int part) { return (text * kHeads + head) * kParts + part; }
 
-__device__ __forceinline__ void attend(Ring& ring, unsigned* done, unsigned& units, const Places& places, int layer, const Given& qkv, const Given& made) {
+__device__ __forceinline__ void attend(Ring& ring, const Places& places, int layer, const Given& qkv, const Given& made) {
   Block& shared = *reinterpret_cast<Block*>(rows_in());
   const unsigned char* const masks = shared_at<const unsigned char>(places, kMask);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
 #pragma unroll 1
   for (int number = blockIdx.x; number < kJobs; number += kBlocks) {
     const Job job = job_of(number);
-    if (kRows > 1) warp_waits_for_job(done, layer, job);
     const unsigned char* const mask = masks ? masks + (kMaskOfEach ? static_cast<Index>(job.text) * kPast : 0) : nullptr;
     const Index mine = static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize;
     const auto entry_at = [&](Index entry) { return static_cast<float>(take_entry(qkv, entry)); };
@@ -110,7 +107,7 @@ __device__ __forceinline__ void attend(Ring& ring, unsigned* done, unsigned& uni
 #pragma unroll 1
         for (int j = 0; j < 2; ++j)
           values[j] = any             ? values[j] / total
-                      : kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f + j, job.at, shared.value[f + j])
+                      : kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f + j)
                                       : 0.0f;
         give_entries(made, static_cast<Index>(job.text) * Out::kInner + (job.head + h) * kSize + f, values[0], values[1]);
       } else {
@@ -118,8 +115,7 @@ __device__ __forceinline__ void attend(Ring& ring, unsigned* done, unsigned& uni
         if (f == 0) give_floats(made, 2 * part, largest, total);
       }
     }
-    if (kRows == 1) block_meets(); // the next job writes there
-    unit_is_done(done, units);
+    block_meets(); // the next job writes there
   }
 }
 
@@ -127,7 +123,7 @@ __device__ __forceinline__ void attend(Ring& ring, unsigned* done, unsigned& uni
 // Gives what is left to be read as it is, as keep_normed does.
 __device__ __forceinline__ Given keep_attended(const Places& places, int layer, const Given& made) {
   if (kParts == 1) return made;
-  block_meets(); // nobody reads the sums that lie where the weights go
+  if (kFlagged) block_meets(); // nobody reads the sums that lie where the weights go
   float* const weights = sums_in(0); // of a part of a head; nobody needs the sums now
   T* const to = rows_in();
   constexpr int kHeadsOfAll = kRows * kHeads;

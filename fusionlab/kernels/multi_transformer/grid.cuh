@@ -10,14 +10,13 @@
 // The warps that compute.
 __device__ __forceinline__ void block_meets() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
-// Says to other blocks that what this block's threads wrote before they last met is there, and the other way round.
-__device__ __forceinline__ void tell(unsigned* word, unsigned value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-__device__ __forceinline__ unsigned told(const unsigned* word) {
+// Waits until `count` blocks have been here, and sees what their threads wrote before they ended their phase.
+__device__ __forceinline__ void blocks_meet(unsigned* counter, unsigned count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
   unsigned found;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(word) : "memory");
-  return found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  } while (found < count);
 }
 
 // Words of 8 bytes that other blocks write: each is read and written at once, in no order with anything else. Of two side by side, at a

@@ -59,7 +59,6 @@ __device__ __forceinline__ Gate* gates_in() { return reinterpret_cast<Gate*>(see
 __device__ __forceinline__ Gate* taken_gates() { return gates_in() + 2 * kWarps * kDepth; } // of either of `taken_in`
 
 #include "statistics.cuh"
-#include "waiting.cuh"
 #include "phases.cuh"
 #include "attention_phase.cuh"
 
@@ -77,14 +76,14 @@ __device__ __forceinline__ void forget(void* words, int count) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) static_cast<unsigned long long*>(words)[i] = 0;
 }
 
-extern "C" __global__ void decode_begin(const T* x, unsigned* done, void* qkv, void* attended, void* between, void* hidden, void* next,
+extern "C" __global__ void decode_begin(const T* x, unsigned* counter, void* qkv, void* attended, void* between, void* hidden, void* next,
                                         float2* statistics) {
   if (kFlagged) {
     forget(qkv, kQkvCount / 2), forget(attended, kAttendedCount), forget(between, kXCount / 2);
     forget(hidden, kHiddenCount / 2), forget(next, kXCount / 2);
     return;
   }
-  if (blockIdx.x == 0 && threadIdx.x < kBlocks) done[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
   if (Qkv::kNorm != kNoNorm) PiecesOfX::keep_of(statistics, x);
 }
 
@@ -101,8 +100,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
     fill(ring, places);
     return;
   }
-  unsigned* const done = shared_at<unsigned>(places, kDone); // units of each block
-  unsigned units = 0;                                        // of this one
+  unsigned met = 0; // how often blocks were to arrive
   int given = 0; // of sums to the other block of the pair
   float2* const of_x = shared_at<float2>(places, kStatistics);
   float2* const of_between = of_x + PiecesOfX::kAll;
@@ -120,30 +118,37 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
     const Given x = {places.at[layer ? kNext : kX], kFlagged ? static_cast<unsigned>(layer) : 0}; // of the layer before
     const Given qkv = given_at(kQkvMade), attended = given_at(kPartsMade), between = given_at(kBetween), hidden = given_at(kHidden), none = {nullptr, 0};
     const auto own = [&](int which) { return own_at<const T>(places, layer, which); };
-    if (kRows > 1 && layer > 0) block_waits_for_phase(done, layer - 1, 4);
+    const auto meet = [&] {
+      if (kFlagged) return;
+      block_meets();
+      met += kBlocks;
+      if (threadIdx.x == 0) blocks_meet(shared_at<unsigned>(places, kCounter), met);
+      block_meets();
+    };
     if (blockIdx.x / kPair < Qkv::kTiles) {
       const Given from = keep_normed<Qkv>(x, norm1(layer));
-      project<Qkv, false, kNoNorm>(ring, given, done, units, from, norm1(layer), own(kQBias), own(kKBias), own(kVBias), none, qkv, nullptr);
+      project<Qkv, false, kNoNorm>(ring, given, from, norm1(layer), own(kQBias), own(kKBias), own(kVBias), none, qkv, nullptr);
     }
-    attend(ring, done, units, places, layer, qkv, attended);
+    meet();
+    attend(ring, places, layer, qkv, attended);
+    meet();
     if (blockIdx.x / kPair < Out::kTiles) {
-      if (kRows > 1 && kParts == 1) warp_waits_for_heads(done, layer);
-      if (kRows > 1 && kParts > 1) block_waits_for_phase(done, layer, 1);
       const Given from = keep_attended(places, layer, attended);
-      project<Out, false, Up::kNorm>(ring, given, done, units, from, kWithout, own(kOutBias), nullptr, nullptr, x, between, of_between);
+      project<Out, false, Up::kNorm>(ring, given, from, kWithout, own(kOutBias), nullptr, nullptr, x, between, of_between);
     }
     ask_parameters<Up>(norm2(layer));
-    if (kRows > 1) block_waits_for_phase(done, layer, 2);
+    meet();
     if (blockIdx.x / kPair < Up::kTiles) {
       const Given from = keep_normed<Up>(between, norm2(layer));
-      project<Up, true, kNoNorm>(ring, given, done, units, from, norm2(layer), own(kUp0Bias), own(kUp1Bias), nullptr, none, hidden, nullptr);
+      project<Up, true, kNoNorm>(ring, given, from, norm2(layer), own(kUp0Bias), own(kUp1Bias), nullptr, none, hidden, nullptr);
     }
+    meet();
     if (blockIdx.x / kPair < Down::kTiles) {
-      if (kRows > 1) warp_waits_for_hidden(done, layer);
       const Given out = layer + 1 < kLayers ? given_at(kNext) : Given{places.at[kY], 0};
-      project<Down, false, Qkv::kNorm>(ring, given, done, units, hidden, kWithout, own(kDownBias), nullptr, nullptr, between, out, of_x);
+      project<Down, false, Qkv::kNorm>(ring, given, hidden, kWithout, own(kDownBias), nullptr, nullptr, between, out, of_x);
     }
     if (layer + 1 == kLayers) return;
     ask_parameters<Qkv>(norm1(layer + 1));
+    meet();
   }
 }

@@ -30,7 +30,7 @@ _RING = 12 << 10, 48 << 10  # bytes of a warp's ring, at least and at most
 _KEPT = 64 << 10  # bytes of x in shared memory
 _SHARES = (1, 2, 4, 8)  # parts of the keys
 _LEAST_BYTES = 24 << 20  # of a layer's weights
-_SCRATCH = "done", "qkv", "attended", "between", "hidden", "next", "statistics"  # as `Shared` of stream.cuh has them
+_SCRATCH = "counter", "qkv", "attended", "between", "hidden", "next", "statistics"  # as `Shared` of stream.cuh has them
 
 
 def tile_of(product: Product) -> int:
@@ -109,7 +109,7 @@ def scratch_bytes(row: Row, layers: int) -> dict[str, int]:
         made["next"] = rows * row.qkv.inner * 4
     if not flagged:  # two floats of each piece of x, and of what is between
         made["statistics"] = 8 * rows * _PAIR * sum(_tiles(p, tile_of(p)) for p in (row.down, row.out))
-    return made | {"done": 4 * BLOCKS}
+    return made | {"counter": 4}
 
 
 def is_flagged(row: Row) -> bool:

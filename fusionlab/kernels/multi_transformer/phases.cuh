@@ -239,20 +239,12 @@ template <class S> __device__ __forceinline__ float over_warps(const float* sums
   return total;
 }
 
-// The block has done a unit, of more than one text: others may read what it made, and shared memory be written again.
-__device__ __forceinline__ void unit_is_done(unsigned* done, unsigned& units) {
-  if (kRows == 1) return;
-  block_meets();
-  ++units;
-  if (threadIdx.x == units % kWarps * 32) tell(done + blockIdx.x, units);
-}
-
 // out = act(x matrix + bias) [+ residual] with x in shared memory, each step rounded to T as if it were done alone. Each block of a pair
 // goes over its slices of the inner axis and finishes half of the tile's columns, with what the other one gives it. `x`: null where the block
 // keeps all of it already; else it is read here, each part while the one before is used. `pieces`: for the statistics of what is made, if a
 // norm (kNext) is behind it.
 template <class S, bool kActive, int kNext, class Normed>
-__device__ __forceinline__ void project(Ring& ring, int& given, unsigned* done, unsigned& units, const Given& x, const Normed& norm, const T* bias0, const T* bias1, const T* bias2,
+__device__ __forceinline__ void project(Ring& ring, int& given, const Given& x, const Normed& norm, const T* bias0, const T* bias1, const T* bias2,
                                         const Given& residual, const Given& out, float2* pieces) {
   constexpr bool kNorms = kNormsSlices<S>, kOwn = kRows > 1; // a warp reads x for itself
   static_assert(S::kWhole || !kNorms);
@@ -315,6 +307,7 @@ __device__ __forceinline__ void project(Ring& ring, int& given, unsigned* done, 
         if (!S::kWhole) buffer = 1 - buffer;
       }
     }
+    if (kSumsBuffers == 1) block_meets(); // nobody reads the sums of the tile before
     float* const all = sums_in(given % 2); // the other one, if there is one, may still be read
     float* const taken = taken_in(given % 2);
     keep_sums<S>(all, sums);
@@ -357,6 +350,5 @@ __device__ __forceinline__ void project(Ring& ring, int& given, unsigned* done, 
         if (first + t * kThreads < kResults && (first + t * kThreads) % kHalf == 0) pieces[row_of(t) * Made::kCount + piece] = found;
       }
     }
-    unit_is_done(done, units);
   }
 }

@@ -9,7 +9,7 @@ constexpr int kCopies = kSlice / 512, kHalf = kCopies / 2; // of 16 bytes for ea
 constexpr int kPhases = 5;
 constexpr int kPair = 2, kPairs = kBlocks / kPair; // blocks that share the inner axis of a product: a cluster
 
-enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kDone, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kStatistics, kY, kSharedCount };
+enum Shared { kX, kCos, kSin, kStepAt, kLengths, kMask, kCounter, kQkvMade, kPartsMade, kBetween, kHidden, kNext, kStatistics, kY, kSharedCount };
 enum Own { kScale1, kBias1, kQ, kK, kV, kQBias, kKBias, kVBias, kCacheK, kCacheV, kOut, kOutBias, kScale2, kBias2, kUp0, kUp1, kUp0Bias,
            kUp1Bias, kDown, kDownBias, kOwnCount };
 
@@ -56,13 +56,6 @@ template <int kInner_, int kFirst, int kSecond, int kThird, int kTile_, bool kTu
     if (tile < kTiles0 + kTiles1) return {1, (tile - kTiles0) * kMade, kSecond, kFirst};
     return {2, (tile - kTiles0 - kTiles1) * kMade, kThird, kFirst + kSecond};
   }
-  // The tile that makes a column of all matrices side by side.
-  static __device__ __forceinline__ int tile_of(int column) {
-    if (kSecond == 0 || column < kFirst) return column / kMade;
-    if (column < kFirst + kSecond) return kTiles0 + (column - kFirst) / kMade;
-    return kTiles0 + kTiles1 + (column - kFirst - kSecond) / kMade;
-  }
-  static __device__ __forceinline__ int tiles_of_pair(int pair) { return pair < kTiles ? (kTiles - 1 - pair) / kPairs + 1 : 0; }
   // How many slices are a warp's, of the pair's kShare warps.
   static __device__ __forceinline__ int slices_of(int number) {
     const int left = kTurned ? (kSlices - number + kShare - 1) / kShare : kSlices - number * kRounds;
@@ -112,7 +105,7 @@ __device__ __forceinline__ Job job_of(int number) {
   Job job;
   job.part = number % kParts;
   const int of = number / kParts;
-  job.text = of % kRows, job.set = of / kRows % kSets, job.key_head = of / kRows / kSets; // heads in turn: see waiting.cuh
+  job.set = of % kSets, job.key_head = of / kSets % kKeyHeads, job.text = of / kSets / kKeyHeads;
   job.at = seen_in()[job.text].x, job.seen = seen_in()[job.text].y;
   job.head = job.key_head * (kHeads / kKeyHeads) + job.set * kGroup;
   const int each = (job.seen + kParts - 1) / kParts;
