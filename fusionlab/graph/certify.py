@@ -6,9 +6,8 @@ float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,10 +17,10 @@ from jax.extend import core as jex_core
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
 from .compat import varies, varying_axes
 from .devices import COUNT, evaluate_together
-from .draws import STEPS, inputs_of, is_number, summed_with
-from .evaluate import CannotEvaluate, Inline, Sizes, SizesDifferError, TooLargeError, evaluate, is_float, traced_once
+from .draws import STEPS, Reduction, inputs_of, is_number, summed_with
+from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float, traced_once
 from .manual import Sums, as_varying, make_jaxpr
-from .numpy_rules import KEPT_SIZES
+from .reducing import SOON, at_sizes, elements
 from .region import Region
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
@@ -29,7 +28,6 @@ from .trials import try_out
 
 _FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
 _NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
-_PRODUCTS = 16  # sizes that are products of others
 _REDRAWS, _SEEDS = 30, 1000
 _TRUE = (
     0.5,
@@ -38,7 +36,10 @@ _TRUE = (
     0.3,
     0.15,
 )  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
-_REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
+_OWN_SIZE_LIMIT = 1 << 22  # elements, where a replacement that is not this package's is compared once as it stands
+
+
+_REAL = Reduction(real=True)
 
 
 @dataclass
@@ -73,9 +74,23 @@ class Certifier(Memo):
             names = [f"gradient of {n}" for n in _float_names(region)]
             inline = traced_once(_on_one_device(self.inline))
             new = with_vjp(replacement, avals, out)
-            return _tried(old, new, avals, out, inline, ["value", *names], lambda run: _at_sizes(run, avals))
+            found = _tried(old, new, avals, out, inline, ["value", *names], lambda run: at_sizes(run, avals))
+            return _at_its_own_size(region, old, new, inline) if found.ok else found
 
         return self.once(("extremes", region_signature(region), what), prove)
+
+
+def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> Verdict:
+    """Whether two programs agree at the region's real sizes, as far as that is soon told: at reduced ones a number that is compared with
+    positions, say the first 64 of 512 columns, lies beyond all of them.
+    """
+    avals, out = [v.aval for v in region.inputs], region.root.aval
+    if elements((*avals, out)) > _OWN_SIZE_LIMIT:
+        return Verdict(None)
+    try:
+        return _agree(region, _evaluated(old, new, avals, out, inline, 0, replace(_REAL, most=SOON)))
+    except CannotEvaluate:
+        return Verdict(None)  # it was told at reduced sizes
 
 
 def prove_function(
@@ -109,13 +124,13 @@ def prove_function(
 
     inline = traced_once(inline)
     try:
-        found = [_evaluated(given, new_ones, avals, outs[0], inline, seed, None) for seed in range(draws)]
+        found = [_evaluated(given, new_ones, avals, outs[0], inline, seed, _REAL) for seed in range(draws)]
         wrong = next((v for one in found if not (v := agree(tolerance, told, one)).ok), None)
     except CannotEvaluate as error:
         return Verdict("uncertified", f"it cannot be told: {error}")
     if wrong is not None or ordinary:
         return wrong or Verdict(None)
-    return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(None))
+    return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(_REAL))
 
 
 def _tried(
@@ -124,9 +139,9 @@ def _tried(
     """As `try_out`; `at` runs it at some sizes."""
     tolerance = tolerance_of((*avals, out))
 
-    def attempt(products: dict[int, int] | None) -> str | None:
-        def given(seed: int) -> tuple[dict[int, int], list[np.ndarray]]:
-            return inputs_of(avals, out, products, seed)
+    def attempt(reduction: Reduction) -> str | None:
+        def given(seed: int) -> tuple[Sizes, list[np.ndarray]]:
+            return inputs_of(avals, out, reduction, seed)
 
         return try_out(old, new, given, avals, inline, names, tolerance)
 
@@ -190,66 +205,17 @@ def _same(
     inline = traced_once(inline if axes else _on_one_device(inline))
     draws = _draws(avals)
 
-    def attempt(products: dict[int, int] | None) -> list[Results]:
-        return [_evaluated(old, new, avals, out, inline, seed, products, axes) for seed in range(draws)]
+    def attempt(reduction: Reduction) -> list[Results]:
+        return [_evaluated(old, new, avals, out, inline, seed, reduction, axes) for seed in range(draws)]
 
     try:
-        return next((v for one in _at_sizes(attempt, avals) if not (v := close(one)).ok), Verdict(None))
+        return next((v for one in at_sizes(attempt, avals) if not (v := close(one)).ok), Verdict(None))
     except CannotEvaluate as error:
         return Verdict("uncertified", str(error))
 
 
 def _draws(avals: Sequence[Any]) -> int:
-    return _DRAWS if _elements(avals) <= _FEW else STEPS if any(map(is_number, avals)) else 1
-
-
-def _elements(avals: Sequence[Any]) -> int:
-    return sum(math.prod(a.shape) for a in avals)
-
-
-def _at_sizes(attempt: Callable[[dict[int, int] | None], Any], avals: Sequence[Any]) -> Any:
-    """`attempt` at reduced sizes, given those that are products of others: one is reduced to the product of theirs. At the real sizes,
-    given None, where those will not do.
-
-    An axis that only the program itself splits (features into heads) is as long as its parts are, which stay as they are; where that is
-    too much to evaluate, as where there are as many tokens as features, the parts are reduced too.
-    """
-    split: set[int] = set()
-    try:
-        try:
-            return _at_products(attempt, {}, split)
-        except TooLargeError:
-            if not split:
-                raise
-            return _at_products(attempt, _reduced_parts(split, avals), set())
-    except CannotEvaluate:
-        if _elements(avals) > _REAL_SIZE_LIMIT:
-            raise
-        return attempt(None)
-
-
-def _at_products(attempt: Callable[[dict[int, int]], Any], products: dict[int, int], split: set[int]) -> Any:
-    """`attempt` at reduced sizes, given those of `products` and what others turn out to have to be. `split` gathers the parts of axes that
-    the program splits, as far as they are not reduced.
-    """
-    tried: set[tuple[int, int]] = set()
-    while True:
-        try:
-            return attempt(products)
-        except SizesDifferError as error:
-            split.update(error.split)
-            now = (error.real, error.other)  # of a product of products again, once those are known
-            if now in tried or len(tried) >= _PRODUCTS:
-                raise
-            tried.add(now)
-            products[error.real] = error.other
-
-
-def _reduced_parts(parts: Iterable[int], avals: Sequence[Any]) -> dict[int, int]:
-    """What parts of axes are reduced to: different ones to different sizes, none of them one that stands for itself."""
-    known = {int(s) for a in avals for s in a.shape}
-    large = sorted(n for n in parts if n > KEPT_SIZES and n not in known)
-    return {n: KEPT_SIZES + 1 + i for i, n in enumerate(large)}
+    return _DRAWS if elements(avals) <= _FEW else STEPS if any(map(is_number, avals)) else 1
 
 
 def _on_one_device(inline: Inline) -> Inline:
@@ -270,7 +236,7 @@ def _evaluated(
     out: Any,
     inline: Inline,
     seed: int,
-    products: dict[int, int] | None,
+    reduction: Reduction,
     axes: frozenset[str] = frozenset(),
 ) -> Results:
     """Both programs on the same random inputs: the first drawn on which the old one makes no NaN or infinity, if any is. Those prove
@@ -278,19 +244,19 @@ def _evaluated(
     """
     weights = summed_with(old)
 
-    def run(program: Any, sizes: dict[int, int], args: list[list[np.ndarray]]) -> list[np.ndarray]:
+    def run(program: Any, sizes: Sizes, args: list[list[np.ndarray]]) -> list[np.ndarray]:
         if axes:
-            return evaluate_together(program, args, axes, Sizes(sizes), inline)
-        return evaluate(program, args[0], Sizes(sizes), inline)
+            return evaluate_together(program, args, axes, sizes, inline)
+        return evaluate(program, args[0], sizes, inline)
 
-    def drawn(number: int) -> tuple[dict[int, int], list[list[np.ndarray]], list[np.ndarray]]:
+    def drawn(number: int) -> tuple[Sizes, list[list[np.ndarray]], list[np.ndarray]]:
         first = seed + _SEEDS * number
         true = _TRUE[number % len(_TRUE)]
-        sizes, args = inputs_of(avals, out, products, first, true, weights)
+        sizes, args = inputs_of(avals, out, reduction, first, true, weights)
         every = [args]
         if axes:
             others = (
-                inputs_of(avals, out, products, first + _SEEDS // 2 + n, true, weights)[1] for n in range(1, COUNT)
+                inputs_of(avals, out, reduction, first + _SEEDS // 2 + n, true, weights)[1] for n in range(1, COUNT)
             )
             own = _differing([*avals, out], axes)
             every += [[b if differs else a for differs, a, b in zip(own, args, other, strict=True)] for other in others]

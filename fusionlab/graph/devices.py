@@ -78,7 +78,7 @@ def evaluate_together(
     def run(device: int) -> list[Array]:
         ended = False
         try:
-            made = evaluate(closed, args[device], Sizes(sizes.table), inline, sums=team.of(device))
+            made = evaluate(closed, args[device], sizes, inline, sums=team.of(device))
             ended = True
         finally:
             if not ended:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .compat import split_closed, threefry_key
+from .evaluate import Sizes
 from .numpy_rules import KEPT_SIZES, CannotEvaluate, is_float
 
 STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
@@ -26,23 +28,34 @@ def is_number(aval: Any) -> bool:
     return not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and np.dtype(aval.dtype).kind in "iu"
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """How sizes are reduced: some of them to these, the others of the operands to a few; none where it is `real`. `parts` and `most` are
+    those of `Sizes`."""
+
+    known: Mapping[int, int] = field(default_factory=dict)
+    parts: frozenset[int] = frozenset()
+    most: tuple[int, int] | None = None
+    real: bool = False
+
+
 def inputs_of(
     avals: Sequence[Any],
     out: Any,
-    products: dict[int, int] | None,
+    reduction: Reduction,
     seed: int = 0,
     true: float = 0.5,
     weights: Mapping[int, Sequence[int]] | None = None,
-) -> tuple[dict[int, int], list[np.ndarray]]:
+) -> tuple[Sizes, list[np.ndarray]]:
     """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different.
 
-    `products` says what some sizes are reduced to; at the real sizes where it is None. Of two booleans or more both kinds are drawn.
-    `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are scaled for sums to be of the order of 1.
+    Of two booleans or more both kinds are drawn. `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are
+    scaled for sums to be of the order of 1.
     """
-    table = dict(products or {})
+    table = dict(reduction.known)
     used = {int(s) for a in (*avals, out) for s in a.shape if s <= KEPT_SIZES} | set(table.values())
     sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > KEPT_SIZES and s not in table})
-    for size in sizes if products is not None else []:
+    for size in [] if reduction.real else sizes:
         table[size] = next(s for s in itertools.count(3) if s not in used)
         used.add(table[size])
     rng = np.random.default_rng(seed)
@@ -60,7 +73,7 @@ def inputs_of(
             args.append(np.asarray(next(number) % STEPS, a.dtype))
         else:
             args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
-    return table, args
+    return Sizes(table, reduction.parts, reduction.most), args
 
 
 def _keys(aval: Any, rng: np.random.Generator) -> Any:

@@ -28,10 +28,11 @@ from .numpy_rules import (
     Array,
     at_real_sizes,
     bound,
-    no_more_than_a_machine_has,
+    no_more_than,
     random_bits,
 )
 from .numpy_rules import CannotEvaluate as CannotEvaluate
+from .numpy_rules import PositionsError as PositionsError
 from .numpy_rules import SizesDifferError as SizesDifferError
 from .numpy_rules import TooLargeError as TooLargeError
 from .numpy_rules import is_float as is_float
@@ -44,10 +45,24 @@ Inline = Callable[[Any], Any]
 
 
 class Sizes:
-    """A mapping from real axis sizes to reduced ones; unknown sizes map to themselves."""
+    """A mapping from real axis sizes to reduced ones; unknown sizes map to themselves.
 
-    def __init__(self, table: Mapping[int, int] | None = None) -> None:
-        self.table = dict(table or {})
+    Args:
+      table: real size -> reduced size.
+      parts: reduced sizes of axes that no operand has, and the program makes by splitting another: positions along them mean nothing.
+      most: entries of an array, and terms that it is made of, beyond which the program is not evaluated.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[int, int] | None = None,
+        parts: frozenset[int] = frozenset(),
+        most: tuple[int, int] | None = None,
+    ) -> None:
+        self.table, self.parts, self.most = dict(table or {}), parts, most
+
+    def copy(self) -> Sizes:
+        return Sizes(self.table, self.parts, self.most)
 
     def __call__(self, size: int) -> int:
         return self.table.get(int(size), int(size))
@@ -73,7 +88,7 @@ def evaluate(
     Args:
       closed: the jaxpr, at real sizes.
       args: one array an input.
-      sizes: real size -> reduced size.
+      sizes: real size -> reduced size; left as it is.
       inline: equation -> plain jnp function for primitives of ours, or None.
       rounded: round every result to the dtype the program gives it, as a program run equation by equation does (each is
         computed in float64 before, so a product rounds once); the arrays stay float64.
@@ -81,11 +96,11 @@ def evaluate(
 
     Raises:
       CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently (SizesDifferError), or not far enough
-        (TooLargeError).
+        (TooLargeError), or too far (PositionsError).
     """
     jaxpr, consts = split_closed(closed)
     constvars = jaxpr.constvars if consts else ()
-    run = _Run(sizes or Sizes(), inline or (lambda eqn: None), rounded, sums)
+    run = _Run(sizes.copy() if sizes else Sizes(), inline or (lambda eqn: None), rounded, sums)
     env: dict[Any, Array] = dict(zip(constvars, [run.const(c) for c in consts], strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     with np.errstate(all="ignore"):
@@ -158,8 +173,8 @@ class _Run:
         name = eqn.primitive.name
         if self.sums is not None and name in SUMS_OVER_DEVICES:
             return self.sums(eqn, ins)
-        if self.sizes.table:  # at real sizes alone, who asks knows what that takes
-            no_more_than_a_machine_has(self.sizes, eqn)
+        if self.sizes.most is not None:
+            no_more_than(self.sizes.most, self.sizes, eqn)
         ours = self.inline(eqn)
         if ours is not None:
             return self.call(_traced(ours, eqn) if callable(ours) else ours, ins)

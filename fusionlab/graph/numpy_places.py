@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from .numpy_rules import Array, CannotEvaluate, Rule, SizesDifferError, at_real_sizes
+from .numpy_rules import (
+    Array,
+    CannotEvaluate,
+    PositionsError,
+    Rule,
+    SizesDifferError,
+    at_real_sizes,
+    no_positions,
+    unreduced,
+)
 
 _PARTS = 64  # an axis of more parts than that would hardly be reduced
 
@@ -22,10 +31,10 @@ def _axis(v: Any, axis: int) -> int:
     return int(v.aval.shape[axis])
 
 
-def _meets(real: int, reduced: int, wanted: int) -> None:
-    """Raises SizesDifferError where an axis of size `real` is not reduced to `wanted`."""
+def _meets(real: int, reduced: int, wanted: int, split: Sequence[int] = ()) -> None:
+    """Raises SizesDifferError where an axis of size `real`, of parts `split`, is not reduced to `wanted`."""
     if reduced != wanted:
-        raise SizesDifferError(real, reduced, wanted)
+        raise SizesDifferError(real, reduced, wanted, split)
 
 
 def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -> tuple[int, int, int]:
@@ -44,9 +53,11 @@ def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -
         or real > _PARTS * count
         or (start % count if step == 1 else step * count != real or start >= step)
     ):
+        if real in run.sizes.parts:
+            raise PositionsError(real, "slice")
         raise CannotEvaluate(f"entries {start}:{stop}:{step} of {real} at reduced sizes")
     small = run.sizes(count)
-    _meets(real, reduced, real // count * small)
+    _meets(real, reduced, real // count * small, unreduced(run.sizes, (count,)))
     if step == 1:
         return start // count * small, (start // count + 1) * small, 1
     return start, reduced, step
@@ -136,12 +147,18 @@ def _window(eqn: Any, starts: list[Array], real: Sequence[int], size: Sequence[i
 def _dynamic_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
     x, *starts = ins
     real = eqn.invars[0].aval.shape
+    for axis, (n, whole) in enumerate(zip(eqn.params["slice_sizes"], real, strict=True)):
+        if n != whole:
+            no_positions(run.sizes, eqn, axis)
     size = [n if s == r else run.sizes(s) for s, r, n in zip(eqn.params["slice_sizes"], real, x.shape, strict=True)]
     return x[_window(eqn, starts, real, size, x.shape)]
 
 
 def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
     x, update, *starts = ins
+    for axis, (old, new) in enumerate(zip(*(v.aval.shape for v in eqn.invars[:2]), strict=True)):
+        if old != new:
+            no_positions(run.sizes, eqn, axis)
     out = np.array(x)
     out[_window(eqn, starts, eqn.invars[0].aval.shape, update.shape, x.shape)] = update
     return out

@@ -32,12 +32,20 @@ class SizesDifferError(CannotEvaluate):
 
     Attributes:
       real, other: the axis, and what would do.
-      split: where it is split, the sizes of its parts, if any of them is not reduced but might be.
+      split: where it is split, the sizes of its parts that are not reduced but might be.
     """
 
     def __init__(self, real: int, one: int, other: int, split: Sequence[int] = ()) -> None:
         super().__init__(f"axis size {real} would reduce to {one} and to {other}")
         self.real, self.other, self.split = real, other, tuple(split)
+
+
+class PositionsError(CannotEvaluate):
+    """Positions along an axis of `size`, which is reduced although only the program itself splits another into such axes."""
+
+    def __init__(self, size: int, primitive: str) -> None:
+        super().__init__(f"primitive {primitive} along an axis of {size} at reduced sizes")
+        self.size = size
 
 
 class TooLargeError(CannotEvaluate):
@@ -57,19 +65,28 @@ def at_real_sizes(sizes: Any, eqn: Any) -> None:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} at reduced sizes")
 
 
-_MOST_ENTRIES, _MOST_TERMS = 1 << 24, 1 << 30  # 128 MB of float64; some seconds of a product
-
-
-def no_more_than_a_machine_has(sizes: Any, eqn: Any) -> None:
-    """Raises TooLargeError where a result of an equation would have too many entries at reduced sizes, or too many terms."""
+def no_more_than(most: tuple[int, int], sizes: Any, eqn: Any) -> None:
+    """Raises TooLargeError where a result of an equation would have more entries, or be made of more terms, than `most`."""
     entries = max((math.prod(sizes.shape(getattr(v.aval, "shape", ()))) for v in eqn.outvars), default=0)
-    terms = entries
+    each = 1
     if eqn.primitive.name == "dot_general":
-        terms *= math.prod(sizes(eqn.invars[0].aval.shape[int(d)]) for d in eqn.params["dimension_numbers"][0][0])
-    if entries > _MOST_ENTRIES or terms > _MOST_TERMS:
+        each = math.prod(sizes(eqn.invars[0].aval.shape[int(d)]) for d in eqn.params["dimension_numbers"][0][0])
+    if entries > most[0] or entries * each > most[1]:
         raise TooLargeError(
-            f"{entries} entries of {terms // max(entries, 1)} terms of {eqn.primitive.name} at reduced sizes"
+            f"primitive {eqn.primitive.name} with {entries:,} entries of {each:,} terms at reduced sizes"
         )
+
+
+def unreduced(sizes: Any, parts: Iterable[int]) -> list[int]:
+    """Those of an axis's parts that are not reduced, and might be."""
+    return [n for n in parts if n > KEPT_SIZES and n not in sizes.table]
+
+
+def no_positions(sizes: Any, eqn: Any, axis: int) -> None:
+    """Raises PositionsError where an axis of the first operand, or of the result where there is none, is a part that is reduced."""
+    shape = eqn.invars[0].aval.shape if eqn.invars else eqn.outvars[0].aval.shape
+    if int(shape[axis]) in sizes.parts:
+        raise PositionsError(int(shape[axis]), eqn.primitive.name)
 
 
 # -- primitives without shape parameters ------------------------------------------------------------------------------
@@ -184,8 +201,7 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
     if math.prod(shape) != elements:
         if len(big_in) == 1:  # an axis that is split: it has to be reduced to what its parts are
-            split = real_out if any(r > KEPT_SIZES and r not in run.sizes.table for r in real_out) else ()
-            raise SizesDifferError(big_in[0][0], elements, math.prod(shape), split)
+            raise SizesDifferError(big_in[0][0], elements, math.prod(shape), unreduced(run.sizes, big_out))
         raise CannotEvaluate(f"reshape {real_in} -> {real_out} at reduced sizes {reduced_in}")
     return shape
 
@@ -238,9 +254,16 @@ def _round(run: Any, eqn: Any, ins: list[Array]) -> Array:
 
 def _iota(run: Any, eqn: Any, ins: list[Array]) -> Array:
     shape, axis = run.sizes.shape(eqn.params["shape"]), int(eqn.params["dimension"])
+    no_positions(run.sizes, eqn, axis)
     line = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(len(shape))])
     kind = np.dtype(eqn.params["dtype"])
     return np.broadcast_to(line, shape).astype(np.float64 if is_float(kind) else kind)
+
+
+def _argmax(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    axis = int(eqn.params["axes"][0])
+    no_positions(run.sizes, eqn, axis)
+    return np.argmax(ins[0], axis=axis)
 
 
 def _squeeze(run: Any, eqn: Any, ins: list[Array]) -> Array:
@@ -346,5 +369,5 @@ SHAPED: dict[str, Rule] = {
     "integer_pow": _pow_int,
     "transpose": lambda run, eqn, ins: np.transpose(ins[0], [int(p) for p in eqn.params["permutation"]]),
     "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),
-    "argmax": lambda run, eqn, ins: np.argmax(ins[0], axis=int(eqn.params["axes"][0])),
+    "argmax": _argmax,
 }

@@ -75,7 +75,7 @@ def _fitting(a: np.ndarray, size: float, dtype: Any) -> np.ndarray:
 def try_out(
     old: Any,
     new: Any,
-    given: Callable[[int], tuple[dict[int, int], list[np.ndarray]]],
+    given: Callable[[int], tuple[Sizes, list[np.ndarray]]],
     avals: Sequence[Any],
     inline: Inline,
     names: Sequence[str],
@@ -102,7 +102,7 @@ def try_out(
     for draw in draws:
         sizes, args = given(draw.seed)
         drawn = [draw.of(a, np.float64) if i in draw.where else a for i, a in enumerate(args)]
-        want, got = (evaluate(program, drawn, Sizes(sizes), inline) for program in (old, new))
+        want, got = (evaluate(program, drawn, sizes, inline) for program in (old, new))
         for name, a, b in zip(names, want, got, strict=True):
             if wrong := _other(a, b, draw):
                 return f"its {name} is {wrong}"
@@ -130,7 +130,7 @@ def _rounded(
     old: Any,
     new: Any,
     drawn: Sequence[np.ndarray],
-    sizes: dict[int, int],
+    sizes: Sizes,
     avals: Sequence[Any],
     inline: Inline,
     names: Sequence[str],
@@ -141,8 +141,8 @@ def _rounded(
         a.astype(v.dtype).astype(np.float64) if is_float(v.dtype) else a for a, v in zip(drawn, avals, strict=False)
     ]
     args.append(drawn[-1])
-    true = evaluate(old, args, Sizes(sizes), inline)
-    given, made = (evaluate(program, args, Sizes(sizes), inline, rounded=True) for program in (old, new))
+    true = evaluate(old, args, sizes, inline)
+    given, made = (evaluate(program, args, sizes, inline, rounded=True) for program in (old, new))
     floats = [i for i, v in enumerate(avals) if is_float(v.dtype)]
     dtype = max((np.dtype(avals[i].dtype) for i in floats), key=lambda d: float(jnp.finfo(d).eps))
     for name, t, a, b in zip(names, true, given, made, strict=True):

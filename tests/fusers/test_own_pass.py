@@ -165,6 +165,22 @@ def test_a_number_that_only_multiplies_the_result_is_captured(registered):
     assert site.attrs["s"] == 2.5
 
 
+def test_an_implementation_that_hangs_on_a_position_beyond_the_tried_sizes_is_told_at_the_site_s_own(registered):
+    """It is right on the sizes it is registered with, and at those to which a site's are reduced."""
+
+    def program(x, w):
+        return jnp.tanh(x) * w
+
+    def of_few_columns(x, w):
+        return jnp.where(jax.lax.iota(jnp.int32, x.shape[1]) < 64, jnp.tanh(x) * w, 0.0)
+
+    few = {"implementations": {"mine": of_few_columns}}
+    registered(fl.pattern_pass("weighted_tanh", program, axes={"x": "mn", "w": "n"}, **few))
+    (site,) = fl.find(program, array(256, 512), array(512), passes="weighted_tanh").rejections
+    assert site.code == "value"
+    assert fl.find(program, array(256, 64), array(64), passes="weighted_tanh").counts()["weighted_tanh"] == 1
+
+
 def test_letters_stand_for_several_axes_and_reductions(registered):
     registered(unit_pass())
 

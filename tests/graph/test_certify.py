@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import fusionlab as fl
+from fusionlab.graph import reducing
 from fusionlab.graph.agreement import relative_error
 from fusionlab.graph.canonical import View
 from fusionlab.graph.certify import Certifier
@@ -220,15 +221,65 @@ def test_an_attention_over_as_many_tokens_as_features_is_proved_at_a_few_of_them
         weights = jax.nn.softmax(q * scale @ k.swapaxes(2, 3))
         return jnp.einsum("bhqd->bqhd", weights @ v).reshape(4, 2048, 2048)
 
-    def other_heads(x, w, b):
-        perm = jnp.arange(2048).reshape(16, 128).T.reshape(-1)
-        return attend(x, w[:, perm], b[perm])
-
     assert judge(by_head) is None
     assert judge(lambda x, w, b: by_head(x, w, b, 1.001 / 16)) == "value"
     assert judge(lambda x, w, b: by_head(x, w, 0 * b)) == "value"
     assert judge(lambda x, w, b: by_head(x, w.T, b)) == "value"
-    assert judge(other_heads) is not None
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_what_hangs_on_the_number_of_a_head_or_feature_is_told_where_others_are_reduced_too(monkeypatch, few):
+    """96 tokens of 6 heads of 16: more than are evaluated soon, if that is set to few."""
+    if few:
+        monkeypatch.setattr(reducing, "SOON", (1 << 14, 1 << 30))
+
+    def attention(change=lambda q: q, after=lambda o: o):
+        def attend(x, w):
+            q, k, v = ((h @ w).reshape(3, 96, 6, 16) for h in (x, jnp.sin(x), jnp.cos(x)))
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", change(q), k) / 4)
+            return after(jnp.einsum("bhqk,bkhd->bqhd", weights, v)).reshape(3, 96, 96)
+
+        return attend
+
+    def judge(old, new):
+        return verdict(old, new, (3, 96, 96), (96, 96)).code
+
+    def turned(count, sign=1.0):  # rotary positions of the first features of a head
+        def turn(q):
+            kept, first = q[..., count:], q[..., :count]
+            angles = jnp.arange(96.0)[:, None, None] / 10 ** jnp.arange(count // 2)
+            a, b = jnp.split(first, 2, axis=-1)
+            c, s = jnp.cos(angles), sign * jnp.sin(angles)
+            return jnp.concatenate([a * c - b * s, b * c + a * s, kept], axis=-1)
+
+        return turn
+
+    plain = attention()
+    assert judge(plain, attention()) is None
+    assert judge(plain, attention(lambda q: q * 1.001)) == "value"
+    assert judge(attention(lambda q: q * (jnp.arange(6)[:, None] < 5)), plain) == "value"
+    assert judge(attention(lambda q: q * (jnp.arange(16) < 15)), plain) == "value"
+    assert judge(attention(after=lambda o: jnp.where(jnp.arange(6)[:, None] == 5, 0.0, o)), plain) == "value"
+    assert judge(attention(after=lambda o: o * (1 + jnp.argmax(o, 2, keepdims=True))), plain) == "value"
+    assert judge(attention(turned(6)), attention(turned(6))) is None
+    assert judge(attention(turned(6)), attention(turned(6, -1.0))) == "value"
+    assert judge(attention(turned(16)), attention(turned(16))) is None
+    assert judge(attention(turned(16)), attention(turned(8))) == "value"
+
+
+def test_what_is_too_much_to_evaluate_soon_is_evaluated_where_a_machine_can(monkeypatch):
+    """A mask cut out of a larger one: nothing is split, so there are no parts to reduce."""
+    monkeypatch.setattr(reducing, "SOON", (1 << 14, 1 << 30))
+
+    def masked(x, size=256):
+        return jnp.where(jnp.tril(jnp.ones((size, size), bool))[:64, :64], x, 0.0)
+
+    assert verdict(masked, lambda x: masked(x, 64), (128, 64, 64)).ok
+    assert (
+        verdict(masked, lambda x: jnp.where(jnp.triu(jnp.ones((64, 64), bool)), x, 0.0), (128, 64, 64)).code == "value"
+    )
+    monkeypatch.setattr(reducing, "AT_ALL", (1 << 14, 1 << 30))
+    assert verdict(masked, lambda x: masked(x, 64), (128, 64, 64)).code == "uncertified"
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------

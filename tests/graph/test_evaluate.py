@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import fusionlab as fl
-from fusionlab.graph.evaluate import CannotEvaluate, Sizes, TooLargeError, evaluate
+from fusionlab.graph.evaluate import CannotEvaluate, PositionsError, Sizes, TooLargeError, evaluate
 from fusionlab.kernels import meaning_of
 
 RNG = np.random.default_rng(0)
@@ -404,7 +404,24 @@ def test_what_would_not_fit_into_memory_is_refused_before_it_is_made():
         return x @ x.T
 
     closed = jax.make_jaxpr(scores)(jax.ShapeDtypeStruct((1 << 20, 8), jnp.float32))
+    most = 1 << 24, 1 << 30
     with pytest.raises(TooLargeError, match="dot_general"):
-        evaluate(closed, [np.ones((1 << 20, 3))], Sizes({8: 3}))
-    (small,) = evaluate(closed, [np.ones((5, 3))], Sizes({8: 3, 1 << 20: 5}))
+        evaluate(closed, [np.ones((1 << 20, 3))], Sizes({8: 3}, most=most))
+    (small,) = evaluate(closed, [np.ones((5, 3))], Sizes({8: 3, 1 << 20: 5}, most=most))
     assert small.shape == (5, 5)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.reshape(4, 8, 6) * (jnp.arange(8)[:, None] < 5),
+        lambda x: jnp.argmax(x.reshape(4, 8, 6), 1),
+        lambda x: lax.dynamic_update_slice(x.reshape(4, 8, 6), jnp.zeros((4, 1, 6)), (0, 2, 0)),
+        lambda x: x.reshape(4, 8, 6)[:, :3],
+    ],
+)
+def test_positions_along_a_part_that_is_reduced_mean_nothing(fn):
+    closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4, 48), jnp.float32))
+    assert evaluate(closed, [np.ones((4, 48))])
+    with pytest.raises(PositionsError, match="8"):
+        evaluate(closed, [np.ones((4, 30))], Sizes({48: 30, 8: 5}, parts=frozenset({8})))
