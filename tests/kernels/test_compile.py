@@ -56,7 +56,7 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
             assert taken.registers <= limit, f"{name}: {entry}: {LIMITS.name} is written by {record['command']}"
             # Bytes: their tiles take all registers there are; what is spilled of decoding is beside its loops over weights and keys.
             several = name.endswith("by one kernel") and " of 1 " not in name  # texts
-            few = 240 if several else 16 if name.startswith("attention") or name.endswith("by one kernel") else 0
+            few = 352 if several else 16 if name.startswith("attention") or name.endswith("by one kernel") else 0
             assert max(taken.spill_stores, taken.spill_loads) <= spills + few, f"{name}: {entry} spills"
 
 

@@ -3,7 +3,8 @@
 // For one text (kFlagged) they go in words of 8 bytes, half of which says of which layer they are: who reads them waits for just these, and
 // no block waits for all others. A word is written and read at once, so nothing else has to be ordered. (The protocol called LL in NCCL.)
 // A word is written again a layer later, when all that read it are done: what a block writes of a layer it has made of all that was made of
-// the layer before. For more texts the words would be too many; there blocks meet between phases, and entries lie one behind another.
+// the layer before. For more texts the words would be too many; there blocks meet between phases, and entries lie one behind another. (That
+// a block says what it has done, and warps wait for what they read alone, was slower on an H200.)
 #pragma once
 
 constexpr bool kFlagged = kRows == 1;
