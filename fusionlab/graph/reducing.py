@@ -15,7 +15,7 @@ from .numpy_rules import KEPT_SIZES
 _PRODUCTS = 16  # sizes that are products of others
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 # Entries of an array, and terms that it is made of: within seconds, and on any machine.
-SOON = 1 << 24, 1 << 30
+SOON = 1 << 25, 1 << 30
 AT_ALL = 1 << 27, 1 << 34
 
 
