@@ -14,9 +14,7 @@ from ..kernel_plan import KernelPlan, Launch
 from .decode import CODES, NORMS, NOTHING, Param, Places, Product, Row, number
 
 SOURCE = Source("multi_transformer/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
-BLOCKS = (
-    132  # at most, one of each multiprocessor: no more than the device has, or they would wait for each other for ever
-)
+BLOCKS = 132  # at most: no more than the device has multiprocessors, or they would wait for each other for ever
 MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
 _PAIR = 2  # blocks that share the inner axis of a product
 _THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
