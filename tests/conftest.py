@@ -9,6 +9,9 @@ import shutil
 # Before anything imports jax: tests never depend on an accelerator being there, nor on what this shell has set. Those under tests/gpu run
 # where this variable asks for one: FUSIONLAB_TEST_PLATFORMS=cuda,cpu.
 os.environ["JAX_PLATFORMS"] = os.environ.get("FUSIONLAB_TEST_PLATFORMS", "cpu")
+# A test's programs run once: LLVM's passes would take most of its time. What XLA makes of a program, its fusions too, is the same without.
+if os.environ["JAX_PLATFORMS"] == "cpu" and "backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 if any(

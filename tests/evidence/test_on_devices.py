@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.simulated import environment
 
 PROGRAM = Path(__file__).with_name("on_devices.py")
 NAMES = [
@@ -22,10 +23,8 @@ NAMES = [
 @pytest.fixture(scope="module")
 def problems():
     """What went wrong with each trial, None where nothing did."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), *filter(None, [env.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, str(PROGRAM)], env=environment(4), capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(map(json.loads, done.stdout.splitlines()))

@@ -20,9 +20,10 @@ from fusionlab.models import parallel, transformer
 
 from . import layer_parts as parts
 from .processes import problems_of
-from .spread import PASSES, PRE, spread, trials
+from .spread import PASSES, PRE, is_long, spread, trials
 
 NAMES = [trial.name for trial in trials()]
+LONG = [name for name in NAMES if is_long(name)]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,16 @@ def problems():
     return problems_of("spread", 8)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
 def test_row_36_layers_over_devices_are_sites_and_equal_one_device_with_the_same_collectives(problems, name):
     assert problems[name] is None, problems[name]
+
+
+@pytest.mark.nightly
+def test_row_36_and_the_other_layers():
+    found = problems_of("spread", 8, *LONG)
+    assert sorted(found) == sorted(LONG)
+    assert not {name: why for name, why in found.items() if why is not None}
 
 
 def found_in(layer, check_vma=True, passes=PASSES, dtype=jnp.float32):

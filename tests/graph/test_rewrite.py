@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ from fusionlab.errors import RewriteError
 from fusionlab.graph.rewrite import Replacement, to_jaxpr
 from fusionlab.graph.text import graph_text
 from fusionlab.graph.trace import graph_of_jaxpr, trace
+from tests.simulated import environment
 
 KEYS = jax.random.split(jax.random.key(3), 4)
 X = jax.random.normal(KEYS[0], (5, 6))
@@ -325,9 +325,13 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 @pytest.mark.parametrize("how", ["jit", "unchecked", "checked"])
 def test_on_four_devices_sharded_jit_and_shard_map_give_the_same_values_and_gradients(how):
     """In a process of its own: the number of devices is fixed when JAX starts. "checked" is shard_map's check_vma."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", ON_FOUR_DEVICES, how], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", ON_FOUR_DEVICES, how],
+        env=environment(4),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     expected = ["Auto rows", "Explicit rows"]

@@ -6,12 +6,10 @@ The plans compute with numpy on the addresses that XLA hands over; they are in l
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +18,10 @@ import pytest
 
 from fusionlab.kernels import plans
 from fusionlab.kernels.launch import BOOK, TARGET, launch
+from tests.simulated import environment
 
 from .launching import LAUNCHED, MATMUL, PREPARED, NumpyPlan, doubled, numpy_call, plan_for
 
-TESTS = Path(__file__).resolve().parents[1]
 DTYPES = ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "bool")
 F32 = jnp.float32
 
@@ -34,10 +32,8 @@ def struct(shape, dtype=F32):
 
 def process(*arguments, devices=1):
     """What a program of launching.py prints, in a process of its own."""
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "kernels.launching", *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment(devices), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

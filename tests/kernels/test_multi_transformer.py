@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import doctest
 import functools
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +21,11 @@ from fusionlab.graph.trace import trace
 from fusionlab.kernels import OPS, meaning_of, plain_meaning_of
 from fusionlab.kernels.composite import CompositePrimitive
 from fusionlab.ops import TransformerLayer, multi_transformer, pack_qkv, rotary_tables, unpack_qkv
+from tests.simulated import environment
 
 from .transformations import TRANSFORMATIONS, assert_same, primitives
 
 OP = OPS["multi_transformer"]
-TESTS = Path(__file__).resolve().parents[1]
 B, S, E, H, G, D, F = 2, 5, 12, 4, 2, 3, 16
 SLOTS = {
     "norm1_scale": (E,),
@@ -453,10 +451,8 @@ def test_it_is_exported_for_any_batch():
 
 
 def test_on_four_devices():
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "kernels.multi_transformer_devices"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment(4), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "right"
 

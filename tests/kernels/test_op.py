@@ -18,6 +18,7 @@ import fusionlab.kernels.layer_norm.op as norm_op
 from fusionlab import ops
 from fusionlab.kernels import OPS, meaning_of
 from fusionlab.kernels.implementation import Residual
+from tests.simulated import environment
 
 X, W, B = jnp.arange(12.0).reshape(3, 4) / 10 - 0.5, jnp.linspace(-1, 1, 20).reshape(4, 5), jnp.linspace(1, -1, 5)
 Q = jnp.sin(jnp.arange(48.0)).reshape(1, 6, 2, 4)
@@ -194,9 +195,7 @@ SHARDED = """
 
 
 def test_shard_map_and_both_kinds_of_sharded_jit_give_the_right_gradients():
-    code = "import os\nos.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'\n" + textwrap.dedent(
-        SHARDED
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", textwrap.dedent(SHARDED)]
+    done = subprocess.run(command, env=environment(2), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "sharded: right"

@@ -6,10 +6,8 @@ The trials are in partitioned.py. They run in one process of their own, since th
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +19,16 @@ from fusionlab.kernels.gemm_epilogue import GEMM_EPILOGUE, gemm_epilogue
 from fusionlab.kernels.labels import Axes, labels_of
 from fusionlab.kernels.op import Op
 from fusionlab.kernels.primitive import Marker
+from tests.simulated import environment
 
 from .partitioned import LONG, TRIALS
 
-TESTS = Path(__file__).resolve().parents[1]
 F32 = jnp.float32
 
 
 def problems_of(*names: str) -> dict[str, str | None]:
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "kernels.partitioned", *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(command, env=environment(4), capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(map(json.loads, done.stdout.splitlines()))
 

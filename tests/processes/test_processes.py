@@ -5,20 +5,19 @@ that writes, and an end where one of them is killed. What they run is in worker.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.simulated import environment
+
 from .worker import LOCAL
 
-TESTS = Path(__file__).resolve().parents[1]
 COUNT = 2
 
 
@@ -27,8 +26,6 @@ def run(scenario, folder, limit_s):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={LOCAL}", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [env.get("PYTHONPATH")])])
     outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(COUNT)]
     started = []
     begun = time.monotonic()
@@ -36,7 +33,7 @@ def run(scenario, folder, limit_s):
         for i, (out, err) in enumerate(outputs):
             command = [sys.executable, "-m", "processes.worker", scenario, str(i), str(COUNT), port, str(folder)]
             with out.open("w") as stdout, err.open("w") as stderr:
-                started.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr))
+                started.append(subprocess.Popen(command, env=environment(LOCAL), stdout=stdout, stderr=stderr))
         ended = [p.wait(timeout=max(1.0, limit_s - (time.monotonic() - begun))) for p in started]
     finally:
         for p in started:

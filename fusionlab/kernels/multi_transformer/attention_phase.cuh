@@ -1,12 +1,14 @@
 // The attention as a phase of persistent.cu, and what the product behind it reads of it.
 #pragma once
 
-// The mean of all values: what is left of a softmax whose scores are all the same finite number.
-__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f) {
-  float sum = 0.0f;
+// The mean of all values: what is left of a softmax whose scores are all the same finite number. Behind a meeting of all blocks the caches
+// have the new token's value; before that a block takes its own of it for `at`, since another one may be writing it there.
+__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f, int at = -1, float value = 0.0f) {
+  float sum = value;
   for (int i = 0; i < kPast; ++i)
-    sum += static_cast<float>(fresh(values + static_cast<Index>(text) * kTextStride + static_cast<Index>(key_head) * kHeadStride +
-                                    static_cast<Index>(i) * kKeyStride + f));
+    if (i != at)
+      sum += static_cast<float>(fresh(values + static_cast<Index>(text) * kTextStride + static_cast<Index>(key_head) * kHeadStride +
+                                      static_cast<Index>(i) * kKeyStride + f));
   return sum / kPast;
 }
 
@@ -107,7 +109,8 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
 #pragma unroll 1
         for (int j = 0; j < 2; ++j)
           values[j] = any             ? values[j] / total
-                      : kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f + j)
+                      : kMaskIsFinite ? mean_value(own_at<const T>(places, layer, kCacheV), job.text, job.key_head, f + j, job.at,
+                                                   static_cast<float>(shared.value[f + j]))
                                       : 0.0f;
         give_entries(made, static_cast<Index>(job.text) * Out::kInner + (job.head + h) * kSize + f, values[0], values[1]);
       } else {
