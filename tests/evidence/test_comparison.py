@@ -57,7 +57,7 @@ def test_every_output_and_gradient_of_a_pytree_is_compared_by_name(evidence):
         assert leaf.before == leaf.after
         assert leaf.between.max_abs == 0
         if leaf.name != "out['winner']":
-            assert 0 < leaf.before.rel_l2 < 1e-6, "float32 is off by rounding, and only by that"
+            assert 0 < leaf.before.rel_l2 < 1e-5, "float32 is off by rounding, and only by that"
 
 
 def test_the_text_has_both_versions_their_errors_and_the_hardware_once(evidence):
