@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -21,6 +22,9 @@ if any(
 
 import hypothesis
 import pytest
+
+# Traces are large and live long: looking through all of them for garbage at every 700th object would be a tenth of many tests' time.
+gc.set_threshold(100_000, 20, 50)
 
 pytest_plugins = ("pytester",)  # runs pytest inside a test, for the tests of the plugin
 

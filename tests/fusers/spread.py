@@ -189,9 +189,8 @@ def trials() -> Iterator[Trial]:
 
 
 OF_EACH_KIND = (  # 2, 4 and 8 devices; each kind of layer, of cache and of mesh; checked and not
-    *("separate/2", "separate/4", "separate/8", "separate/4/unchecked", "by_head/2", "post/4", "llama/8", "scanned/4"),
-    *("summed as esb", "separate/rows/4", "write/rows/4/unchecked"),
-    *("append/2", "append/by_head/4", "write/8", "write/llama/4/unchecked"),
+    *("separate/2", "separate/rows/4", "post/4", "llama/8", "scanned/4"),
+    *("append/by_head/4", "write/8", "write/llama/4/unchecked"),
 )
 
 

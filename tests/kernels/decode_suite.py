@@ -180,8 +180,8 @@ def exact(case: Case, given: dict[str, Any]) -> tuple[np.ndarray, ...]:
             n: jnp.asarray(np.asarray(a, np.float64)) if jnp.issubdtype(a.dtype, jnp.floating) else a
             for n, a in given.items()
         }
-        names = tuple(wide)
-        found = OP.reference(*wide.values(), present=names, **attributes_of(case))
+        names, attributes = tuple(wide), attributes_of(case)
+        found = jax.jit(lambda *operands: OP.reference(*operands, present=names, **attributes))(*wide.values())
         return tuple(np.asarray(a) for a in found)
 
 

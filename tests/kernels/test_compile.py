@@ -39,8 +39,8 @@ def nvrtc():
         pytest.skip(str(e))
 
 
-# The oldest, the newest and the one that kernels are measured on; `pytest -m nightly` compiles for the others.
-DAILY = "sm_75", "sm_90", "sm_120"
+# The oldest and the one that kernels are measured on; `pytest -m nightly` compiles for the others.
+DAILY = "sm_75", "sm_90"
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -165,7 +165,7 @@ CASES = {
     "middle between short rows": ((60, 1, 4), (60, 9, 4), (1, 1, 1)),
     "eight axes in turns": ((2, 1, 3, 1, 2, 1, 3, 1), (1, 2, 1, 3, 1, 2, 1, 4), (2, 2, 1, 1, 2, 1, 3, 1)),
 }
-ALL_DTYPES = {"two sums", "sum over the middle"}
+ALL_DTYPES = {"two sums"}
 TURNS = [
     (case, dtype)
     for i, case in enumerate(CASES)
@@ -226,11 +226,11 @@ def kind_of(one):
 @pytest.mark.parametrize(
     ("case", "grads", "dtype", "most"),
     [
-        ("two sums", ("x", "y"), "float32", 10),
-        ("two sums", EVERY, "bfloat16", 6),
-        ("rows and columns", ("x", "y"), "float32", 8),
-        ("three sums of one axis each", EVERY, "float64", 8),
-        ("channels", EVERY, "float16", 6),
+        ("two sums", ("x", "y"), "float32", 5),
+        ("two sums", EVERY, "bfloat16", 4),
+        ("rows and columns", ("x", "y"), "float32", 4),
+        ("three sums of one axis each", EVERY, "float64", 4),
+        ("channels", EVERY, "float16", 4),
     ],
 )
 def test_every_kind_of_tiling_is_right_and_not_only_the_one_chosen(emulator, case, grads, dtype, most):

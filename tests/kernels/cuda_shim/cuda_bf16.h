@@ -1,14 +1,7 @@
 // CUDA's headers for C++: what fusionlab's kernels use of the language and of cuda_bf16.h and cuda_fp16.h, so that they run on a CPU.
 // A block's threads are fibers that run in turns; __syncthreads and the shuffles hand over to the next one.
 #pragma once
-#include <ucontext.h>
-
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
+#include "standard.h"
 
 #define __device__
 #define __global__

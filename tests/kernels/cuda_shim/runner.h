@@ -1,7 +1,6 @@
 // Calls a kernel with the parameters that pointers lead to, as cuLaunchKernel takes them.
 #pragma once
-#include <tuple>
-#include <utility>
+#include "standard.h"
 
 template <auto kKernel> struct Runner;
 template <typename... P, void (*kKernel)(P...)> struct Runner<kKernel> {
