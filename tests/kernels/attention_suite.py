@@ -239,9 +239,16 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("dtype", list(TOLERANCE))
     def test_values_and_gradients(self, dtype):
-        held = 0
-        for i, name in enumerate(self.cases(dtype)):
-            held += self.check(CASES[name], dtype, name, ("BTNH", "BNTH")[i % 2])
+        self.hold(self.cases(dtype), dtype)
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("dtype", list(TOLERANCE))
+    def test_every_case(self, dtype):
+        self.hold(CASES, dtype)
+
+    def hold(self, names, dtype):
+        layouts = ("BTNH", "BNTH")
+        held = sum(self.check(CASES[name], dtype, name, layouts[i % 2]) for i, name in enumerate(names))
         assert held >= self.least
 
     def check(self, case, dtype, name, layout="BTNH", tolerance=None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.attention_suite import CASES, AttentionSuite
+from tests.kernels.attention_suite import AttentionSuite
 from tests.kernels.emulated import attention_on_the_cpu, emulator_in
 
 FEW = (
@@ -39,10 +39,6 @@ class TestBlockwise(AttentionSuite):
     def cases(self, dtype):
         return FEW
 
-    @pytest.mark.nightly
-    def test_every_case(self):
-        assert sum(self.check(case, "float32", name) for name, case in CASES.items()) >= len(CASES) - 8
-
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
@@ -54,20 +50,16 @@ class TestCudaEmulated(AttentionSuite):
 
     implementation = "cuda"
     skips = True
-    least = 4
+    least = 5
     some = (
         ("nothing", "lowest mask value", "dropout and mask", "other values", "local, wide"),
         ("causal, few keys", "bias", "128 features", "key heads shared", "local, causal, few keys"),
     )
 
     def cases(self, dtype):
-        """Each takes compiling three kernels: all of `some` in one dtype, and each in one of the others; nightly every case there is."""
+        """Each takes compiling three kernels: all of `some` in one dtype, and each in one of the others."""
         first, second = self.some
         return {"bfloat16": first + second, "float32": first, "float16": second}[dtype]
-
-    @pytest.mark.nightly
-    def test_every_case(self):
-        assert sum(self.check(case, "bfloat16", name) for name, case in CASES.items()) >= len(CASES) - 8
 
     @pytest.fixture(autouse=True)
     def _on_the_cpu(self, emulator):

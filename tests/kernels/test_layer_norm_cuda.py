@@ -49,7 +49,7 @@ class TestCudaEmulated(NormSuite):
     """layer_norm.cu itself, as C++, launched by XLA's CPU backend; what no kernel writes stays NaN."""
 
     implementation = "cuda"
-    turns = turns(CASES, every=("7",))
+    turns = turns(CASES, every=("everything and the sum", "7"))
 
     @pytest.fixture(autouse=True)
     def _on_the_cpu(self, emulator, monkeypatch):
