@@ -17,34 +17,68 @@ __device__ __forceinline__ float mean_value(const T* values, int text, int key_h
 constexpr int kPartCount = kRows * kHeads * kParts, kPartValuesAt = (2 * kPartCount + 3) / 4 * 4;
 __device__ __forceinline__ int part_of(int text, int head, int part) { return (text * kHeads + head) * kParts + part; }
 
+// What a job attends with, entry by entry: its queries after their turn and, of the first part, the new token's key and value.
+struct Asked {
+  static constexpr int kTurns = ((kGroup + 2) * kSize + kThreads - 1) / kThreads; // in which the threads take all entries
+  const Places& places;
+  Job job;
+  int layer;
+
+  __device__ __forceinline__ int count() const { return (kGroup + (job.part == 0 ? 2 : 0)) * kSize; }
+
+  __device__ __forceinline__ float read(const Given& qkv, int i) const {
+    const int h = i / kSize, f = i % kSize, angle = kTurnOfEach ? job.text * FL_ROTARY_WIDTH : 0;
+    const Index mine = static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize, keys = mine + kKeysAt + job.key_head * kKeyRowStride;
+    const Index row = h < kGroup ? mine + (job.head + h) * kQueryStride : keys;
+    const auto entry_at = [&](Index entry) { return static_cast<float>(take_entry(qkv, entry)); };
+    if (h > kGroup) return entry_at(keys + kValuesAt - kKeysAt + f);
+    return turned([&](int g) { return entry_at(row + g); }, f, shared_at<const float>(places, kCos) + angle, shared_at<const float>(places, kSin) + angle);
+  }
+
+  // To where the block's warps find it, and what is of the new token to the caches.
+  __device__ __forceinline__ void keep(Block& shared, int i, float entry) const {
+    const int h = i / kSize, f = i % kSize;
+    if (h < kGroup) {
+      shared.queries[h][f] = entry;
+      return;
+    }
+    const bool is_value = h > kGroup;
+    const T kept = static_cast<T>(entry);
+    (is_value ? shared.value : shared.key)[f] = kept;
+    if (job.set == 0) own_at<T>(places, layer, is_value ? kCacheV : kCacheK)[cache_base(job) + static_cast<Index>(job.at) * kKeyStride + f] = kept;
+  }
+};
+
 __device__ __forceinline__ void attend(Ring& ring, const Places& places, int layer, const Given& qkv, const Given& made) {
   Block& shared = *reinterpret_cast<Block*>(rows_in());
   const unsigned char* const masks = shared_at<const unsigned char>(places, kMask);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, feature = lane % kLanes * 8;
+  // Of the next job they are on their way while the block attends, where that takes few registers.
+  constexpr bool kAhead = kJobs > kBlocks && Asked::kTurns <= 4;
+  constexpr int kHeld = kAhead ? Asked::kTurns : 1;
+  float held[kHeld];
+  const auto hold = [&](int number) {
+    if (!kAhead || number >= kJobs) return;
+    const Asked asked = {places, job_of(number), layer};
+#pragma unroll
+    for (int t = 0; t < kHeld; ++t)
+      if (static_cast<int>(threadIdx.x) + t * kThreads < asked.count()) held[t] = asked.read(qkv, threadIdx.x + t * kThreads);
+  };
+  hold(blockIdx.x);
 #pragma unroll 1
   for (int number = blockIdx.x; number < kJobs; number += kBlocks) {
     const Job job = job_of(number);
     const unsigned char* const mask = masks ? masks + (kMaskOfEach ? static_cast<Index>(job.text) * kPast : 0) : nullptr;
-    const Index mine = static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize;
-    const auto entry_at = [&](Index entry) { return static_cast<float>(take_entry(qkv, entry)); };
-    const int angle = kTurnOfEach ? job.text * FL_ROTARY_WIDTH : 0;
-    const float* const cosines = shared_at<const float>(places, kCos) + angle;
-    const float* const sines = shared_at<const float>(places, kSin) + angle;
-    const Index keys = mine + kKeysAt + job.key_head * kKeyRowStride;
+    const Asked asked = {places, job, layer};
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int t = 0; t < kHeld; ++t)
+        if (static_cast<int>(threadIdx.x) + t * kThreads < asked.count()) asked.keep(shared, threadIdx.x + t * kThreads, held[t]);
+    } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (kGroup + (job.part == 0 ? 2 : 0)) * kSize; i += kThreads) { // queries, the new key, the new value
-      const int h = i / kSize, f = i % kSize;
-      const bool is_value = h == kGroup + 1;
-      const Index row = h < kGroup ? mine + (job.head + h) * kQueryStride : keys;
-      const float entry = is_value ? entry_at(keys + kValuesAt - kKeysAt + f) : turned([&](int g) { return entry_at(row + g); }, f, cosines, sines);
-      if (h < kGroup) {
-        shared.queries[h][f] = entry;
-        continue;
-      }
-      const T kept = static_cast<T>(entry);
-      (is_value ? shared.value : shared.key)[f] = kept;
-      if (job.set == 0) own_at<T>(places, layer, is_value ? kCacheV : kCacheK)[cache_base(job) + static_cast<Index>(job.at) * kKeyStride + f] = kept;
+      for (int i = threadIdx.x; i < asked.count(); i += kThreads) asked.keep(shared, i, asked.read(qkv, i));
     }
+    hold(number + kBlocks);
     block_meets();
     float query[kGroup][8];
     Running running[kGroup];

@@ -6,6 +6,7 @@
 #ifdef __CUDACC__
 
 #define FL_CONSTANT __grid_constant__ // a parameter that is only read: it has an address in constant memory
+#define FL_TABLE __constant__
 
 // The warps that compute.
 __device__ __forceinline__ void block_meets() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }

@@ -3,6 +3,7 @@
 #include "cluster_emulated.h"
 
 #define FL_CONSTANT
+#define FL_TABLE static
 
 inline const unsigned kWorking = kThreads;
 inline Barrier computing[kMostBlocks];
