@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .measuring import finish, new_record
@@ -112,9 +113,11 @@ def main(argv: list[str]) -> int:
         ["compute-sanitizer", "--version"], capture_output=True, text=True, check=True
     ).stdout.strip()
     record = new_record("sanitizer", options) | {"tool": version.splitlines()[-1], "calls": {}}
-    for name in CALLS:
-        if options.only in name:
-            record["calls"][name] = {tool: checked(tool, name) for tool in TOOLS}
+    names = [name for name in CALLS if options.only in name]
+    with ThreadPoolExecutor() as pool:  # most of the time is the tools', on the CPU
+        pending = {name: {tool: pool.submit(checked, tool, name) for tool in TOOLS} for name in names}
+        for name, by_tool in pending.items():
+            record["calls"][name] = {tool: one.result() for tool, one in by_tool.items()}
             for tool, found in record["calls"][name].items():
                 print(f"{name}, {tool}: {found['summary']}", flush=True)
     finish(record, options, on_cuda=True)
