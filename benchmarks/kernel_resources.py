@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, Source, compile_source, nvrtc_version, resources
@@ -198,10 +198,12 @@ def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             yield f"{name}: {' and '.join(some)}", plan
 
 
-def measure(arch: str) -> dict[str, dict[str, Resources]]:
-    """Name of the variant -> kernel it launches -> what that takes."""
+def measure(arch: str, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, dict[str, Resources]]:
+    """Name of the variant, if it is `wanted` -> kernel it launches -> what that takes."""
     found = {}
     for name, spec in variants(arch):
+        if not wanted(name):
+            continue
         source = Source(spec.source, tuple(one.entry for one in spec.launches))
         taken = resources(compile_source(source, spec.options, arch).log)
         found[name] = {launch.entry: taken[launch.entry] for launch in spec.launches}

@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import shutil
+import zlib
 
 # Before anything imports jax: tests never depend on an accelerator being there, nor on what this shell has set. Those under tests/gpu run
 # where this variable asks for one: FUSIONLAB_TEST_PLATFORMS=cuda,cpu.
@@ -31,6 +32,23 @@ pytest_plugins = ("pytester",)  # runs pytest inside a test, for the tests of th
 # How long an example takes to generate or run says how busy the machine is, not what is wrong.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
+
+
+def _is_sampled(item: pytest.Item, kept: set[str]) -> bool:
+    """Whether a parametrized test with the mark `sampled(n)` runs daily: the first of its cases, and one in n, by what they are called."""
+    one_in = item.get_closest_marker("sampled").args[0]
+    name, _, case = item.nodeid.partition("[")
+    first = name not in kept
+    kept.add(name)
+    return first or zlib.crc32(case.encode()) % one_in == 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what `-m` leaves out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    kept: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("sampled") and not _is_sampled(item, kept):
+            item.add_marker(pytest.mark.nightly)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -81,6 +81,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_pair_is_one_call(name):
     site = agree(FORMS[name], X, W, V)

@@ -155,6 +155,7 @@ ABSORBED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ABSORBED)
 def test_a_route_absorbs_what_stands_behind_a_product(name):
     fn, formula = ABSORBED[name]
@@ -274,6 +275,7 @@ def test_values_of_what_is_widened_are_the_same_to_the_bit():
     np.testing.assert_allclose(jax.jit(new)(HX, HW), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("widened", ["before it is broadcast", "after it", "both"])
 def test_a_bias_of_16_bits_is_added_as_it_is_wherever_the_program_widens_it(widened, cast):

@@ -111,6 +111,7 @@ X = array(2, 4, 6)
 # -- what is found ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fn", "args"),
     [
@@ -139,6 +140,7 @@ def test_a_pattern_is_found_however_it_is_written(registered, fn, args):
     np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cap", [30.0, 7.0, 0.1])
 @pytest.mark.parametrize(
     "fn",

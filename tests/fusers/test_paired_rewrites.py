@@ -62,6 +62,7 @@ def fused(found):
     return [c for c in found.candidates if c.backward is not None and c.backward.stays is None]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_pair_is_rewritten_across_regions(name):
     fn = step_of(REGIONS[name])

@@ -271,6 +271,7 @@ def test_a_dropout_key_is_the_mask_that_jax_random_makes_of_it(implementation):
 SHAPES = ((1, 1, 9, 9), (2, 1, 9, 9), (1, 3, 9, 9), (9, 9), (2, 3, 1, 9), (3, 9, 1), (2, 3, 9, 9))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_mask_may_be_drawn_in_a_shape_that_broadcasts(shape, implementation):

@@ -107,17 +107,20 @@ def both(implementation, *case):
     return jax.jit(lambda: results(fused, *case))() if got is None else got, want
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(len(FORMS)))
 def test_every_form_equals_plain_code(number, x64):
     assert_same(*both("xla", data(), *form(number), numbers(B, T, N, HV, seed=7)), 1e-11)
 
 
 # Between them: each operand with and without every other, every broadcast shape, bool and float factors.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [32, 29, 40, 19, 22, 47, 14, 9, 36, 45])
 def test_blockwise_equals_plain_code(number, x64, small_blocks):
     assert_same(*both("xla_blockwise", data(), *form(number), numbers(B, T, N, HV, seed=7)), 1e-11)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "own"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")])
 def test_narrow_dtypes_are_near_float64_and_each_gradient_has_its_operands_dtype(dtype, own, implementation, x64):
@@ -135,6 +138,7 @@ def test_narrow_dtypes_are_near_float64_and_each_gradient_has_its_operands_dtype
         np.testing.assert_allclose(np.asarray(g, np.float64), w, rtol=row.rtol, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fill", [-1e4, -1e9, float(np.finfo("float32").min), -np.inf])
 def test_a_row_masked_as_a_whole_is_what_plain_code_makes_of_it(fill, implementation, small_blocks):
@@ -188,6 +192,7 @@ def with_everything(f, **attrs):
     return lambda q, k, v, b, w: f(q, k, v, bias=b, factors=w, **EVERYTHING, **attrs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -207,6 +212,7 @@ def test_blockwise_takes_the_transformations_too(name, x64, small_blocks):
     assert_agree(fused, with_everything(plain), args, (name,), 1e-10)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("slot", ["mask", "bias", "factors"])
 def test_one_operand_may_be_batched_alone(slot, axis, x64):

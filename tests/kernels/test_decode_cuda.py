@@ -41,6 +41,7 @@ ONE, OTHER = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("name", ONE)
 def test_against_float64(name):
@@ -60,6 +61,7 @@ def as_one_kernel(on_the_cpu, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [given for given in OTHER if CASES[given.values[0]].pre_norm])
 def test_one_kernel_of_all_layers_against_float64(as_one_kernel, name):
     check(CASES[name])

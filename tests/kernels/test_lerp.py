@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
@@ -33,6 +33,7 @@ def x64():
         yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_transformation_equals_plain_code(name, x64):
     assert_agree(lerp, plain, data((3, 4), (2, 1, 4), (3, 1)), (name,), 1e-12)
@@ -56,6 +57,7 @@ BROADCASTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BROADCASTS)
 def test_every_broadcast_forward_backward_and_batched(name, x64):
     args = data(*BROADCASTS[name])
@@ -74,14 +76,26 @@ def shapes(draw):
     return narrowed(), narrowed(), narrowed()
 
 
-@given(shapes())
-def test_any_shapes_have_the_gradients_of_jax_vjp(three):
+def check_shapes(three):
     with jax.enable_x64(True), jax.disable_jit():
         args = data(*three)
         want, pull = jax.vjp(plain, *args)
         got, pull_fused = jax.vjp(lerp, *args)
         ct = jnp.cos(jnp.arange(want.size, dtype=want.dtype)).reshape(want.shape)
         assert_same((got, pull_fused(ct)), (want, pull(ct)), 1e-12)
+
+
+@given(shapes())
+@settings(max_examples=30)
+def test_any_shapes_have_the_gradients_of_jax_vjp(three):
+    check_shapes(three)
+
+
+@pytest.mark.nightly
+@given(shapes())
+@settings(max_examples=300)
+def test_many_shapes_have_the_gradients_of_jax_vjp(three):
+    check_shapes(three)
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (1, 2)])

@@ -173,6 +173,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "dtype"), TURNS, ids=lambda v: v.replace(" ", "-"))
 def test_every_kind_of_broadcast(emulator, case, dtype):
     shapes = shapes_of(*CASES[case])

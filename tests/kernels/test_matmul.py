@@ -80,6 +80,7 @@ class TestKernel(MatmulSuite):
             assert book.counters()["launches"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", ["xla", "cublaslt"])
 @pytest.mark.parametrize("axes", [(0, None, None), (0, 0, None), (None, 0, None), (1, 1, 0), (0, None, 0)])
 def test_a_batch_of_calls_and_its_gradients(axes, implementation):

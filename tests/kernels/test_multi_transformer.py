@@ -126,6 +126,7 @@ def case(name, count=1, dtype="float32"):
 # What it is.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_one_node_and_computes_its_meaning(name):
     given, attrs = case(name, 2)
@@ -200,6 +201,7 @@ def partly(name, moving, reference=False):
     return of_moving, tuple(given[n] for n in moving)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", SUITE)
 def test_transformations_of_a_causal_layer(x64, which):
     f, args = partly("causal", NAMES)
@@ -216,6 +218,7 @@ def test_second_derivatives(x64, which):
     assert_same(run(f, args), run(plain, args), 1e-8, which)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_every_operand_and_result(x64, name):
     given, attrs = case(name, 2, dtype="float64")
@@ -296,6 +299,7 @@ SHARED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shared", [None, *SHARED])
 @pytest.mark.parametrize("batched", [("x",), ("x", "cache_k.0", "cache_v.0"), ("cache_v.0",), "all"])
 def test_a_batch_is_more_rows(shared, batched):
