@@ -22,17 +22,17 @@ from fusionlab.viz.pictures import Pictures
 from fusionlab.viz.render import to_svg
 from fusionlab.viz.widget import Explorer
 
-# The bars are those of two idle cores. A shared CI machine is slower by more than a test can know, so the absolute tests
-# allow three times that; what must not change is the ratio.
-BAR_S = 1.5  # of canonicalising and matching 24 layers
-PAIRS_BAR_S = 3.0  # of the whole search, backward passes included
-SLACK = 3.0
-OPEN_BAR_S, FOLD_BAR_S, TOGGLE_BAR_S = (
-    3.0,
-    0.5,
-    1.5,
+# Bars, in units of what tracing the 24-layer train step takes on the same machine: how fast that is says nothing of the search.
+MATCH_BAR, SEARCH_BAR = (
+    4.0,
+    6.0,
+)  # of canonicalising and matching 24 layers, and of the whole search, backward passes included
+OPEN_BAR, FOLD_BAR, TOGGLE_BAR = (
+    4.0,
+    0.6,
+    2.0,
 )  # of the first picture of 96 layers, of the next fold, of a site switched
-SCAN_BAR_S = {False: 0.1, True: 0.4}  # of a scan over layers, and of its gradient, backward passes included
+SCAN_BAR = {False: 4.0, True: 8.0}  # of a scan over layers and of its gradient, in units of what tracing that takes
 
 
 def train_step(layers):
@@ -83,11 +83,17 @@ def search(graph):
 
 
 @pytest.fixture(scope="module")
+def unit():
+    """Least processor seconds of tracing the 24-layer train step."""
+    return min(timed(lambda: train_step(24))[1] for _ in range(3))
+
+
+@pytest.fixture(scope="module")
 def measured():
     """Layers -> (findings, least processor seconds, least wall seconds of canonicalising and matching), taken in turns."""
     graphs = {n: train_step(n) for n in (24, 96)}
     runs = {n: [] for n in graphs}
-    for _ in range(3):
+    for _ in range(2):
         for n, graph in graphs.items():
             runs[n].append(search(graph))
     result = {}
@@ -113,14 +119,14 @@ def test_the_24_layer_train_step_has_about_14000_equations_and_every_forward_sit
     assert found.counts() == counts | {f"{name}_grad": n for name, n in counts.items()}
 
 
-def test_canonicalising_and_matching_24_layers_stays_within_the_bar(measured):
+def test_canonicalising_and_matching_24_layers_stays_within_the_bar(measured, unit):
     _, _, seconds = measured[24]
-    assert seconds < SLACK * BAR_S, f"{seconds:.2f} s"
+    assert seconds < MATCH_BAR * unit, f"{seconds:.2f} s, {unit:.2f} s to trace"
 
 
-def test_the_pairs_of_24_layers_stay_within_the_bar(measured):
+def test_the_whole_search_of_24_layers_stays_within_the_bar(measured, unit):
     seconds = measured[24][1]
-    assert seconds < SLACK * PAIRS_BAR_S, f"{seconds:.2f} s"
+    assert seconds < SEARCH_BAR * unit, f"{seconds:.2f} s, {unit:.2f} s to trace"
 
 
 def test_what_the_search_holds_is_less_than_twice_what_the_trace_holds():
@@ -145,7 +151,7 @@ def test_four_times_the_layers_take_less_than_four_and_a_half_times_as_long(meas
     assert large < 4.5 * small, f"{large:.2f} s for 96 layers, {small:.2f} s for 24: {large / small:.1f} times"
 
 
-def test_the_picture_of_96_layers_opens_and_unfolds_at_once(measured):
+def test_the_picture_of_96_layers_opens_and_unfolds_at_once(measured, unit):
     """Processor seconds of this process; the layout, which `dot` does in its own, is that of a page whatever the program's size."""
     found, *_ = measured[96]
     pictures = Pictures(found.graph, found)
@@ -163,9 +169,9 @@ def test_the_picture_of_96_layers_opens_and_unfolds_at_once(measured):
     ids = [c.id for c in found.candidates]
     _, toggled = timed(lambda: pictures.view(enabled=ids[1:]))
     print(f"96 layers: {first:.2f} s to open, {slowest:.2f} s at most to unfold, {toggled:.2f} s to switch a site")
-    assert first < SLACK * OPEN_BAR_S
-    assert slowest < SLACK * FOLD_BAR_S
-    assert toggled < SLACK * TOGGLE_BAR_S
+    assert first < OPEN_BAR * unit
+    assert slowest < FOLD_BAR * unit
+    assert toggled < TOGGLE_BAR * unit
 
 
 def drawn(pictures, expanded):
@@ -185,10 +191,12 @@ def test_unfolding_a_group_does_not_fold_the_program_again(measured):
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradient"])
 def test_scanned_layers_cost_what_one_layer_costs(grad):
-    graphs = {n: scanned(n, grad) for n in (24, 96)}
+    traced = {n: [timed(lambda n=n: scanned(n, grad)) for _ in range(3)] for n in (24, 96)}
+    graphs = {n: runs[0][0] for n, runs in traced.items()}
+    unit = min(seconds for _, seconds in traced[96])
     assert graphs[24].node_count == graphs[96].node_count
     runs = {n: [] for n in graphs}
-    for _ in range(5):
+    for _ in range(3):
         for n, graph in graphs.items():
             found, seconds = search(graph)
             assert found.counts()["gemm_epilogue"] == 6
@@ -196,7 +204,7 @@ def test_scanned_layers_cost_what_one_layer_costs(grad):
     least = {n: min(seconds) for n, seconds in runs.items()}
     print(*(f"scan over {n} layers: {s:.3f} s of processor time, certified" for n, s in least.items()), sep="\n")
     assert least[96] < 1.5 * least[24]
-    assert least[96] < SLACK * SCAN_BAR_S[grad], f"{least[96]:.2f} s"
+    assert least[96] < SCAN_BAR[grad] * unit, f"{least[96]:.2f} s, {unit:.2f} s to trace"
 
 
 def test_structures_are_linear_in_the_program_too():
@@ -214,11 +222,11 @@ def test_structures_are_linear_in_the_program_too():
             )
         )
         graphs[n] = fl.trace(stack, params, x)
+    searched = {n: fl.find(graph) for n, graph in graphs.items()}
     runs = {n: [] for n in graphs}
     for _ in range(5):  # in turns, so that a busy machine is busy for both
-        for n, graph in graphs.items():
-            found = fl.find(graph)
-            runs[n].append(timed(lambda found=found: found.structures))
+        for n, found in searched.items():
+            runs[n].append(timed(lambda found=dataclasses.replace(found): found.structures))
     for n, found in runs.items():
         count = collections.Counter(s.kind for s in found[0][0])
         assert count == {"transformer_layer": n, "repeated_layers": 1, "qkv_siblings": n, "residual_norm": 2 * n - 1}
@@ -227,16 +235,16 @@ def test_structures_are_linear_in_the_program_too():
     assert seconds[96] < 4.5 * seconds[24]
 
 
-def test_a_96_layer_train_step_opens_in_the_explorer_within_the_bar_and_counts_no_costs_yet(measured):
+def test_a_96_layer_train_step_opens_in_the_explorer_within_the_bar_and_counts_no_costs_yet(measured, unit):
     found = dataclasses.replace(measured[96][0])
     lab, seconds = timed(
         lambda: Explorer(found.graph, found, after=lambda setting, f: f.apply(sorted(setting.enabled)))
     )
     print(f"opened in {seconds:.2f} s of processor time")
-    assert seconds < SLACK * 3.0
+    assert seconds < OPEN_BAR * unit
     assert "_costs" not in vars(found)
     assert len(lab.session.view()["boxes"]) < 300
     (group,) = [b["id"] for b in lab.session.view()["boxes"] if b["closed"]][:1]
     _, seconds = timed(lambda: (lab.session.fold(group), lab.refresh()))
     print(f"opened a group in {seconds:.2f} s")
-    assert seconds < SLACK * 0.5
+    assert seconds < FOLD_BAR * unit
