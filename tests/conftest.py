@@ -47,7 +47,7 @@ def _is_sampled(item: pytest.Item, kept: set[str]) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     kept: set[str] = set()
     for item in items:
-        if item.get_closest_marker("sampled") and not _is_sampled(item, kept):
+        if item.get_closest_marker("sampled") and "gpu" not in item.keywords and not _is_sampled(item, kept):
             item.add_marker(pytest.mark.nightly)
 
 

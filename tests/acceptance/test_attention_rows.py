@@ -317,7 +317,10 @@ def follow(size):
     assert np.abs(losses(step, *others, jnp.ones_like(seen)) - want).max() > 1e-2
 
 
-@pytest.mark.parametrize("size", TRAINED.values(), ids=map(str, TRAINED))
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(s, id=str(n), marks=[pytest.mark.nightly] * (s[1] > 1024)) for n, s in TRAINED.items()],
+)
 def test_row_23_the_losses_of_ten_steps_are_those_of_the_original(size):
     follow(size)
 

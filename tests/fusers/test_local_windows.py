@@ -87,6 +87,7 @@ LOCAL = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_band_is_a_local_window(name):
     fn, more, is_causal, window, words = LOCAL[name]

@@ -52,6 +52,7 @@ def fused_layers(fn, *args):
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", SPELLINGS, ids=NAMES)
 def test_what_is_generated_is_the_same(config):
     params = gpt.init(jax.random.key(1), config)
@@ -74,6 +75,7 @@ def test_what_is_generated_is_the_same(config):
     np.testing.assert_array_equal(fused(params, prompt), old)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("projections", ["separate", "concatenated"])
 def test_all_layers_of_a_decode_step_are_one_call_where_that_is_asked_for(projections, dtype):
