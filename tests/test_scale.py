@@ -226,7 +226,8 @@ def test_structures_are_linear_in_the_program_too():
     runs = {n: [] for n in graphs}
     for _ in range(5):  # in turns, so that a busy machine is busy for both
         for n, found in searched.items():
-            runs[n].append(timed(lambda found=dataclasses.replace(found): found.structures))
+            fresh = dataclasses.replace(found)
+            runs[n].append(timed(lambda fresh=fresh: fresh.structures))
     for n, found in runs.items():
         count = collections.Counter(s.kind for s in found[0][0])
         assert count == {"transformer_layer": n, "repeated_layers": 1, "qkv_siblings": n, "residual_norm": 2 * n - 1}
