@@ -14,13 +14,12 @@ RESULTS = Path(bench.__file__).parent / "results" / "h200"
 MISSED = {
     "norms layer 32768x1024 bfloat16, forward: fusionlab against jax.jit",
     "norms layer 8192x4096 bfloat16, forward: fusionlab against jax.jit",
-    "decoding E4096 H32 cache 1024 batch 16: cuda against jax.jit",
     "encoder: with layer_norm against torch.compile",
 }
 
 
-def newest(benchmark):
-    return json.loads(sorted(RESULTS.glob(f"{benchmark}_*.json"))[-1].read_text())
+def newest(benchmark, device="h200"):
+    return json.loads(max((RESULTS.parent / device).glob(f"{benchmark}_*.json")).read_text())
 
 
 def test_a_bar_is_a_ratio_of_medians():
@@ -60,7 +59,8 @@ def test_what_the_tools_found_in_the_kernels():
     assert set(record["calls"]) == {"layer_norm", "multi_transformer"}
     for found in record["calls"].values():
         assert {tool: one["errors"] for tool, one in found.items()} == {"memcheck": 0, "racecheck": 0}
-    # racecheck reports each of the eight copies that fill a slot of the ring, in the kernel for one text, against reads of what was there
-    # before. Those reads are over when the slot's mbarrier is arrived at, for which the copies wait (stream.cuh).
+    # In that one racecheck reported each of the eight copies that fill a slot of a ring, of which one lane had said that it is read. Since
+    # each lane says so for itself (kSpeakers of stream.cuh) there is nothing to report.
     assert one_kernel["memcheck"]["errors"] == 0
-    assert one_kernel["racecheck"]["errors"] == 8
+    later = newest("sanitizer", "h100")["calls"]["multi_transformer by one kernel"]
+    assert {tool: one["errors"] for tool, one in later.items()} == {"memcheck": 0, "racecheck": 0}

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from benchmarks.tensor_parallel import main
+import pytest
+
+from benchmarks import tensor_parallel
+from benchmarks.tensor_parallel import ERROR, main
+
+RECORDS = Path(tensor_parallel.__file__).parent / "results" / "h100"
 
 SMALL = [
     "--quick",
@@ -37,3 +43,22 @@ def test_it_checks_and_times_every_program(tmp_path, capsys):
     assert case["programs"]["pieces"]["sites"]["dot_product_attention"] == 1
     assert all(one["error"] < 1e-5 for one in case["programs"].values())
     assert set(case["times"]) == {"jax.jit", "layers", "pieces"}
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(max(RECORDS.glob("tensor_parallel_*.json")).read_text())
+
+
+def test_on_record_every_program_is_right_and_the_fused_ones_are_faster_on_as_many_gpus(record):
+    assert list(record["cases"]) == ["1", "2"]
+    for case in record["cases"].values():
+        assert all(one["error"] < ERROR["bfloat16"] for one in case["programs"].values())
+        for fused in ("layers", "pieces"):
+            assert case["programs"][fused]["collectives"] == case["programs"]["jax.jit"]["collectives"]
+            assert case["times"][fused]["interval"][0] > 1.3  # times as fast as jax.jit
+
+
+def test_on_record_two_gpus_are_faster_than_one(record):
+    one, two = (record["cases"][n]["times"]["layers"]["median_s"] for n in "12")
+    assert one / two > 1.6
