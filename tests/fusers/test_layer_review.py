@@ -90,7 +90,7 @@ BIAS = np.random.default_rng(1).normal(size=(parts.S, parts.S)).astype(np.float3
 PER_HEAD = np.random.default_rng(2).normal(size=(4, parts.S, parts.S)).astype(np.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mask", "one", "two"),
     [

@@ -275,7 +275,7 @@ def test_values_of_what_is_widened_are_the_same_to_the_bit():
     np.testing.assert_allclose(jax.jit(new)(HX, HW), want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("widened", ["before it is broadcast", "after it", "both"])
 def test_a_bias_of_16_bits_is_added_as_it_is_wherever_the_program_widens_it(widened, cast):

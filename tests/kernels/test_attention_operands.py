@@ -138,7 +138,7 @@ def test_narrow_dtypes_are_near_float64_and_each_gradient_has_its_operands_dtype
         np.testing.assert_allclose(np.asarray(g, np.float64), w, rtol=row.rtol, atol=atol)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fill", [-1e4, -1e9, float(np.finfo("float32").min), -np.inf])
 def test_a_row_masked_as_a_whole_is_what_plain_code_makes_of_it(fill, implementation, small_blocks):

@@ -35,15 +35,9 @@ def on_the_cpu(emulator):
         yield emulator
 
 
-# Every other case daily, by the one way and by the other.
-ONE, OTHER = (
-    [pytest.param(n, marks=[pytest.mark.nightly] * ((i + k) % 2)) for i, n in enumerate(CASES)] for k in (0, 1)
-)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name])
 
@@ -62,7 +56,7 @@ def as_one_kernel(on_the_cpu, monkeypatch):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [given for given in OTHER if CASES[given.values[0]].pre_norm])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pre_norm])
 def test_one_kernel_of_all_layers_against_float64(as_one_kernel, name):
     check(CASES[name])
     assert as_one_kernel
