@@ -35,16 +35,18 @@ hypothesis.settings.load_profile("untimed")
 
 
 def _is_sampled(item: pytest.Item, kept: set[str]) -> bool:
-    """Whether a parametrized test with the mark `sampled(n)` runs daily: the first of its cases, and one in n, by what they are called."""
+    """Whether a case of a test with the mark `sampled(n)` runs daily: the first, and one in n of the others, by what they are called."""
     one_in = item.get_closest_marker("sampled").args[0]
-    name, _, case = item.nodeid.partition("[")
+    name = item.nodeid.partition("[")[0]
     first = name not in kept
     kept.add(name)
-    return first or zlib.crc32(case.encode()) % one_in == 0
+    return first or zlib.crc32(item.nodeid.encode()) % one_in == 0
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what `-m` leaves out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any("[" in arg for arg in config.args):
+        return  # cases were asked for by name
     kept: set[str] = set()
     for item in items:
         if item.get_closest_marker("sampled") and "gpu" not in item.keywords and not _is_sampled(item, kept):

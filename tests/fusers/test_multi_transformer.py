@@ -57,7 +57,6 @@ DAILY = (
 )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.nightly) for n in CASES])
 def test_every_layer_is_one_site(name):
     case = CASES[name]

@@ -22,8 +22,9 @@ from .processes import problems_of
 from .sharded import trials
 
 NAMES = [name for name, _ in trials()]
-# Of most programs there is one trial as it is and one differentiated: daily the one or the other, in turns.
-DAILY = [name for i, name in enumerate(NAMES) if (i + i // 2) % 2 == 0]
+# Of most programs there is a trial as it is and one differentiated: daily the one or the other, in turns.
+OF_PROGRAM = {name: [n for n in NAMES if n.replace(" differentiated", "") == name] for name in NAMES}
+DAILY = [names[i % len(names)] for i, names in enumerate(names for names in OF_PROGRAM.values() if names)]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.attention_suite import AttentionSuite
+from tests.kernels.attention_suite import CASES, AttentionSuite
 from tests.kernels.emulated import attention_on_the_cpu, emulator_in
 
 FEW = (
@@ -24,6 +24,7 @@ FEW = (
 class TestXla(AttentionSuite):
     implementation = "xla"
     least = len(FEW)
+    least_of_all = len(CASES) - 12
     slack = 1.5  # it rounds the probabilities it keeps
 
     def cases(self, dtype):
@@ -51,6 +52,7 @@ class TestCudaEmulated(AttentionSuite):
     implementation = "cuda"
     skips = True
     least = 5
+    least_of_all = len(CASES) - 12
     some = (
         ("nothing", "lowest mask value", "dropout and mask", "other values", "local, wide"),
         ("causal, few keys", "bias", "128 features", "key heads shared", "local, causal, few keys"),

@@ -58,7 +58,6 @@ def nothing_measured(tmp_path, monkeypatch):
 # Every device, activation, dtype and precision.
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_verdict_for_each_implementation_and_the_chosen_one_can_run(device):
     for activation, dtype, precision, bias in itertools.product(ACTIVATIONS, DTYPES, PRECISIONS, (True, False)):

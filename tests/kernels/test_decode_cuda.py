@@ -93,12 +93,13 @@ def test_one_kernel_does_not_hang_on_the_order_of_threads(on_the_cpu, as_one_ker
     assert all((a == b).all() for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("past", [12, 1100])  # 1100: in parts
 @pytest.mark.parametrize("one_kernel", [False, True])
-def test_a_text_that_sees_nothing(one_kernel, request):
+def test_a_text_that_sees_nothing(one_kernel, past, request):
     """With a finite mask value it gets the mean of the values, with -inf nothing: as the meaning has it."""
     request.getfixturevalue("as_one_kernel" if one_kernel else "on_the_cpu")
     for value in (-np.inf, -1e30):
-        case = Case(causal=False, mask="shared", mask_value=value, past=12, step=5)
+        case = Case(causal=False, mask="shared", mask_value=value, past=past, step=5, heads=1, kv_heads=1)
         given = operands_of(case)
         given["mask"] = jnp.zeros_like(given["mask"])
         got, want = (np.asarray(run(case, given, name)[0], np.float32) for name in ("cuda", "xla"))

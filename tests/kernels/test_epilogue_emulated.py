@@ -153,7 +153,6 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("activation", "dtype"), in_turns(KERNEL_ACTIVATIONS, ["float32", "float64"]))
 def test_wide_values_and_special_ones(emulator, activation, dtype):
     """Values and derivatives at ties, infinities and NaN are jnp's; elsewhere within a few ulp of float64."""

@@ -1,9 +1,9 @@
 // The attention as a phase of persistent.cu, and what the product behind it reads of it.
 #pragma once
 
-// The mean of all values: what is left of a softmax whose scores are all the same finite number. Behind a meeting of all blocks the caches
-// have the new token's value; before that a block takes its own of it for `at`, since another one may be writing it there.
-__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f, int at = -1, float value = 0.0f) {
+// The mean of all values: what is left of a softmax whose scores are all the same finite number. `value`: of the new token, at `at`, which
+// another block may still be writing there.
+__device__ __forceinline__ float mean_value(const T* values, int text, int key_head, int f, int at, float value) {
   float sum = value;
   for (int i = 0; i < kPast; ++i)
     if (i != at)
@@ -16,6 +16,11 @@ __device__ __forceinline__ float mean_value(const T* values, int text, int key_h
 // are read four at a time. Where there is one part: what was attended to, x of the product behind it, as it is.
 constexpr int kPartCount = kRows * kHeads * kParts, kPartValuesAt = (2 * kPartCount + 3) / 4 * 4;
 __device__ __forceinline__ int part_of(int text, int head, int part) { return (text * kHeads + head) * kParts + part; }
+
+// Where the new token's value of a head begins in what the product made.
+__device__ __forceinline__ Index value_entry(int text, int key_head) {
+  return static_cast<Index>(text) * (kHeads + 2 * kKeyHeads) * kSize + kValuesAt + key_head * kKeyRowStride;
+}
 
 // What a job attends with, entry by entry: its queries after their turn and, of the first part, the new token's key and value.
 struct Asked {
@@ -31,7 +36,7 @@ struct Asked {
     const Index mine = static_cast<Index>(job.text) * (kHeads + 2 * kKeyHeads) * kSize, keys = mine + kKeysAt + job.key_head * kKeyRowStride;
     const Index row = h < kGroup ? mine + (job.head + h) * kQueryStride : keys;
     const auto entry_at = [&](Index entry) { return static_cast<float>(take_entry(qkv, entry)); };
-    if (h > kGroup) return entry_at(keys + kValuesAt - kKeysAt + f);
+    if (h > kGroup) return entry_at(value_entry(job.text, job.key_head) + f);
     return turned([&](int g) { return entry_at(row + g); }, f, shared_at<const float>(places, kCos) + angle, shared_at<const float>(places, kSin) + angle);
   }
 
@@ -158,7 +163,7 @@ __device__ __forceinline__ void attend(Ring& ring, const Places& places, int lay
 
 // What the attention's parts make together, to shared memory as x of the product behind it: what the block needs of it.
 // Gives what is left to be read as it is, as keep_normed does.
-__device__ __forceinline__ Given keep_attended(const Places& places, int layer, const Given& made) {
+__device__ __forceinline__ Given keep_attended(const Places& places, int layer, const Given& qkv, const Given& made) {
   if (kParts == 1) return made;
   if (kFlagged) block_meets(); // nobody reads the sums that lie where the weights go
   float* const weights = sums_in(0); // of a part of a head; nobody needs the sums now
@@ -209,8 +214,11 @@ __device__ __forceinline__ Given keep_attended(const Places& places, int layer, 
         }
       } else if (kMaskIsFinite) {
 #pragma unroll 1
-        for (int j = 0; j < 4; ++j)
-          sum[j] = mean_value(own_at<const T>(places, layer, kCacheV), text, entry / kSize / (kHeads / kKeyHeads), (entry + j) % kSize);
+        for (int j = 0; j < 4; ++j) {
+          const int key_head = entry / kSize / (kHeads / kKeyHeads), f = (entry + j) % kSize;
+          sum[j] = mean_value(own_at<const T>(places, layer, kCacheV), text, key_head, f, seen_in()[text].x,
+                              static_cast<float>(take_entry(qkv, value_entry(text, key_head) + f)));
+        }
       }
       *reinterpret_cast<uint2*>(to + text * Out::kRowPitch + kept) = {rounded(sum[0], sum[1]), rounded(sum[2], sum[3])};
     }

@@ -133,7 +133,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(2 * kThre
     attend(ring, places, layer, qkv, attended);
     meet();
     if (blockIdx.x / kPair < Out::kTiles) {
-      const Given from = keep_attended(places, layer, attended);
+      const Given from = keep_attended(places, layer, qkv, attended);
       project<Out, false, Up::kNorm>(ring, given, from, kWithout, own(kOutBias), nullptr, nullptr, x, between, of_between);
     }
     ask_parameters<Up>(norm2(layer));
