@@ -23,16 +23,10 @@ from fusionlab.viz.render import to_svg
 from fusionlab.viz.widget import Explorer
 
 # Bars, in units of what tracing the 24-layer train step takes on the same machine: how fast that is says nothing of the search.
-MATCH_BAR, SEARCH_BAR = (
-    4.0,
-    6.0,
-)  # of canonicalising and matching 24 layers, and of the whole search, backward passes included
-OPEN_BAR, FOLD_BAR, TOGGLE_BAR = (
-    4.0,
-    0.6,
-    2.0,
-)  # of the first picture of 96 layers, of the next fold, of a site switched
-SCAN_BAR = {False: 4.0, True: 8.0}  # of a scan over layers and of its gradient, in units of what tracing that takes
+MATCH_BAR = 3.0  # of canonicalising and matching 24 layers
+SEARCH_BAR = 4.5  # of the whole search, backward passes included
+OPEN_BAR, FOLD_BAR, TOGGLE_BAR = 2.5, 0.4, 1.2  # of 96 layers' first picture, of the next fold, of a site switched
+SCAN_BAR = {False: 4.0, True: 6.0}  # of a scan over layers and of its gradient, in units of what tracing that takes
 
 
 def train_step(layers):
