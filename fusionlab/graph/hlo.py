@@ -7,9 +7,10 @@ primitive, the source line and the scope.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -162,7 +163,23 @@ def compiled_text(closed: Any, graph: Graph) -> str:
     program.__name__ = program.__qualname__ = graph.name
     values, shardings = graph.top.inputs, graph.in_shardings or (None,) * len(graph.top.inputs)
     examples = (_example(v.aval, sharding) for v, sharding in zip(values, shardings, strict=True))
-    return jax.jit(program).lower(*examples).compile().as_text() or ""
+    with metadata_of_its_own():
+        return jax.jit(program).lower(*examples).compile().as_text() or ""
+
+
+@contextlib.contextmanager
+def metadata_of_its_own() -> Iterator[None]:
+    """What is compiled here never comes out of JAX's persistent cache with the metadata of another program.
+
+    The cache's key leaves metadata out as a rule, so that the text of an equal program, without these numbers or with others, would do.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _example(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -85,9 +85,10 @@ def _figures(evidence: Any) -> dict[str, str]:
     """Name -> pictures; errors in units of the last place stand below the errors themselves."""
     if evidence is None:
         return {}
-    from .plots import evidence_figures, plot_ulps  # matplotlib is imported only where there is something to plot
+    from .html import evidence_pictures
+    from .plots import plot_ulps  # matplotlib is imported only where there is something to plot
 
-    figures = {name: _figure(name, figure) for name, figure in evidence_figures(evidence)}
+    figures = evidence_pictures(evidence)
     for kind in ("output", "gradient"):
         leaves = evidence.numerics.leaves if evidence.numerics is not None else ()
         if any(leaf.kind == kind and leaf.after.ulp_histogram for leaf in leaves):

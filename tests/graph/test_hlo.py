@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +18,7 @@ from jax.extend import core as jex_core
 import fusionlab as fl
 from benchmarks.xla_mapping import SHARE, Outcome, outcome, share, total, zoo
 from fusionlab.evidence.instructions import instructions
-from fusionlab.graph.hlo import compiled_text, read_hlo, xla_view
+from fusionlab.graph.hlo import compiled_text, metadata_of_its_own, read_hlo, xla_view
 from fusionlab.graph.rewrite import to_jaxpr
 from fusionlab.graph.tagged import tag_in, tagged_graph, tagged_jaxpr
 from fusionlab.graph.trace import block_of_jaxpr, trace
@@ -71,7 +74,8 @@ PROGRAMS = (mlp, nested, scanned, looped, branched, grad_of_all, with_own_rule)
 
 
 def plain_text(fn, *args):
-    return jax.jit(fn).lower(*args).compile().as_text()
+    with metadata_of_its_own():
+        return jax.jit(fn).lower(*args).compile().as_text()
 
 
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
@@ -184,6 +188,24 @@ def test_a_module_without_numbers_is_mapped_by_primitive_line_and_scope(fn):
     assert [a.name for a, _ in known] == [b.name for _, b in known]
     assert known
     assert hits >= 0.9 * len(known), "a fill that forward and backward share may be told as the other's"
+
+
+def test_no_text_comes_out_of_the_cache_with_the_numbers_of_another_program(tmp_path):
+    """JAX's persistent cache takes programs for equal that differ in metadata only: as written, with our numbers, with others."""
+    program = f"""
+import jax, jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+from fusionlab.graph.hlo import xla_view
+def f(x): return jnp.tanh(x @ x)
+x = jnp.ones((8, 8))
+jax.jit(f)(x)
+print(xla_view(f, x).tagged, jax.config.jax_compilation_cache_include_metadata_in_key)
+"""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+    assert any(tmp_path.iterdir()), "nothing was cached"
 
 
 def test_a_product_that_xla_transposed_is_still_its_node_s():
