@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import math
 import os
 import shutil
-import zlib
+from pathlib import Path
+
+from tests import caches
 
 # Before anything imports jax: tests never depend on an accelerator being there, nor on what this shell has set. Those under tests/gpu run
 # where this variable asks for one: FUSIONLAB_TEST_PLATFORMS=cuda,cpu.
 os.environ["JAX_PLATFORMS"] = os.environ.get("FUSIONLAB_TEST_PLATFORMS", "cpu")
-# A test's programs run once: LLVM's passes would take most of its time. What XLA makes of a program, its fusions too, is the same without.
+# A test's programs run once, so what counts is how soon they are compiled: LLVM's passes are left out, a program is one piece of code,
+# and loops come from XLA's older emitters, where it still has them (a fifth of the time in all). What XLA fuses is the same.
 if os.environ["JAX_PLATFORMS"] == "cpu" and "backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+        f"--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters {os.environ.get('XLA_FLAGS', '')}".strip()
+    )
+    # What was compiled before is taken from there, by this process and those that it starts; JAX's key leaves the processor out.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches.FOLDER / "jax" / caches.processor()))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 if any(
@@ -23,6 +33,9 @@ if any(
 
 import hypothesis
 import pytest
+
+from tests import durations, tiers
+from tests.simulated import on_devices  # noqa: F401 - a fixture
 
 # Traces are large and live long: looking through all of them for garbage at every 700th object would be a tenth of many tests' time.
 gc.set_threshold(100_000, 20, 50)
@@ -34,26 +47,53 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")
 
 
-def _is_sampled(item: pytest.Item, kept: set[str]) -> bool:
-    """Whether a case of a test with the mark `sampled(n)` runs daily: the first, and one in n of the others, by what they are called."""
-    one_in = item.get_closest_marker("sampled").args[0]
-    name = item.nodeid.partition("[")[0]
-    first = name not in kept
-    kept.add(name)
-    return first or zlib.crc32(item.nodeid.encode()) % one_in == 0
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-to", metavar="FILE", help="writes what each test function takes, in processor time")
+
+
+def _asked_by_name(config: pytest.Config) -> set[str]:
+    return {Path(arg).as_posix() for arg in config.args if "[" in arg}
+
+
+# What a test needs says of which kind it is: a fixture that it asks for, or the folder that it lies in.
+KIND_OF_FIXTURE = {"emulator": "emulated", "on_devices": "devices", "nvrtc": "nvrtc", "chromium": "browser"}
+KIND_OF_FOLDER = {"browser": "browser", "zoo": "zoo", "recall": "zoo"}
+
+
+def _kinds(item: pytest.Item) -> set[str]:
+    by_fixture = {KIND_OF_FIXTURE[name] for name in getattr(item, "fixturenames", ()) if name in KIND_OF_FIXTURE}
+    return by_fixture | {KIND_OF_FOLDER[part.name] for part in item.path.parents if part.name in KIND_OF_FOLDER}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what `-m` leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if any("[" in arg for arg in config.args):
-        return  # cases were asked for by name
-    kept: set[str] = set()
     for item in items:
-        if item.get_closest_marker("sampled") and "gpu" not in item.keywords and not _is_sampled(item, kept):
-            item.add_marker(pytest.mark.nightly)
+        for kind in _kinds(item):
+            item.add_marker(kind)
+    named = _asked_by_name(config)
+    least = {item.nodeid: math.inf if item.nodeid in named else _least(item) for item in items}
+    default = tiers.default_tier(least, least.__getitem__)
+    rest = [item for item in items if item.nodeid not in default]
+    for item in rest:
+        item.add_marker(pytest.mark.rest)
+    if tree := os.environ.get(tiers.SLICE_VARIABLE):
+        chosen = tiers.slice_of([item.nodeid for item in rest], tree, tiers.seconds_on_record())
+        config.stash[durations.SLICE] = str(chosen)
+        for item in rest:
+            if item.nodeid in chosen.cases:
+                item.add_marker(pytest.mark.slice)
+
+
+def _least(item: pytest.Item) -> float:
+    """How many of a test's first cases run by default."""
+    if item.get_closest_marker("whole") or "gpu" in item.keywords:
+        return math.inf
+    return 2 if item.get_closest_marker("devices") else 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("durations_to")
+    config.pluginmanager.register(durations.Recorder(config, Path(path) if path else None))
     # A warning that one of our lines causes (a deprecated JAX call, say) is a failure; other libraries' are not.
     config.addinivalue_line("filterwarnings", r"error:::fusionlab(\.|\Z)")
 
@@ -87,6 +127,17 @@ def require():
             pytest.skip(f"needs {what}")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def emulator():
+    """Runs CUDA kernels as C++ on the CPU; without a compiler the test is skipped."""
+    from tests.kernels.emulated import Emulator  # imports JAX
+
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs g++")
+    return Emulator(compiler)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from benchmarks import lerp as bench
 from benchmarks import lerp_tiling
 from fusionlab.kernels import choices
 from fusionlab.kernels.lerp import cuda, plan, tiling
-from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
+from tests.kernels.emulated import kernels_on_the_cpu
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +108,13 @@ def test_constants_are_as_they_were_afterwards():
     assert plan.backward_passes(shapes, ("x", "y"), "float32") == before
 
 
-def test_every_way_is_timed_and_right(tmp_path):
+def test_every_way_is_timed_and_right(emulator):
     """The kernels emulated: a run on a GPU is this one with its own clock."""
     case = bench.Case("small", (6, 1, 36), (6, 40, 36), (40, 1))
     made = lerp_tiling.ways(lerp_tiling.shapes_of(case), case.dtype)[:4]
     ct, x, y, w = bench.operands(case)
     want = bench.backward_of(bench.blend)(ct, x, y, w)
-    with kernels_on_the_cpu(emulator_in(tmp_path), cuda):
+    with kernels_on_the_cpu(emulator, cuda):
         lerp_tiling.time_ways(case, made, 2)
         assert all(way.us > 0 for way in made)
         for way in made:

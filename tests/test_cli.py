@@ -350,20 +350,28 @@ def test_the_help_says_where_example_arguments_come_from(run):
     assert all(word in out for word in ("--args EXPR", "function.example_args", "f32[64,128]"))
 
 
-def run_demo(where, size):
-    """A small demo as a user runs it: a process of its own, from another folder. (folder, JSON, standard error)."""
+# A demo that times for a fifth of a second and draws no picture that a click on its page would open.
+QUICK = {"fusionlab.demo.BUDGET_S": 0.2, "fusionlab.viz.page.MAX_BYTES": 0}
+QUICKLY = f"""
+import fusionlab.cli, fusionlab.demo, fusionlab.viz.page
+{"; ".join(f"{name} = {value}" for name, value in QUICK.items())}
+raise SystemExit(fusionlab.cli.main())
+"""
+STARTED = {"quick": ("-c", QUICKLY), "as a user runs it": ("-m", "fusionlab.cli")}
+
+
+@pytest.fixture(scope="module", params=STARTED)
+def demo(request, tmp_path_factory):
+    """A small demo in a process of its own, from another folder. (folder, JSON, standard error)."""
+    where = tmp_path_factory.mktemp("demo")
     env = os.environ | {"PYTHONPATH": str(Path(fl.__file__).parents[1])}
-    command = [sys.executable, "-m", "fusionlab.cli", "demo", "-o", "out", "--size", size, "--json"]
+    command = [sys.executable, *STARTED[request.param], "demo", "-o", "out", "--size", "512", "--json"]
     done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return where / "out", json.loads(done.stdout), done.stderr
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    return run_demo(tmp_path_factory.mktemp("demo"), "512")
-
-
+@pytest.mark.clock
 def test_the_demo_finds_fuses_verifies_and_times(demo):
     folder, data, progress = demo
     assert data["sequence"] == 512
@@ -403,8 +411,12 @@ def test_the_demo_says_what_would_fuse_on_an_h100_and_why(demo):
     assert all(b["reason"] for b in backends)
 
 
-def test_a_small_demo_is_timed_and_says_that_its_sites_alone_gain_nothing(run, tmp_path):
+@pytest.mark.clock
+@pytest.mark.parametrize("changed", [QUICK, {}], ids=["quick", "as it is"])
+def test_a_small_demo_is_timed_and_says_that_its_sites_alone_gain_nothing(run, tmp_path, monkeypatch, changed):
     """At 64 positions every site runs what XLA runs anyway; fused, the block compiles to other instructions all the same."""
+    for name, value in changed.items():
+        monkeypatch.setattr(name, value)
     status, out, _ = run("demo", "-o", tmp_path / "out", "--size", "64")
     assert status == 0
     assert "time, forward + backward, median of " in out

@@ -5,9 +5,7 @@ import os
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -29,12 +27,20 @@ def test_the_notebooks_are_those_that_are_run_here():
 
 
 # How exact a time is, is no question here: a comparison samples for seconds, not for a minute.
-SOONER = "import functools, fusionlab as fl; fl.compare = functools.partial(fl.compare, budget_s=4)"
+SOONER = "import functools, fusionlab as fl; fl.compare = functools.partial(fl.compare, budget_s=2)"
+
+
+def committed(name):
+    import nbformat  # takes a second or three, which collection does without
+
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
 
 
 def executed(name):
     """The notebook, executed now."""
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    from nbclient import NotebookClient
+
+    notebook = committed(name)
     resources = {"metadata": {"path": NOTEBOOKS}}
     lines = [f"--InteractiveShellApp.exec_lines={SOONER}"]
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources, extra_arguments=lines)
@@ -42,44 +48,17 @@ def executed(name):
     return notebook
 
 
-@pytest.fixture(scope="module")
-def tour():
-    return executed("00_tour")
+STORIES = {name: [] for name in NAMES}
 
 
-@pytest.fixture(scope="module")
-def gemm_epilogues():
-    return executed("01_gemm_epilogues")
+def story_of(name):
+    """What is asserted of a notebook, as it is committed and as it runs now."""
 
+    def add(check):
+        STORIES[name].append(check)
+        return check
 
-@pytest.fixture(scope="module")
-def own_pass():
-    return executed("06_own_pass")
-
-
-@pytest.fixture(scope="module")
-def attention():
-    return executed("02_attention")
-
-
-@pytest.fixture(scope="module")
-def gpt_layers():
-    return executed("03_gpt_layers")
-
-
-@pytest.fixture(scope="module")
-def lerp():
-    return executed("04_lerp")
-
-
-@pytest.fixture(scope="module")
-def matmul_routes():
-    return executed("05_matmul_routes")
-
-
-@pytest.fixture(scope="module")
-def tensor_parallel():
-    return executed("07_tensor_parallel")
+    return add
 
 
 def code_cells(notebook):
@@ -95,7 +74,8 @@ def words(picture):
     return re.findall(r">([^<>]+)</text>", picture)
 
 
-def test_the_tour_runs_and_shows_its_story(tour):
+@story_of("00_tour")
+def the_tour_runs_and_shows_its_story(tour):
     cells = code_cells(tour)
     assert len(cells) == 10
     everything = "\n".join(text_of(c) for c in cells)
@@ -109,7 +89,8 @@ def test_the_tour_runs_and_shows_its_story(tour):
     assert len(widgets) == 1
 
 
-def test_gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
+@story_of("01_gemm_epilogues")
+def gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
     cells = code_cells(gemm_epilogues)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -131,7 +112,8 @@ def test_gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
     assert len(pictures) == 3  # the graph, errors, what it was worth
 
 
-def test_the_table_of_gemm_epilogues_is_that_of_its_record(gemm_epilogues):
+@story_of("01_gemm_epilogues")
+def the_table_of_gemm_epilogues_is_that_of_its_record(gemm_epilogues):
     path = max((NOTEBOOKS.parent / "benchmarks/results/h200").glob("gemm_epilogue_*.json"))
     record = json.loads(path.read_text(encoding="utf-8"))
     (table,) = [text_of(c) for c in code_cells(gemm_epilogues) if "plot_record(record)" in c.source]
@@ -143,7 +125,8 @@ def test_the_table_of_gemm_epilogues_is_that_of_its_record(gemm_epilogues):
         assert ratio == f"{medians[0] / medians[1]:.2f}"
 
 
-def test_own_pass_runs_and_shows_its_story(own_pass):
+@story_of("06_own_pass")
+def own_pass_runs_and_shows_its_story(own_pass):
     cells = code_cells(own_pass)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -166,13 +149,15 @@ def test_own_pass_runs_and_shows_its_story(own_pass):
     assert len(pictures) == 3  # the graph, times, errors
 
 
-def test_a_pass_of_one_s_own_is_at_most_forty_lines(own_pass):
+@story_of("06_own_pass")
+def a_pass_of_one_s_own_is_at_most_forty_lines(own_pass):
     (whole,) = [c.source for c in code_cells(own_pass) if "fl.register(own)" in c.source]
     assert sum(bool(line.strip()) for line in whole.splitlines()) == 20  # as its text says
     assert len(whole.splitlines()) <= 40
 
 
-def test_attention_runs_and_shows_its_story(attention):
+@story_of("02_attention")
+def attention_runs_and_shows_its_story(attention):
     cells = code_cells(attention)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -193,7 +178,8 @@ def test_attention_runs_and_shows_its_story(attention):
     assert len(pictures) == 4  # the graph, times, errors, memory
 
 
-def test_attention_s_numbers_hold(attention):
+@story_of("02_attention")
+def attention_s_numbers_hold(attention):
     (dropout,) = [text_of(c) for c in code_cells(attention) if "bernoulli" in c.source]
     same, other = map(float, re.findall(r"key: *([\d.e+-]+)", dropout))
     assert same < 1e-5 < 0.05 < other
@@ -202,7 +188,8 @@ def test_attention_s_numbers_hold(attention):
     assert after < before / 6
 
 
-def test_gpt_layers_runs_and_shows_its_story(gpt_layers):
+@story_of("03_gpt_layers")
+def gpt_layers_runs_and_shows_its_story(gpt_layers):
     cells = code_cells(gpt_layers)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -231,7 +218,8 @@ def test_gpt_layers_runs_and_shows_its_story(gpt_layers):
     assert len(widgets) == 1
 
 
-def test_gpt_layers_generate_the_same_tokens(gpt_layers):
+@story_of("03_gpt_layers")
+def gpt_layers_generate_the_same_tokens(gpt_layers):
     (told,) = [text_of(c) for c in code_cells(gpt_layers) if "smallest_margin" in c.source]
     same = re.findall(r": (\d+) of (\d+) tokens are the same", told)
     assert same == [("512", "512")] * 4
@@ -245,7 +233,8 @@ def test_gpt_layers_generate_the_same_tokens(gpt_layers):
     assert len(re.findall(r"(?:before|after): [\d,]+ tokens a second", speed)) == 4
 
 
-def test_lerp_runs_and_shows_its_story(lerp):
+@story_of("04_lerp")
+def lerp_runs_and_shows_its_story(lerp):
     cells = code_cells(lerp)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -264,7 +253,8 @@ def test_lerp_runs_and_shows_its_story(lerp):
     assert len(pictures) == 4  # the graph, bytes, times, errors
 
 
-def test_lerp_s_numbers_hold(lerp):
+@story_of("04_lerp")
+def lerp_s_numbers_hold(lerp):
     (kernels,) = [text_of(c) for c in code_cells(lerp) if "as_text" in c.source]
     count, reading = map(int, re.search(r"(\d+) kernels, of which (\d+) read the cotangent", kernels).groups())
     assert count >= reading >= 2
@@ -276,7 +266,8 @@ def test_lerp_s_numbers_hold(lerp):
         assert launched in ("lerp_backward_flat", "lerp_backward, lerp_sum")
 
 
-def test_matmul_routes_runs_and_shows_its_story(matmul_routes):
+@story_of("05_matmul_routes")
+def matmul_routes_runs_and_shows_its_story(matmul_routes):
     cells = code_cells(matmul_routes)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -298,7 +289,8 @@ def test_matmul_routes_runs_and_shows_its_story(matmul_routes):
     assert sum(float(before) > 1.03 * float(after) for before, after in faster) >= 3
 
 
-def test_tensor_parallel_runs_and_shows_its_story(tensor_parallel):
+@story_of("07_tensor_parallel")
+def tensor_parallel_runs_and_shows_its_story(tensor_parallel):
     cells = code_cells(tensor_parallel)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
@@ -318,27 +310,36 @@ def test_tensor_parallel_runs_and_shows_its_story(tensor_parallel):
     assert sum(w.endswith("over tensor: 16.4 kB") for w in words(picture)) == 2  # two layers, drawn once
 
 
-def test_no_cell_defines_a_helper_or_reaches_outside():
-    for path in NOTEBOOKS.glob("*.ipynb"):
-        for cell in code_cells(nbformat.read(path, as_version=4)):
-            # The last one's subject are functions of the user's own.
-            helper = re.search(r"^\s*(def|class) (?!(\w+_)?model\b)", cell.source, re.M)
-            assert not helper or path.stem == "06_own_pass", path.name
-            assert "http" not in cell.source
-
-
+@pytest.mark.notebook
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_notebooks_have_the_outputs_of_this_code(name, request):
-    """What does not depend on the machine is as committed."""
-    now = request.getfixturevalue(name.partition("_")[2])
-    committed = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+def test_a_notebook_runs_and_shows_its_story(name):
+    notebook = executed(name)
+    for check in STORIES[name]:
+        check(notebook)
+    # What does not depend on the machine is as committed.
     compared = 0
-    for old, new in zip(code_cells(committed), code_cells(now), strict=True):
+    for old, new in zip(code_cells(committed(name)), code_cells(notebook), strict=True):
         assert old.outputs or "def " in old.source, old.source
         if "print(found)" in new.source:
             compared += 1
             assert text_of(old) == text_of(new), f"run: jupyter execute --inplace notebooks/{name}.ipynb"
     assert compared
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_committed_with_its_story(name):
+    for check in STORIES[name]:
+        check(committed(name))
+
+
+def test_no_cell_defines_a_helper_or_reaches_outside():
+    for name in NAMES:
+        for cell in code_cells(committed(name)):
+            # The last one's subject are functions of the user's own.
+            helper = re.search(r"^\s*(def|class) (?!(\w+_)?model\b)", cell.source, re.M)
+            assert not helper or name == "06_own_pass", name
+            assert "http" not in cell.source
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """An explorer's state as a file and as a program: both bring it back, and a file can only ever be data."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +31,19 @@ X, SCALE = array(4, 16), array(8)
 
 
 def explorer(**options):
-    return fl.explore(network, PARAMS, X, scale=SCALE, budget_s=1.0, **options)
+    return fl.explore(network, PARAMS, X, scale=SCALE, budget_s=0.2, **options)
 
 
 @pytest.fixture(scope="module")
 def lab():
-    lab = explorer()
-    first = min(lab.enabled)
-    lab.toggles[first] = False
-    lab.option("lerp", "reassociate", True)
-    lab.measure()
-    return lab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusionlab.viz.tabs._figures", lambda evidence: {})  # no plots: no file has any
+        lab = explorer()
+        first = min(lab.enabled)
+        lab.toggles[first] = False
+        lab.option("lerp", "reassociate", True)
+        lab.measure()
+        yield lab
 
 
 @pytest.fixture
@@ -189,7 +192,8 @@ def run(text, **names):
     return namespace
 
 
-def test_the_code_reproduces_the_state(lab):
+def test_the_code_reproduces_the_state(lab, monkeypatch):
+    monkeypatch.setattr(fl, "compare", partial(fl.compare, samples=4))  # how long it takes is no part of the state
     done = run(lab.code(), args=(PARAMS, X), scale=SCALE, network=network)
     _, on = done["fused"].selected(PARAMS, X, scale=SCALE)
     assert {c.id for c in on} == lab.enabled

@@ -17,16 +17,14 @@ from fusionlab.kernels.dot_product_attention import cuda
 from fusionlab.kernels.kernel_plan import KernelPlan
 from fusionlab.kernels.plans import Prepared
 from fusionlab.ops import dot_product_attention
-from tests.kernels.emulated import attention_on_the_cpu, emulator_in, poisoned
+from tests.fusers.checks import normal
+from tests.kernels.emulated import attention_on_the_cpu, poisoned
 
 B, T, N, H = 1, 24, 2, 16
-Q, K, V = (jax.random.normal(jax.random.key(i), (B, T, N, H), jnp.bfloat16) for i in range(3))
-SEEN = jnp.ones((B, 1, T, T), bool).at[0, 0, 5].set(False)
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return emulator_in(tmp_path_factory.mktemp("emulated"))
+Q, K, V = normal(*[(B, T, N, H)] * 3, dtype=jnp.bfloat16)
+SEEN = np.ones((B, 1, T, T), bool)
+SEEN[0, 0, 5] = False
+SEEN = jnp.asarray(SEEN)
 
 
 @pytest.fixture
@@ -103,7 +101,7 @@ def test_row_27_a_kernel_that_fails_raises_and_gives_no_result(failing, book, mo
     with pytest.raises(jax.errors.JaxRuntimeError, match="the device has gone"):
         jax.block_until_ready(step(Q, K, V))
     broken.clear()  # once the cause is gone it can be run
-    want = gradients(fl.fuse(attend, implementation="xla"), SEEN)(Q, K, V)
+    want = jax.jit(gradients(fl.fuse(attend, implementation="xla"), SEEN))(Q, K, V)
     for g, w in zip(step(Q, K, V), want, strict=True):
         np.testing.assert_allclose(np.asarray(g, np.float32), np.asarray(w, np.float32), atol=3e-2)
 
@@ -136,7 +134,7 @@ def counted(book, *args, **attrs):
     return after["hits"] - before["hits"], after["misses"] - before["misses"]
 
 
-KEY = jax.random.key_data(jax.random.key(0))
+KEY = jnp.zeros(2, jnp.uint32)
 CHANGED = {
     "shape": ((Q[:, :-1], K, V), {}),
     "scale": ((Q, K, V), {"scale": 0.3}),
@@ -149,9 +147,11 @@ CHANGED = {
 }
 
 
-def test_row_30_plans_are_kept_by_their_full_key_and_the_counters_show_it(book):
+@pytest.mark.parametrize("names", [("mask as data", "dtype"), tuple(CHANGED)], ids=["two", "all"])
+def test_row_30_plans_are_kept_by_their_full_key_and_the_counters_show_it(book, names):
     assert counted(book, Q, K, V) == (0, 1)
-    for name, (args, attrs) in CHANGED.items():
+    for name in names:
+        args, attrs = CHANGED[name]
         assert counted(book, *args, **attrs) == (0, 1), name
         assert counted(book, *args, **attrs) == (1, 0), name
     assert counted(book, Q, K, V) == (1, 0)

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.attention import SHAPES, STEPS
 from fusionlab.evidence.record import newest_record
 
+pytestmark = pytest.mark.whole
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 SAMPLES = 20
 # Times jax.jit's speed, forward and backward, where a bar was set.

@@ -257,14 +257,15 @@ def test_row_31_shared_heads_and_an_additive_bias_with_its_gradient(route):
 # -- training ---------------------------------------------------------------------------------------------------------
 
 # (batch, length, heads, features) of the original, and what a CPU is given of it: its lengths, with one or two heads and
-# sequences, and fewer features at length 2048. `-m nightly` takes its sequences and features, with a third of its heads.
+# sequences, and fewer features at length 2048. The last
+# four cases have its sequences and features, with a third of its heads.
 TRAINED = {
     (8, 128, 12, 64): (2, 128, 2, 64),
     (4, 512, 12, 64): (2, 512, 1, 64),
     (2, 1024, 12, 128): (1, 1024, 1, 128),
     (2, 2048, 12, 128): (1, 2048, 1, 32),
 }
-LAYERS, STEPS, RATE = 3, 10, 4.0
+LAYERS, STEPS, RATE, CLOSE = 3, 10, 4.0, 1e-4
 
 
 def trained(size):
@@ -307,10 +308,10 @@ def follow(size):
     found = fl.find(step, *args, passes=PASS)
     assert found.counts() == {PASS: LAYERS, f"{PASS}_grad": LAYERS}
     want = losses(step, *args)
-    assert want[-1] < 0.95 * want[0]  # it trains
+    assert want[-1] < want[0] * (1 - 50 * CLOSE)  # it trains, by far more than is allowed
     for route in ROUTES:
         fused = fl.fuse(step, passes=PASS, implementation=route)
-        np.testing.assert_allclose(losses(fused, *args), want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(losses(fused, *args), want, rtol=CLOSE, atol=CLOSE)
     if size[1] > 512:
         return
     *others, seen = args  # what leaving the mask out makes of it: far more than is allowed
@@ -319,15 +320,12 @@ def follow(size):
 
 @pytest.mark.parametrize(
     "size",
-    [pytest.param(s, id=str(n), marks=[pytest.mark.nightly] * (s[1] > 1024)) for n, s in TRAINED.items()],
+    [
+        *(pytest.param(small, id=f"{large}, smaller") for large, small in TRAINED.items()),
+        *(pytest.param((b, t, h // 3, d), id=f"{(b, t, h, d)}, a third of the heads") for b, t, h, d in TRAINED),
+    ],
 )
 def test_row_23_the_losses_of_ten_steps_are_those_of_the_original(size):
-    follow(size)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("size", [(b, t, h // 3, d) for b, t, h, d in TRAINED], ids=map(str, TRAINED))
-def test_row_23_with_four_heads_and_all_features_and_sequences(size):
     follow(size)
 
 
@@ -341,6 +339,7 @@ def same(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("permutation", [(0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 2, 3), (1, 2, 0, 3), (0, 2, 3, 1)])
 def test_row_25_another_permutation_is_read_and_never_assumed(permutation):
     """The original takes every transpose for (0, 2, 1, 3). Here any is attention, of the axes that it makes lengths."""

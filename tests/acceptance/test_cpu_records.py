@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole
+
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_s4096_jax0.10.2.json"
 LAYOUTS = ("bthd_einsum", "bhtd_matmul")
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.timing_method import ALARMS, DETECTED, RUNS, rates
 from fusionlab.evidence.record import newest_record
 
+pytestmark = pytest.mark.whole
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 

@@ -23,7 +23,10 @@ def model(x, w, b):
 
 @pytest.fixture(scope="module")
 def lab():
-    return fl.explore(model, X, W, B, implementation="xla_blockwise", passes="dot_product_attention")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusionlab.viz.tabs._figures", lambda evidence: {})  # no plots: the row is about numbers
+        patch.setattr("fusionlab.evidence.timing.PATIENCE_S", 0.0)  # no more samples than a verdict needs
+        yield fl.explore(model, X, W, B, implementation="xla_blockwise", passes="dot_product_attention")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,7 @@ def test_row_60_ticking_a_site_off_and_on_changes_the_program_and_measures_nothi
     assert explorer.enabled == {first, second}
 
 
+@pytest.mark.clock
 def test_row_60_timing_has_warm_up_samples_spread_and_compile_time_apart(result):
     for timing in (result.timing, result.timing_grad):
         for runs in (timing.before, timing.after):

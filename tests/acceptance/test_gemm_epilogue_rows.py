@@ -44,6 +44,7 @@ def found_and_run(fn, *args):
 ACTS = {"none": lambda h: h, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", ACTS)
 def test_row_01_linear_with_bias_and_activation_is_one_call(act, dtype):
@@ -82,6 +83,7 @@ def test_row_02_all_four_operand_layouts_are_supported_and_found(layout, dtype):
             np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=DTYPES[dtype])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leading", [False, True], ids=["X(2,2,8,4)", "X(4,2,2,8)"])
 def test_row_03_inputs_of_rank_above_two_are_flattened_also_with_a_leading_contraction(leading, dtype):
@@ -123,6 +125,7 @@ def test_row_04_seven_bad_arguments_are_refused_each_by_name_and_differently():
     assert len(messages) == 7
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("act", ["none", "relu", "gelu_tanh"])
 def test_row_07_the_three_gradients_are_those_of_jax_vjp_in_double_precision(act):
     jax_act = {"none": lambda h: h, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu}[act]
@@ -209,6 +212,7 @@ def test_row_16_bfloat16_and_what_is_computed_in_are_told():
     assert "products in float32, summed in float32" in told(jnp.float32, "cpu")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "sm_70", "sm_80", "sm_90", "sm_100", "sm_120"])
 def test_row_59_every_device_has_a_decision_and_a_reason(device):
     sizes = ((8192, 768), (768, 3072), (3072,))

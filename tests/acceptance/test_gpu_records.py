@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 MLPS = [f"{a} 8192x{k}x{n}" for k, n in ((768, 3072), (4096, 16384)) for a in ("relu", "gelu_tanh", "gelu_erf")]
 

@@ -131,6 +131,7 @@ def test_post_norm_and_relu_as_well():
 ROW_43 = ("epsilon", "scale_traced", "softmax_over_queries", "norm1_returned", "heads_not_turned_back", "mixed_norms")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ROW_43)
 def test_row_43_every_constraint_is_enforced(name):
     miss = MISSES[name]

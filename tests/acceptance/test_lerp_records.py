@@ -10,6 +10,8 @@ import pytest
 from benchmarks.lerp import CASES, PARTS, RIVALS, Case
 from fusionlab.evidence.record import newest_record
 
+pytestmark = pytest.mark.whole
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 SAMPLES = 40
 NOISE = 0.01  # of the time: what repetitions of one program differ by

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.matmul_schedule import cases
 from fusionlab.evidence.record import newest_record
 
+pytestmark = pytest.mark.whole
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 NAMES = [case.name for case in cases(1024, 16)]
 SAMPLES = 40

@@ -65,6 +65,7 @@ EIGHT = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", EIGHT)
 def test_row_53_one_call_each(name):
     fn, calls = EIGHT[name]
@@ -76,6 +77,7 @@ def test_row_53_one_call_each(name):
         close(out, fn(*(a.astype("float64") for a in args)), 1e-6)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("n", [24, 32])
 def test_row_54_a_row_bias_is_told_from_a_column_bias(n):
     a, b, rows, columns = arrays((32, 16), (16, n), (32,), (n,))

@@ -42,34 +42,33 @@ def drawn(rng, *shape, spread=1.0):
     return (spread * rng.standard_normal(shape, np.float32)).astype(np.float16).astype(np.float64)
 
 
-@functools.lru_cache(maxsize=2)
-def parameters(heads=HEADS, count=4, kv_heads=None):
-    """Layers of heads x 64 with a feed-forward four times as wide, as float64 numpy."""
-    rng, e = np.random.default_rng(0), heads * SIZE
-    f, g = 4 * e, kv_heads or heads
-    inner, hidden = 1 / math.sqrt(e), 1 / math.sqrt(f)
+@functools.lru_cache(maxsize=8)
+def parameters_of(index, heads, kv_heads):
+    """One layer of heads x 64 with a feed-forward four times as wide, as float64 numpy."""
+    rng, e = np.random.default_rng(index), heads * SIZE
+    f, inner, hidden = 4 * e, 1 / math.sqrt(e), 1 / math.sqrt(4 * e)
+    return TransformerLayer(
+        norm1_scale=1 + drawn(rng, e, spread=0.1),
+        norm1_bias=drawn(rng, e, spread=0.1),
+        q=drawn(rng, e, heads, SIZE, spread=inner),
+        k=drawn(rng, e, kv_heads, SIZE, spread=inner),
+        v=drawn(rng, e, kv_heads, SIZE, spread=inner),
+        q_bias=drawn(rng, heads, SIZE, spread=0.1),
+        k_bias=drawn(rng, kv_heads, SIZE, spread=0.1),
+        v_bias=drawn(rng, kv_heads, SIZE, spread=0.1),
+        out=drawn(rng, heads, SIZE, e, spread=inner),
+        out_bias=drawn(rng, e, spread=0.1),
+        norm2_scale=1 + drawn(rng, e, spread=0.1),
+        norm2_bias=drawn(rng, e, spread=0.1),
+        up=drawn(rng, e, f, spread=inner),
+        up_bias=drawn(rng, f, spread=0.1),
+        down=drawn(rng, f, e, spread=hidden),
+        down_bias=drawn(rng, e, spread=0.1),
+    )
 
-    def one():
-        return TransformerLayer(
-            norm1_scale=1 + drawn(rng, e, spread=0.1),
-            norm1_bias=drawn(rng, e, spread=0.1),
-            q=drawn(rng, e, heads, SIZE, spread=inner),
-            k=drawn(rng, e, g, SIZE, spread=inner),
-            v=drawn(rng, e, g, SIZE, spread=inner),
-            q_bias=drawn(rng, heads, SIZE, spread=0.1),
-            k_bias=drawn(rng, g, SIZE, spread=0.1),
-            v_bias=drawn(rng, g, SIZE, spread=0.1),
-            out=drawn(rng, heads, SIZE, e, spread=inner),
-            out_bias=drawn(rng, e, spread=0.1),
-            norm2_scale=1 + drawn(rng, e, spread=0.1),
-            norm2_bias=drawn(rng, e, spread=0.1),
-            up=drawn(rng, e, f, spread=inner),
-            up_bias=drawn(rng, f, spread=0.1),
-            down=drawn(rng, f, e, spread=hidden),
-            down_bias=drawn(rng, e, spread=0.1),
-        )
 
-    return tuple(one() for _ in range(count))
+def parameters(count, heads=HEADS, kv_heads=None):
+    return tuple(parameters_of(i, heads, kv_heads or heads) for i in range(count))
 
 
 def as_dtype(tree, dtype):
@@ -150,15 +149,18 @@ def tokens(batch, count=TOKENS, heads=HEADS):
     return drawn(np.random.default_rng(1), batch, count, heads * SIZE)
 
 
-@functools.lru_cache(maxsize=4)
-def plain_row(batch, pre_norm, activation):
-    return row(tokens(batch), parameters(), pre_norm=pre_norm, activation=activation)
+@functools.lru_cache(maxsize=8)
+def plain(index, batch, length, pre_norm, activation):
+    """What the layer of this index gives, of some texts and without a mask."""
+    how = {"pre_norm": pre_norm, "activation": activation}
+    x = plain(index - 1, batch, length, **how) if index else tokens(batch, length)
+    return layer(x, parameters(index + 1)[index], **how)[0]
 
 
 @functools.lru_cache(maxsize=2)
 def text(count):
     """A text of two rows with three layers, causal: what every step has to agree with."""
-    return row(tokens(2, count), parameters()[:3], scores=causal(count), **PRE)
+    return row(tokens(2, count), parameters(3), scores=causal(count), **PRE)
 
 
 # Row 37.
@@ -168,41 +170,43 @@ def text(count):
 @pytest.mark.parametrize("count", [3, 4])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
 @pytest.mark.parametrize("pre_norm", [True, False])
-def test_row_37_numbers_of_three_and_four_layers(dtype, count, activation, pre_norm):
-    want = plain_row(2, pre_norm, activation)[count - 1][0]
-    layers = as_dtype(parameters()[:count], dtype)
+@pytest.mark.parametrize("length", [24, TOKENS])
+def test_row_37_numbers_of_three_and_four_layers(dtype, count, activation, pre_norm, length):
+    want = plain(count - 1, 2, length, pre_norm, activation)
+    layers = as_dtype(parameters(count), dtype)
     run = jax.jit(lambda x, w: multi_transformer(x, w, pre_norm=pre_norm, activation=activation))
-    got = run(jnp.asarray(tokens(2), dtype), layers)
+    got = run(jnp.asarray(tokens(2, length), dtype), layers)
     assert got.dtype == dtype
     close(got, want, TOLERANCE[dtype])
 
 
-def test_row_37_eight_texts():
-    want = plain_row(8, True, "gelu_tanh")
-    for dtype, count in (("float32", 3), ("float16", 4)):
-        got = multi_transformer(jnp.asarray(tokens(8), dtype), as_dtype(parameters()[:count], dtype))
-        close(got, want[count - 1][0], TOLERANCE[dtype])
+@pytest.mark.parametrize("length", [24, TOKENS])
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 3), ("float16", 4)])
+def test_row_37_eight_texts(length, dtype, count):
+    got = multi_transformer(jnp.asarray(tokens(8, length), dtype), as_dtype(parameters(count), dtype))
+    close(got, plain(count - 1, 8, length, True, "gelu_tanh"), TOLERANCE[dtype])
 
 
 # Row 38.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_row_38_prefill_writes_the_cache(dtype):
-    want = text(TOKENS)
-    shape = (2, 160, HEADS, SIZE)
+@pytest.mark.parametrize("length", [24, TOKENS])
+def test_row_38_prefill_writes_the_cache(dtype, length):
+    want = text(length)
+    shape = (2, length + 32, HEADS, SIZE)
     empty = [(jnp.full(shape, 7, dtype), jnp.full(shape, 7, dtype)) for _ in want]
-    y, caches = multi_transformer(jnp.asarray(tokens(2), dtype), as_dtype(parameters()[:3], dtype), cache=empty)
+    y, caches = multi_transformer(jnp.asarray(tokens(2, length), dtype), as_dtype(parameters(3), dtype), cache=empty)
     close(y, want[-1][0], TOLERANCE[dtype])
     for (_, *own), pair in zip(want, caches, strict=True):
         for a, cache in zip(own, pair, strict=True):
             assert cache.dtype == dtype
-            close(cache[:, :TOKENS], a, TOLERANCE[dtype])
-            assert (cache[:, TOKENS:] == 7).all()
+            close(cache[:, :length], a, TOLERANCE[dtype])
+            assert (cache[:, length:] == 7).all()
 
 
 def test_row_38_filling_a_cache_without_causality_attends_to_the_text_alone():
-    want = row(tokens(2, 16, 4), parameters(4)[:2], **PRE)[-1][0]
+    want = row(tokens(2, 16, 4), parameters(2, 4), **PRE)[-1][0]
     y, _ = multi_transformer(jnp.asarray(tokens(2, 16, 4), "float32"), small(), cache=small_caches(24), is_causal=False)
     close(y, want, 1e-4)
 
@@ -230,40 +234,43 @@ def a_step():
     return jax.jit(step, donate_argnums=2)
 
 
-@pytest.mark.parametrize(("dtype", "room"), [("float32", 161), ("float16", 200)])
-def test_row_39_decoding_equals_computing_anew(dtype, room):
-    want = text(TOKENS + 33)
-    x, layers = jnp.asarray(tokens(2, TOKENS + 33), dtype), as_dtype(parameters()[:3], dtype)
-    empty = [(jnp.zeros((2, room, HEADS, SIZE), dtype),) * 2 for _ in layers]
-    _, caches = multi_transformer(x[:, :TOKENS], layers, cache=empty)
-    for at in range(TOKENS, TOKENS + 33):
+@pytest.mark.parametrize(("dtype", "spare"), [("float32", 0), ("float16", 39)])
+@pytest.mark.parametrize(("start", "steps"), [(24, 9), (TOKENS, 33)])
+def test_row_39_decoding_equals_computing_anew(dtype, spare, start, steps):
+    end = start + steps
+    want = text(end)
+    x, layers = jnp.asarray(tokens(2, end), dtype), as_dtype(parameters(3), dtype)
+    empty = [(jnp.zeros((2, end + spare, HEADS, SIZE), dtype),) * 2 for _ in layers]
+    _, caches = multi_transformer(x[:, :start], layers, cache=empty)
+    for at in range(start, end):
         y, caches = a_step()(x[:, at : at + 1], layers, caches, jnp.int32(at))
         close(y, want[-1][0][:, at : at + 1], TOLERANCE[dtype])
     for (_, *own), pair in zip(want, caches, strict=True):
         for a, cache in zip(own, pair, strict=True):
-            close(cache[:, : TOKENS + 33], a, TOLERANCE[dtype])
+            close(cache[:, :end], a, TOLERANCE[dtype])
 
 
-def test_row_39_decoding_by_concatenation_and_several_tokens_at_once():
-    want, layers = text(TOKENS + 33), as_dtype(parameters()[:3], "float32")
-    x = jnp.asarray(tokens(2, TOKENS + 33), "float32")
-    past = [tuple(jnp.asarray(a[:, :TOKENS], "float32") for a in own) for _, *own in want]
+@pytest.mark.parametrize(("start", "end"), [(24, 33), (TOKENS, TOKENS + 33)])
+def test_row_39_decoding_by_concatenation_and_several_tokens_at_once(start, end):
+    want, layers = text(end), as_dtype(parameters(3), "float32")
+    x = jnp.asarray(tokens(2, end), "float32")
+    past = [tuple(jnp.asarray(a[:, :start], "float32") for a in own) for _, *own in want]
     given = {f"{slot}.{i}": a for i, w in enumerate(layers) for slot, a in w.slots().items()}
     given |= {f"cache_{s}.{i}": a for i, pair in enumerate(past) for s, a in zip("kv", pair, strict=True)}
-    given["x"] = x[:, TOKENS:]
+    given["x"] = x[:, start:]
     y, *made = MULTI_TRANSFORMER.call(*given.values(), present=tuple(given), layers=3, cache="append", is_causal=True)
-    close(y, want[-1][0][:, TOKENS:], 1e-4)
+    close(y, want[-1][0][:, start:], 1e-4)
     for a, (_, *own) in zip(made, (w for w in want for _ in "k"), strict=False):
         assert a.shape == own[0].shape
     close(made[4], want[-1][1], 1e-4)
     close(made[5], want[-1][2], 1e-4)
     caches = [tuple(jnp.pad(a, ((0, 0), (0, 40), (0, 0), (0, 0))) for a in pair) for pair in past]
-    y, _ = multi_transformer(x[:, TOKENS:], layers, cache=caches, step=TOKENS)
-    close(y, want[-1][0][:, TOKENS:], 1e-4)
+    y, _ = multi_transformer(x[:, start:], layers, cache=caches, step=start)
+    close(y, want[-1][0][:, start:], 1e-4)
 
 
 def small(dtype="float32", count=2):
-    return as_dtype(parameters(4)[:count], dtype)
+    return as_dtype(parameters(count, 4), dtype)
 
 
 def small_caches(room, count=2, batch=2):
@@ -287,7 +294,7 @@ def test_row_39_a_step_that_leaves_no_room_is_refused(at, count, why):
 
 def test_row_39_the_last_place_of_a_cache_is_used():
     x = jnp.asarray(tokens(2, 8, 4), "float32")
-    want = row(tokens(2, 8, 4), parameters(4)[:2], scores=causal(8), **PRE)[-1][0]
+    want = row(tokens(2, 8, 4), parameters(2, 4), scores=causal(8), **PRE)[-1][0]
     _, caches = multi_transformer(x[:, :7], small(), cache=small_caches(8))
     close(multi_transformer(x[:, 7:], small(), cache=caches, step=7)[0], want[:, 7:], 1e-4)
 
@@ -306,7 +313,7 @@ def valid(a, lengths):
 @pytest.mark.parametrize("pre_norm", [True, False])
 def test_row_40_lengths_of_texts(dtype, pre_norm):
     x, how = tokens(4, heads=4), {"pre_norm": pre_norm, "activation": "gelu_tanh"}
-    want = row(x, parameters(4)[:2], scores=hidden_beyond(LENGTHS, TOKENS), **how)[-1][0]
+    want = row(x, parameters(2, 4), scores=hidden_beyond(LENGTHS, TOKENS), **how)[-1][0]
     got = multi_transformer(jnp.asarray(x, dtype), small(dtype), lengths=jnp.asarray(LENGTHS), pre_norm=pre_norm)
     close(valid(got, LENGTHS), valid(want, LENGTHS), TOLERANCE[dtype])
     alone = multi_transformer(jnp.asarray(x[:1, : LENGTHS[0]], dtype), small(dtype), pre_norm=pre_norm)
@@ -319,7 +326,7 @@ def test_row_40_each_text_goes_on_from_its_own_length(cache_layout):
     wants = []
     for i, n in enumerate(LENGTHS):  # each text by itself, with what is added to it
         whole = np.concatenate([x[i : i + 1, :n], more[i : i + 1]], 1)
-        wants.append(row(whole, parameters(4)[:2], scores=causal(n + 3), **PRE))
+        wants.append(row(whole, parameters(2, 4), scores=causal(n + 3), **PRE))
     shape = (4, room, 4, SIZE) if cache_layout == "BSHD" else (4, 4, room, SIZE)
     caches = [(jnp.zeros(shape),) * 2] * 2
     options = {"cache_layout": cache_layout}
@@ -347,7 +354,7 @@ def test_row_40_a_prefix(is_causal):
     x, rng = tokens(2, heads=4), np.random.default_rng(5)
     before = [tuple(drawn(rng, 2, 64, 4, SIZE) for _ in "kv") for _ in range(2)]
     scores = causal(TOKENS, TOKENS + 64) if is_causal else 0.0
-    want = row(x, parameters(4)[:2], scores=scores, before=before, **PRE)
+    want = row(x, parameters(2, 4), scores=scores, before=before, **PRE)
     prefix, given = as_dtype(before, "float32"), jnp.asarray(x, "float32")
     close(multi_transformer(given, small(), prefix=prefix, is_causal=is_causal), want[-1][0], 1e-4)
     y, caches = multi_transformer(given, small(), prefix=prefix, cache=small_caches(200), is_causal=is_causal)
@@ -360,7 +367,7 @@ def test_row_40_a_prefix(is_causal):
         return
     more = drawn(rng, 2, 1, 256)
     longer = row(
-        np.concatenate([x, more], 1), parameters(4)[:2], scores=causal(TOKENS + 1, TOKENS + 65), before=before, **PRE
+        np.concatenate([x, more], 1), parameters(2, 4), scores=causal(TOKENS + 1, TOKENS + 65), before=before, **PRE
     )
     y, _ = multi_transformer(jnp.asarray(more, "float32"), small(), cache=caches, step=TOKENS + 64)
     close(y, longer[-1][0][:, -1:], 1e-4)
@@ -370,7 +377,7 @@ def test_row_40_a_prefix_before_texts_of_some_lengths():
     x, rng = tokens(4, heads=4), np.random.default_rng(5)
     before = [tuple(drawn(rng, 4, 64, 4, SIZE) for _ in "kv") for _ in range(2)]
     scores = hidden_beyond(LENGTHS, TOKENS + 64, start=64)
-    want = row(x, parameters(4)[:2], scores=scores, before=before, **PRE)[-1][0]
+    want = row(x, parameters(2, 4), scores=scores, before=before, **PRE)[-1][0]
     got = multi_transformer(
         jnp.asarray(x, "float32"), small(), prefix=as_dtype(before, "float32"), lengths=jnp.asarray(LENGTHS)
     )
@@ -401,11 +408,11 @@ def test_row_40_rotary_angles_with_and_without_a_cache(dims, dtype):
 
     one = {"rotary": (cos, sin), "parts": dims}
     x32, layers = jnp.asarray(x, dtype), small(dtype)
-    want = row(x, parameters(4)[:2], **one, **PRE)[-1][0]
+    want = row(x, parameters(2, 4), **one, **PRE)[-1][0]
     close(multi_transformer(x32, layers, **part(0, count)), want, TOLERANCE[dtype])
-    unturned = row(x, parameters(4)[:2], **PRE)[-1][0]
+    unturned = row(x, parameters(2, 4), **PRE)[-1][0]
     assert np.abs(want - unturned).max() > 0.1
-    want = row(x, parameters(4)[:2], scores=causal(count), **one, **PRE)
+    want = row(x, parameters(2, 4), scores=causal(count), **one, **PRE)
     caches = as_dtype(small_caches(150), dtype)
     y, caches = multi_transformer(x32[:, :TOKENS], layers, cache=caches, **part(0, TOKENS))
     close(y, want[-1][0][:, :TOKENS], TOLERANCE[dtype])
@@ -425,7 +432,7 @@ def test_row_40_a_part_of_a_head_and_positions_of_each_row():
     whole = [np.concatenate([a, o, b, o], -1) for (a, b), o in zip(halves, beside, strict=True)]
     layers = [
         replace(w, q=w.q[..., order], k=w.k[..., order], q_bias=w.q_bias[..., order], k_bias=w.k_bias[..., order])
-        for w in parameters(4)[:2]
+        for w in parameters(2, 4)
     ]
     want = row(x, layers, rotary=whole, **PRE)[-1][0]
     got = multi_transformer(jnp.asarray(x, "float32"), small(), rotary=(jnp.asarray(cos), jnp.asarray(sin)))
@@ -444,9 +451,9 @@ def test_row_41_masks_of_batch_and_heads(kind, shape):
     bias = drawn(rng, *seen.shape)
     scores = np.where(seen, bias if kind == "float32" else 0.0, -1e9)
     mask = jnp.asarray(scores if kind == "float32" else seen, kind)
-    want = row(x, parameters(4)[:2], scores=scores, **PRE)[-1][0]
+    want = row(x, parameters(2, 4), scores=scores, **PRE)[-1][0]
     close(multi_transformer(jnp.asarray(x, "float32"), small(), mask=mask), want, 1e-4)
-    want = row(x, parameters(4)[:2], scores=scores + causal(32), **PRE)[-1][0]
+    want = row(x, parameters(2, 4), scores=scores + causal(32), **PRE)[-1][0]
     close(multi_transformer(jnp.asarray(x, "float32"), small(), mask=mask, is_causal=True), want, 1e-4)
 
 
@@ -456,7 +463,7 @@ def test_row_41_a_mask_over_the_cache(kind):
     seen = rng.random((2, 4, 32, 40)) < 0.5
     seen[..., 0] = True
     scores = np.where(seen, 0.0, -1e9)
-    want = row(x, parameters(4)[:2], scores=scores[..., :32] + causal(32), **PRE)[-1][0]
+    want = row(x, parameters(2, 4), scores=scores[..., :32] + causal(32), **PRE)[-1][0]
     mask = jnp.asarray(scores if kind == "float32" else seen, kind)
     x32 = jnp.asarray(x, "float32")
     y, caches = multi_transformer(x32[:, :30], small(), cache=small_caches(40), mask=mask[:, :, :30, :30])
@@ -511,7 +518,7 @@ def test_row_42_each_layout_is_where_it_is_said_to_be():
 def test_row_42_repacked_weights_compute_the_same_and_the_old_ones_still_do(layout):
     x, layers = jnp.asarray(tokens(2, 16, 4), "float32"), small()
     kept = [{f.name: getattr(w, f.name) for f in fields(w)} for w in layers]
-    want = row(tokens(2, 16, 4), parameters(4)[:2], **PRE)[-1][0]
+    want = row(tokens(2, 16, 4), parameters(2, 4), **PRE)[-1][0]
 
     def repacked(w):
         one = {
@@ -527,12 +534,12 @@ def test_row_42_repacked_weights_compute_the_same_and_the_old_ones_still_do(layo
     assert all(getattr(w, name) is a for w, before in zip(layers, kept, strict=True) for name, a in before.items())
     # A projection that is read elsewhere too.
     logits = jax.jit(lambda x, w: multi_transformer(x, repacked(w)) @ w.q.reshape(256, -1))(x, layers[0])
-    alone = row(tokens(2, 16, 4), parameters(4)[:1], **PRE)[-1][0]
-    close(logits, alone @ parameters(4)[0].q.reshape(256, -1), 1e-4)
+    alone = row(tokens(2, 16, 4), parameters(1, 4), **PRE)[-1][0]
+    close(logits, alone @ parameters(1, 4)[0].q.reshape(256, -1), 1e-4)
 
 
 def test_row_42_fewer_key_heads_lie_side_by_side():
-    x, layers = tokens(2, 16, 4), parameters(4, 2, 2)
+    x, layers = tokens(2, 16, 4), parameters(2, 4, 2)
     want = row(x, layers, scores=causal(16), **PRE)[-1][0]
     separate = as_dtype(layers, "float32")
     close(multi_transformer(jnp.asarray(x, "float32"), separate, is_causal=True), want, 1e-4)

@@ -6,8 +6,8 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
 from playwright.sync_api import Locator, Page, expect
 from playwright.sync_api import TimeoutError as TookTooLong
@@ -34,6 +34,8 @@ COLOURS = re.compile("\x1b\\[[0-9;]*m")  # of a traceback
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
     """A notebook of code cells for the kernel of this very interpreter."""
+    import nbformat  # takes a second or three, which collection does without
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata["kernelspec"] = {"name": KERNEL, "display_name": "FusionLab's tests", "language": "python"}
     nbformat.write(notebook, path)
@@ -91,7 +93,7 @@ class OpenNotebook:
         """What a cell shows below it, as text."""
         return "\n".join(self.cells.nth(cell).locator(".jp-OutputArea-output").all_inner_texts())
 
-    def saved(self) -> nbformat.NotebookNode:
+    def saved(self) -> Any:
         """The notebook as Jupyter saves it now."""
         self.page.keyboard.press("Escape")
         before = self.path.stat().st_mtime_ns
@@ -100,6 +102,8 @@ class OpenNotebook:
         while self.path.stat().st_mtime_ns == before:
             assert time.monotonic() < until, f"{self.path.name} was not saved"
             self.page.wait_for_timeout(50)
+        import nbformat
+
         return nbformat.read(self.path, as_version=4)
 
 

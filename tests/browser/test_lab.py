@@ -20,7 +20,7 @@ from tests.browser.notebooks import open_in_lab, write_notebook
 
 CELLS = [
     "import fusionlab as fl\nfrom model import arguments, model_step",
-    "lab = fl.explore(model_step, *arguments(), budget_s=2)\nlab",
+    "lab = fl.explore(model_step, *arguments(), budget_s=1)\nlab",
     "import ipywidgets\nseen = ipywidgets.Output()\nseen",
 ]
 MLP = "gemm_epilogue@layer_0/mlp#1"

@@ -1,11 +1,10 @@
-"""README's picture of the explorer: `FUSIONLAB_ARTIFACTS=docs python -m pytest -m nightly tests/browser/test_picture.py` draws it again."""
+"""README's picture of the explorer: `FUSIONLAB_ARTIFACTS=docs python -m pytest -m "" tests/browser/test_picture.py` draws it again."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import expect
 
 from tests.browser.explorer import Explorer
@@ -17,7 +16,6 @@ CELLS = [
 ]
 
 
-@pytest.mark.nightly
 def test_the_picture_in_readme(page, jupyter, artifacts):
     shutil.copy(Path(__file__).with_name("model.py"), jupyter.folder)
     book = open_in_lab(page, jupyter, write_notebook(jupyter.folder / "picture.ipynb", CELLS))

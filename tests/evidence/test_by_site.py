@@ -121,12 +121,16 @@ def planted(monkeypatch):
     return plant
 
 
-def test_two_planted_sites_of_24_are_found_in_at_most_20_trials(arguments, planted):
-    planted(4, 17)
-    found = fl.bisect(model, *arguments, grad=False)
-    assert len(found.sites) == LAYERS
-    assert [c.sites for c in found.causes] == [("gemm_epilogue@layer_4#1",), ("gemm_epilogue@layer_17#1",)]
-    assert len(found.trials) <= 20
+@pytest.mark.parametrize(
+    ("layers", "bad", "most"), [(8, (1, 6), 11), (LAYERS, (4, 17), 20)], ids=["8 sites", "24 sites"]
+)
+def test_two_planted_sites_are_found_in_few_trials(arguments, planted, layers, bad, most):
+    weights, x = arguments
+    planted(*bad)
+    found = fl.bisect(model, weights[:layers], x, grad=False)
+    assert len(found.sites) == layers
+    assert [c.sites for c in found.causes] == [(f"gemm_epilogue@layer_{i}#1",) for i in bad]
+    assert len(found.trials) <= most
     assert "WORSE" in found.causes[0].told
 
 

@@ -20,10 +20,12 @@ from fusionlab.evidence.record import environment
 from fusionlab.evidence.roofline import attainable, roofline
 from fusionlab.graph.cost import Cost, cost_of
 from fusionlab.models import transformer
+from tests.fusers.checks import normal
 
 DEVICE = dataclasses.replace(Device.of("cpu"), copy_bytes_per_s=1e9, gemm_flop_per_s=1e10)
-PARAMS = transformer.init_block(jax.random.key(0), embed=64)
-X = transformer.inputs(jax.random.key(1), seq=512, embed=64)
+SHAPES = jax.eval_shape(lambda: transformer.init_block(jax.random.key(0), embed=64))
+PARAMS = jax.tree.map(lambda a: np.asarray(normal(a.shape)[0]) / 16, SHAPES)
+(X,) = normal((1, 512, 64))
 
 
 def block(params, x):

@@ -1,13 +1,12 @@
 """Programs under a `jit` whose arguments are sharded, without shard_map: what the fused program sends between devices against what the
-original sends. Not a test module; run as one it prints a line for each trial: its name, and what went wrong or null.
+original sends. Trials for test_placed.py, whose cases have their names.
 
 Every op runs code here that XLA cannot look into, as its kernels are on a GPU: the reference, behind `custom_partitioning`.
 """
 
 from __future__ import annotations
 
-import json
-import traceback
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,13 +37,16 @@ COLUMNS, ROWS = frozenset("q k v up gate qkv_by_head fc1".split()), frozenset("o
 LAYOUTS = {"data": (True, False), "tensor": (False, True), "both": (True, True)}  # what is split: rows, weights
 
 
-def register() -> None:
-    """For this process alone: other tests ask what implementations there are."""
-    for op in OPS.values():
-        if not isinstance(op, CompositeOp):
-            one = replace(op.implementations["xla"], name="opaque", opaque=True)
-            type(op).implementations = {**op.implementations, "opaque": one}
-            type(op).preferred = lambda self, *_, **__: ("opaque", "for these trials")
+@contextlib.contextmanager
+def surroundings() -> Iterator[None]:
+    """Each op has an implementation that XLA cannot look into, and prefers it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for op in OPS.values():
+            if not isinstance(op, CompositeOp):
+                one = replace(op.implementations["xla"], name="opaque", opaque=True)
+                patch.setattr(type(op), "implementations", {**op.implementations, "opaque": one})
+                patch.setattr(type(op), "preferred", lambda self, *_, **__: ("opaque", "for these trials"))
+        yield
 
 
 @dataclass(frozen=True)
@@ -263,16 +266,6 @@ def trials() -> Iterator[Trial]:
     yield from steps()
 
 
-def is_long(name: str) -> bool:
-    """Whether a trial is left to the nightly run: what the others show with both layouts at once, or forward and backward at once."""
-    op_alone = name.split("/")[0] in OF_ONE_OP
-    return (
-        name.endswith("/forward")
-        if op_alone
-        else "/both" not in name or name.startswith(("llama/pieces", "by_head/pieces"))
-    )
-
-
 def more(before: dict[str, Traffic], after: dict[str, Traffic]) -> str | None:
     """What a program sends that another does not: a move of data more, or more bytes of any kind."""
     none = Traffic(0, 0)
@@ -298,16 +291,4 @@ def problem(trial: Trial) -> str | None:
     return None
 
 
-if __name__ == "__main__":
-    import sys
-
-    register()
-    asked = sys.argv[1:] or [trial.name for trial in trials() if not is_long(trial.name)]
-    for trial in trials():
-        if trial.name not in asked:
-            continue
-        try:
-            said = problem(trial)
-        except Exception:  # whatever goes wrong is what this process reports
-            said = traceback.format_exc()[-3000:]
-        print(json.dumps([trial.name, said]), flush=True)
+TRIALS: dict[str, Callable[[], str | None]] = {trial.name: partial(problem, trial) for trial in trials()}

@@ -1,13 +1,8 @@
-"""Programs in `shard_map`, what is to be found in them, and the process with four devices that tries them. Not a test module.
-
-In the folder tests, `python -m fusers.sharded` prints a line of JSON for each trial: its name, and what went wrong or null.
-"""
+"""Programs in `shard_map`, and what is to be found in them. Trials for test_shard_map.py, whose cases have their names."""
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +60,9 @@ class Program:
     scale: float = 1.0
 
     def mesh(self) -> Any:
-        return jax.make_mesh(tuple(self.axes.values()), tuple(self.axes), axis_types=(self.kind,) * len(self.axes))
+        sizes = tuple(self.axes.values())
+        devices = jax.devices()[: math.prod(sizes)]
+        return jax.make_mesh(sizes, tuple(self.axes), axis_types=(self.kind,) * len(sizes), devices=devices)
 
     def function(self, check: bool) -> Callable[..., Any]:
         manual = {} if self.manual is None else {"axis_names": self.manual}
@@ -366,17 +363,4 @@ def trials() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "derivatives", try_derivatives
 
 
-def main() -> None:
-    for name, trial in trials():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
-        problem = None
-        try:
-            trial()
-        except Exception:
-            problem = traceback.format_exc()[-4000:]
-        print(json.dumps([name, problem]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+TRIALS: dict[str, Callable[[], None]] = dict(trials())

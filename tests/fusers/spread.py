@@ -1,12 +1,10 @@
-"""Whole layers whose heads and inner features are spread over devices, Megatron's way. Not a test module; run as one it prints a line
-for each trial: its name, and what went wrong or null. The number of devices is fixed when JAX starts, so that has a process of its own.
+"""Whole layers whose heads and inner features are spread over devices, Megatron's way. Trials for test_layers_over_devices.py, whose cases
+have their names.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,9 +74,7 @@ POST = Parts(mlp=relu, pre=False)
 
 @dataclass(frozen=True)
 class Trial:
-    """A program on `devices` devices, and what is found in it: `site`, so many times. `by_rows`: half of them have other rows.
-    `trains`: a train step is tried as well.
-    """
+    """A program on `devices` devices, and what is found in it: `site`, so many times. `by_rows`: half of them have other rows."""
 
     name: str
     build: Callable[[bool], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]]
@@ -87,7 +83,6 @@ class Trial:
     count: int = 2
     check_vma: bool = True
     by_rows: bool = False
-    trains: bool = False
 
 
 def weights(layers: int = 2, kv_heads: int = HEADS) -> list[Params]:
@@ -161,8 +156,10 @@ def decoder(how: Parts, kv_heads: int, writes: bool, on_devices: bool) -> Any:
 
 
 def trials() -> Iterator[Trial]:
-    for n in (2, 4, 8):
-        yield Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER, trains=True)
+    separate = {n: Trial(f"separate/{n}", partial(encoder, PRE, HEADS), n, ENCODER) for n in (2, 4, 8)}
+    yield separate[2]
+    yield Trial("append/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, False), 4, DECODER, check_vma=False)
+    yield from (separate[4], separate[8])
     yield Trial("separate/4/unchecked", partial(encoder, PRE, HEADS), 4, ENCODER, check_vma=False)
     yield Trial("by_head/2", partial(encoder, BY_HEAD, HEADS), 2, ENCODER + "_fuse_qkv")
     yield Trial("by_head/8/unchecked", partial(encoder, BY_HEAD, HEADS), 8, ENCODER + "_fuse_qkv", check_vma=False)
@@ -183,20 +180,10 @@ def trials() -> Iterator[Trial]:
         for n in (2, 8):
             yield Trial(f"{name}/{n}", partial(decoder, PRE, HEADS, writes), n, DECODER)
         yield Trial(f"{name}/by_head/4", partial(decoder, BY_HEAD, HEADS, writes), 4, DECODER + "_fuse_qkv")
-        yield Trial(
-            f"{name}/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, writes), 4, DECODER, check_vma=False
-        )
+    yield Trial("write/llama/4/unchecked", partial(decoder, LLAMA, HEADS // 2, True), 4, DECODER, check_vma=False)
 
 
-OF_EACH_KIND = (  # 2, 4 and 8 devices; each kind of layer, of cache and of mesh; checked and not
-    *("separate/2", "separate/rows/4", "post/4", "llama/8", "scanned/4"),
-    *("append/by_head/4", "write/8", "write/llama/4/unchecked"),
-)
-
-
-def is_long(name: str) -> bool:
-    """Whether a trial is left to the nightly run."""
-    return name not in OF_EACH_KIND
+TRAINED = {f"separate/{n}" for n in (2, 4, 8)}  # names of trials whose train steps are tried as well
 
 
 def split_rows(specs: Any) -> Any:
@@ -204,10 +191,10 @@ def split_rows(specs: Any) -> Any:
     return jax.tree.map(lambda spec: P("data", *spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
 
 
-def collectives(fn: Callable[..., Any], args: Any) -> dict[str, int]:
+def collectives(compiled: Any) -> dict[str, int]:
     """How many of each stand in the compiled program."""
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    names = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
+    kinds = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    names = re.findall(kinds, compiled.as_text())
     return {name: names.count(name) for name in sorted(set(names))}
 
 
@@ -223,8 +210,8 @@ def loss(fn: Callable[..., Any], made: Any, *rest: Any) -> Array:
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(made, *rest)))
 
 
-def problem(trial: Trial) -> str | None:
-    """What is wrong with a trial: what is found, values and gradients against one device, collectives before and after."""
+def programs(trial: Trial) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+    """A trial's program on one device, the same on several, and their arguments."""
     alone, args, _, _ = trial.build(False)
     body, _, given, made = trial.build(True)
     sizes = (2, trial.devices // 2) if trial.by_rows else (1, trial.devices)
@@ -233,22 +220,27 @@ def problem(trial: Trial) -> str | None:
         x, *rest = given[1:]
         given = (given[0], *split_rows([x, *rest[:1]]), *rest[1:])  # rows and caches, not the step
         made = split_rows(made)
-    fn = jax.shard_map(body, mesh=mesh, in_specs=given, out_specs=made, check_vma=trial.check_vma)
+    return alone, jax.shard_map(body, mesh=mesh, in_specs=given, out_specs=made, check_vma=trial.check_vma), args
+
+
+def problem(trial: Trial) -> str | None:
+    """What is wrong with a trial: what is found, values and gradients against one device, collectives before and after."""
+    alone, fn, args = programs(trial)
     found = fl.find(fn, *args, passes=PASSES)
     counts = {name: n for name, n in found.counts().items() if n}
     if counts != {trial.site: trial.count}:
         return f"found {counts}: {[str(r) for r in found.rejections]}"
     fused = fl.fuse(fn, passes=PASSES)
     want = jax.jit(alone)(*args)
-    if why := far(want, fused(*args), 1e-5) or far(want, jax.jit(fused)(*args), 1e-5):
+    old, new = (jax.jit(f).lower(*args).compile() for f in (fn, fused))
+    if why := far(want, fused(*args), 1e-5) or far(want, new(*args), 1e-5):
         return why
-    before, after = collectives(fn, args), collectives(fused, args)
+    before, after = collectives(old), collectives(new)
     if before != after or set(before) != {"all-reduce"}:
         return f"{before} before, {after} after"
     one, several = (jax.jit(jax.grad(partial(loss, f)))(*args) for f in (alone, fused))
-    if why := far(one, several, 1e-4):
-        return f"gradient {why}"
-    return untrained(alone, fn, fused, args) if trial.trains else None
+    why = far(one, several, 1e-4)
+    return f"gradient {why}" if why else None
 
 
 def step(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,10 +258,11 @@ def step(fn: Callable[..., Any]) -> Callable[..., Any]:
     return descend
 
 
-def untrained(alone: Any, fn: Any, fused: Any, args: Any) -> str | None:
+def untrained(trial: Trial) -> str | None:
     """What is wrong with a train step of the fused layers, or with one that is fused once it is differentiated (default passes)."""
+    alone, fn, args = programs(trial)
     want = jax.jit(step(alone))(*args)
-    if why := far(want, jax.jit(step(fused))(*args), 1e-5):
+    if why := far(want, jax.jit(step(fl.fuse(fn, passes=PASSES)))(*args), 1e-5):
         return f"train step: {why}"
     whole = fl.fuse(step(fn))
     counts = whole.findings(*args).counts()
@@ -279,7 +272,5 @@ def untrained(alone: Any, fn: Any, fused: Any, args: Any) -> str | None:
     return f"train step, fused as a whole: {why}" if why else None
 
 
-if __name__ == "__main__":
-    for trial in trials():
-        if trial.name in sys.argv[1:] or (not sys.argv[1:] and not is_long(trial.name)):
-            print(json.dumps([trial.name, problem(trial)]), flush=True)
+TRIALS: dict[str, Callable[[], str | None]] = {trial.name: partial(problem, trial) for trial in trials()}
+TRIALS |= {f"{trial.name}/train step": partial(untrained, trial) for trial in trials() if trial.name in TRAINED}

@@ -81,7 +81,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_mask_that_jax_random_draws_becomes_its_key(name):
     site = drops(attending(SPELLINGS[name]), KEY)

@@ -124,7 +124,6 @@ def test_nothing_else_is_permuted_in_a_step_that_is_differentiated_already(name)
     same(step(*args), step_of(fn)(*args))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", ["xla", "xla_blockwise"])
 @pytest.mark.parametrize("name", FORMS)
 def test_values_and_gradients_are_those_of_the_original(name, implementation):

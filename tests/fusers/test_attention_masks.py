@@ -92,7 +92,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_happens_to_the_scores_becomes_operands(name):
     change, more, words, operands = CHANGES[name]
@@ -202,7 +201,6 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_happens_to_the_probabilities_becomes_factors(name):
     def attend(q, k, v, keep):

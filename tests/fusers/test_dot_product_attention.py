@@ -79,7 +79,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_one_site_with_the_same_values_and_gradients(name):
     site = fused(LAYOUTS[name], Q, K, V)
@@ -151,7 +150,6 @@ SCALES = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCALES)
 def test_the_scale_is_found_wherever_it_stands(name):
     scores, scale = SCALES[name]
@@ -179,7 +177,6 @@ SOFTMAXES = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_every_spelling_of_softmax_is_found_causal_too(name):
     assert fused(lambda q, k, v: einsum_form(q, k, v, softmax=SOFTMAXES[name]), Q, K, V).attrs["is_causal"] is False
@@ -218,7 +215,6 @@ CAUSAL = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_mask_is_told_by_its_values_in_every_spelling(name):
     def attend(q, k, v):

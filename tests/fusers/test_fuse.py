@@ -77,7 +77,6 @@ def compare(transform, f, factor=2.0):
 # -- transformations --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_fused_function_is_called_jitted_and_differentiated_as_the_original(name):
     f = FUNCTIONS[name]
@@ -113,7 +112,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_every_transformation_of_the_fused_function_agrees(transform, name):

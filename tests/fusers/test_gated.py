@@ -15,7 +15,7 @@ import fusionlab as fl
 from fusionlab.errors import REJECTIONS, ArgumentError
 from fusionlab.kernels import choices
 from fusionlab.kernels.gated_matmul import GATED_MATMUL, cuda
-from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
+from tests.kernels.emulated import kernels_on_the_cpu
 
 from .checks import close, normal
 
@@ -81,7 +81,6 @@ FORMS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_pair_is_one_call(name):
     site = agree(FORMS[name], X, W, V)
@@ -160,11 +159,6 @@ def test_products_go_from_three_to_two_to_none_of_its_own():
     assert products(feed_forward, X, W, V, D) == 3
     assert products(fl.fuse(feed_forward, passes=fl.Strategy(matmul_schedule=True)), X, W, V, D) == 3
     assert products(fl.fuse(feed_forward, passes=PAIR), X, W, V, D) == 2
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return emulator_in(tmp_path_factory.mktemp("emulated"))
 
 
 def test_the_kernel_is_one_launch_and_the_pair_no_product(emulator):

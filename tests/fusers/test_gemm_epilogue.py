@@ -164,7 +164,6 @@ def test_every_activation_is_told_apart_in_every_dtype(act, dtype):
     assert site.formula == ("x @ w + b" if act == "none" else f"{act}(x @ w + b)")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("act", ["none", "relu", "gelu_tanh", "gelu_erf"])
 def test_values_and_gradients_are_the_originals_in_every_dtype(act, dtype):

@@ -73,7 +73,6 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variance", VARIANCES)
 def test_every_spelling_of_the_variance_is_found(variance):
     site = fused(lambda x: (x - mean(x)) * lax.rsqrt(VARIANCES[variance](x) + EPS) * G + B, X)
@@ -82,7 +81,6 @@ def test_every_spelling_of_the_variance_is_found(variance):
     assert set(site.leaves) == {"x", "scale", "bias"}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_every_spelling_of_the_division_is_found(division):
     assert fused(lambda x: DIVISIONS[division](x - mean(x), x.var(-1, keepdims=True)), X).attrs["kind"] == "layer"
@@ -117,7 +115,6 @@ AFFINE = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AFFINE)
 def test_scale_and_bias_are_part_of_the_site_where_they_are_vectors_of_features(name):
     fn, after = AFFINE[name]
@@ -140,7 +137,6 @@ RMS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", RMS)
 def test_every_spelling_of_rms_norm_is_found_in_f32_and_in_bf16(name, dtype):
@@ -383,7 +379,6 @@ def test_what_is_no_norm_is_not_mentioned(name):
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("library", NORMS)

@@ -90,7 +90,6 @@ BIAS = np.random.default_rng(1).normal(size=(parts.S, parts.S)).astype(np.float3
 PER_HEAD = np.random.default_rng(2).normal(size=(4, parts.S, parts.S)).astype(np.float32)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mask", "one", "two"),
     [
@@ -139,7 +138,6 @@ def test_a_row_ends_where_a_cast_of_what_is_between_is_returned(read):
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("passes", [PASSES, STACKED], ids=["", "stacked"])
 @pytest.mark.parametrize(
     "mask",
@@ -187,7 +185,6 @@ def written(keys, values, length=24):
     return fn, (parts.params(), parts.inputs(2, 1, parts.E), cache)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [wrapped, clamped])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.int32, jnp.uint32])
 def test_a_step_of_any_dtype_writes_where_the_program_does(dtype, keys):
@@ -263,7 +260,6 @@ def test_one_head_whose_rows_are_heads_is_declined(causal):
     declined(functools.partial(plain, causal=causal), args, "axes", "rows along an axis of heads")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("width", "heads", "size", "ffn", "batch", "rows"),

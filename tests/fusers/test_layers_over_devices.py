@@ -1,7 +1,9 @@
 """Whole layers spread over devices: found, right against one device, with the collectives they had; and what is none.
 
-The programs, and what is asserted of each, are in spread.py. They run in one process of their own, since the number of devices is fixed
-when JAX starts. Row 36 of the acceptance list.
+The programs, and what is asserted of each, are in spread.py. Row 36 of the acceptance list. One of them by hand:
+
+    python -m pytest "tests/fusers/test_layers_over_devices.py::test_row_36_layers_over_devices_are_sites_and_equal_one_device_with_the_\
+same_collectives[post/4]"
 """
 
 from __future__ import annotations
@@ -19,29 +21,13 @@ import fusionlab as fl
 from fusionlab.models import parallel, transformer
 
 from . import layer_parts as parts
-from .processes import problems_of
-from .spread import PASSES, PRE, is_long, spread, trials
-
-NAMES = [trial.name for trial in trials()]
-LONG = [name for name in NAMES if is_long(name)]
+from .spread import PASSES, PRE, TRIALS, spread
 
 
-@pytest.fixture(scope="module")
-def problems():
-    """What went wrong with each trial, None where nothing did."""
-    return problems_of("spread", 8)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
-def test_row_36_layers_over_devices_are_sites_and_equal_one_device_with_the_same_collectives(problems, name):
-    assert problems[name] is None, problems[name]
-
-
-@pytest.mark.nightly
-def test_row_36_and_the_other_layers():
-    found = problems_of("spread", 8, *LONG)
-    assert sorted(found) == sorted(LONG)
-    assert not {name: why for name, why in found.items() if why is not None}
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_row_36_layers_over_devices_are_sites_and_equal_one_device_with_the_same_collectives(on_devices, name):
+    on_devices("fusers.spread", name)
 
 
 def found_in(layer, check_vma=True, passes=PASSES, dtype=jnp.float32):
@@ -201,12 +187,13 @@ def activated(p, h):
     return lax.psum(act(parts.linear(p, "up", h)) @ p["down"], "tp") + p["down_bias"]
 
 
-def test_a_layer_of_a_real_model_s_size_is_found_where_a_device_has_as_many_features_as_there_are_tokens():
-    """16 heads of 128, and 2048 tokens: by the shapes alone, no array is made."""
+@pytest.mark.parametrize("width", [1024, 2048])
+def test_a_layer_of_a_real_model_s_size_is_found_where_a_device_has_as_many_features_as_there_are_tokens(width):
+    """16 heads, of 64 and of 128, and as many tokens as features: by the shapes alone, no array is made."""
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    arrays = jax.eval_shape(lambda: transformer.init(jax.random.key(0), 1, 2048))
+    arrays = jax.eval_shape(lambda: transformer.init(jax.random.key(0), 1, width))
     layer = parallel.encoder(mesh, arrays, heads=16, causal=True)
-    counts = fl.find(layer, arrays, jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32), passes=PASSES).counts()
+    counts = fl.find(layer, arrays, jax.ShapeDtypeStruct((8, width, width), jnp.float32), passes=PASSES).counts()
     assert counts["multi_devices_multi_transformer_encoder"] == 1
 
 

@@ -14,7 +14,6 @@ from .libraries import ACTIVATIONS, ATTENTIONS, CROSS_ATTENTIONS, DROPPING, MLPS
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("library", MLPS)
@@ -25,7 +24,6 @@ def test_both_layers_of_a_library_mlp_are_found_with_their_own_activation(librar
     assert not found.rejections
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True], ids=["unmasked", "causal"])
 @pytest.mark.parametrize("library", ATTENTIONS)
@@ -69,7 +67,6 @@ def test_a_library_attention_keeps_its_values_and_gradients(library):
     agree(fn, *varied(args), factor=8)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "shared"), DROPPING, ids=str)
 def test_the_dropout_of_a_library_is_drawn_again_of_its_key(library, shared):
     fn, args = DROPPING[library, shared](shared, jnp.float32)

@@ -155,7 +155,6 @@ ABSORBED = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ABSORBED)
 def test_a_route_absorbs_what_stands_behind_a_product(name):
     fn, formula = ABSORBED[name]
@@ -275,7 +274,6 @@ def test_values_of_what_is_widened_are_the_same_to_the_bit():
     np.testing.assert_allclose(jax.jit(new)(HX, HW), want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("widened", ["before it is broadcast", "after it", "both"])
 def test_a_bias_of_16_bits_is_added_as_it_is_wherever_the_program_widens_it(widened, cast):
@@ -428,16 +426,23 @@ def test_products_inside_loops_and_remat_are_routed():
     assert [c.formula for c in found.candidates] == ["0.5 * (a @ b)"]
 
 
-def test_a_product_inside_a_shard_map_that_checks_what_varies():
+@pytest.mark.parametrize(
+    ("fn", "specs", "args", "formula"),
+    [
+        (lambda x, w: 2.0 * jax.lax.psum(x @ w, "d"), (P(), P("d")), (X, W), "a @ b"),
+        (
+            lambda x, w, r: jax.nn.relu(2.0 * (x @ w) + r[:, None]),
+            (P("d"), P(), P("d")),
+            (X, W, R),
+            "relu(2 * (a @ b) + bias)",
+        ),
+    ],
+    ids=["summed", "with rows"],
+)
+def test_a_product_inside_a_shard_map_that_checks_what_varies(fn, specs, args, formula):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
-
-    def fn(x, w, r):
-        return jax.nn.relu(2.0 * (x @ w) + r[:, None])
-
-    with_rows = jax.shard_map(fn, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=P("d"))
-    assert one(with_rows, X, W, R, within=1e-5).formula == "relu(2 * (a @ b) + bias)"
-    whole = jax.shard_map(lambda x, w: 2.0 * jax.lax.psum(x @ w, "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-    assert one(whole, X, W, within=1e-5).formula == "a @ b"
+    inside = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    assert one(inside, *args, within=1e-5).formula == formula
 
 
 def test_a_bias_that_is_sharded_over_an_explicit_axis_stays_behind_the_product():

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 from fusionlab.kernels.layer_norm import choosing
 
-from .checks import close, normal, weighed
+from .checks import close, jit, normal, weighed
 
 PASSES = ["gemm_epilogue", "layer_norm"]
 X, W, V = normal((4, 6, 32), (32, 48), (48, 32))
@@ -90,14 +90,15 @@ def test_the_rewritten_step_can_be_transformed():
     _, rewritten = fused(stepped(stack), PARAMS, X)
     step = stepped(stack)
     moved = jax.tree.map(jnp.cos, (PARAMS, X))
-    close(jax.jvp(rewritten, (PARAMS, X), moved), jax.jvp(step, (PARAMS, X), moved), 200)
+    pushed = [jit(lambda p, m, f=f: jax.jvp(f, p, m))((PARAMS, X), moved) for f in (rewritten, step)]
+    close(*pushed, 200)
     rows = jnp.stack([X, X * 0.5])
-    close(jax.vmap(rewritten, (None, 0))(PARAMS, rows), jax.vmap(step, (None, 0))(PARAMS, rows), 60)
+    close(*(jit(jax.vmap(f, (None, 0)))(PARAMS, rows) for f in (rewritten, step)), 60)
 
     def second(f):
         return lambda p, x: jnp.sum(jnp.sin(f(p, x)[1][0]["v"]))
 
-    close(jax.grad(second(rewritten), (0, 1))(PARAMS, X), jax.grad(second(step), (0, 1))(PARAMS, X), 200)
+    close(*(jit(jax.grad(second(f), (0, 1)))(PARAMS, X) for f in (rewritten, step)), 200)
 
 
 def test_in_a_scan_too():

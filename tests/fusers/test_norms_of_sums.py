@@ -285,14 +285,14 @@ def test_the_structures_around_it_are_seen_all_the_same():
         assert any(s.kind == "residual_norm" for s in f.structures)
 
 
-def test_inside_a_scan_and_a_checkpoint():
-    def looped(x, r, g, b):
-        return lax.scan(lambda c, _: (post(c, r, g, b), None), x, None, length=2)[0]
+def looped(x, r, g, b):
+    return lax.scan(lambda c, _: (post(c, r, g, b), None), x, None, length=2)[0]
 
-    assert "residual" in site(looped, *ARGS).leaves
-    assert "residual" in site(jax.checkpoint(post), *ARGS).leaves
-    found(stepped(looped), *ARGS, factor=60)
-    found(stepped(jax.checkpoint(post)), *ARGS)
+
+@pytest.mark.parametrize(("fn", "more"), [(looped, {"factor": 60}), (jax.checkpoint(post), {})], ids=["scan", "remat"])
+def test_inside_a_scan_and_a_checkpoint(fn, more):
+    assert "residual" in site(fn, *ARGS).leaves
+    found(stepped(fn), *ARGS, **more)
 
 
 def test_named_by_the_user_it_is_left_to_them():

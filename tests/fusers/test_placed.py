@@ -1,5 +1,7 @@
 """A `jit` whose arguments are sharded: fused programs send between devices what the original sends, and no more. The programs, and what
-is asserted of each, are in placed.py; they run in one process of their own, since the number of devices is fixed when JAX starts.
+is asserted of each, are in placed.py. One of them by hand:
+
+    python -m pytest "tests/fusers/test_placed.py::test_a_fused_program_moves_no_data_that_the_original_does_not[lerp/both/forward]"
 """
 
 from __future__ import annotations
@@ -8,29 +10,13 @@ import pytest
 
 from fusionlab.graph.collectives import Traffic
 
-from .placed import is_long, more, trials
-from .processes import problems_of
-
-NAMES = [trial.name for trial in trials()]
-LONG = [name for name in NAMES if is_long(name)]
+from .placed import TRIALS, more
 
 
-@pytest.fixture(scope="module")
-def problems():
-    """What went wrong with each trial, None where nothing did."""
-    return problems_of("placed", 8)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
-def test_a_fused_program_moves_no_data_that_the_original_does_not(problems, name):
-    assert problems[name] is None, problems[name]
-
-
-@pytest.mark.nightly
-def test_nor_do_the_others():
-    found = problems_of("placed", 8, *LONG)
-    assert sorted(found) == sorted(LONG)
-    assert not {name: why for name, why in found.items() if why is not None}
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_fused_program_moves_no_data_that_the_original_does_not(on_devices, name):
+    on_devices("fusers.placed", name)
 
 
 def test_what_is_more():

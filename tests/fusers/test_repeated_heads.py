@@ -81,7 +81,6 @@ def the_op(fn, *args):
     return eqn
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SHARED)
 def test_heads_that_share_keys_are_read_where_they_stand(name, is_causal):
@@ -101,7 +100,6 @@ def test_heads_that_share_keys_are_read_where_they_stand(name, is_causal):
     )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHARED)
 def test_a_train_step_has_the_gradients_of_the_few_heads(name):
     def step(q, k, v):

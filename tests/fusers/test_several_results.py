@@ -26,12 +26,11 @@ from fusionlab.viz.html import report_html
 from fusionlab.viz.inspecting import inspect
 from fusionlab.viz.view_model import view_model
 
+from .checks import normal
 from .several import GatePass, gate
 
-KEYS = jax.random.split(jax.random.key(1), 4)
-X, Y = (jax.random.normal(k, (5, 8)) for k in KEYS[:2])
-W = jax.random.normal(KEYS[2], (8, 8)) * 0.4
-B = jax.random.normal(KEYS[3], (8,))
+X, Y, W, B = normal((5, 8), (5, 8), (8, 8), (8,))
+W = W * 0.4
 ARGS = X, W, B, Y
 
 

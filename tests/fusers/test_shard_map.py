@@ -1,7 +1,9 @@
 """Sites in `shard_map`, with and without check_vma: found, and fused with the values and gradients of the original.
 
-The programs, and what is asserted of each, are in sharded.py. They run in one process of their own, since the number of devices is
-fixed when JAX starts.
+The programs, and what is asserted of each, are in sharded.py. One of them by hand:
+
+    python -m pytest "tests/fusers/test_shard_map.py::test_every_site_is_found_and_the_fused_program_has_the_values_and_gradients_of_the_\
+original[mlp]"
 """
 
 from __future__ import annotations
@@ -18,30 +20,13 @@ from fusionlab.graph.compat import has_pending_sums
 from fusionlab.graph.region import Region
 from fusionlab.graph.trace import trace
 
-from .processes import problems_of
-from .sharded import trials
-
-NAMES = [name for name, _ in trials()]
-# Of most programs there is a trial as it is and one differentiated: daily the one or the other, in turns.
-OF_PROGRAM = {name: [n for n in NAMES if n.replace(" differentiated", "") == name] for name in NAMES}
-DAILY = [names[i % len(names)] for i, names in enumerate(names for names in OF_PROGRAM.values() if names)]
+from .sharded import TRIALS
 
 
-@pytest.fixture(scope="module")
-def problems():
-    """What went wrong with each trial, None where nothing did."""
-    return problems_of("sharded", 4, *DAILY)
-
-
-@pytest.mark.nightly
-def test_and_every_other_one():
-    others = [name for name in NAMES if name not in DAILY]
-    assert problems_of("sharded", 4, *others) == dict.fromkeys(others)
-
-
-@pytest.mark.parametrize("name", DAILY)
-def test_every_site_is_found_and_the_fused_program_has_the_values_and_gradients_of_the_original(problems, name):
-    assert problems[name] is None, problems[name]
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_every_site_is_found_and_the_fused_program_has_the_values_and_gradients_of_the_original(on_devices, name):
+    on_devices("fusers.sharded", name)
 
 
 def body_of(fn, *shapes):

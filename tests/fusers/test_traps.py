@@ -13,6 +13,8 @@ import fusionlab as fl
 
 from .checks import agree, close, codes, normal, primitives, weighed
 
+pytestmark = pytest.mark.whole
+
 X, W, B, W2, B2 = normal((6, 4), (4, 10), (10,), (10, 3), (3,))
 ARGS = (X, W, B)
 RELU = jax.nn.relu

@@ -202,16 +202,14 @@ def test_heads_split_off_a_product_are_proved_at_sizes_of_a_real_model():
     assert judge(lambda x, w, b: (x @ w).reshape(512, 12, 64)) == "value"
 
 
-def test_an_attention_over_as_many_tokens_as_features_is_proved_at_a_few_of_them():
+@pytest.mark.parametrize("case", ["the same", "another scale", "no bias", "a weight turned"])
+def test_an_attention_over_as_many_tokens_as_features_is_proved_at_a_few_of_them(case):
     """The 2048 features are 16 heads of 128: were those not reduced, there would be 2048 x 2048 scores of each head in float64."""
 
     def attend(x, w, b, scale=1 / 16):
         q, k, v = ((h @ w + b).reshape(4, 2048, 16, 128) for h in (x, jnp.sin(x), jnp.cos(x)))
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(4, 2048, 2048)
-
-    def judge(replacement):
-        return verdict(attend, replacement, (4, 2048, 2048), (2048, 2048), (2048,)).code
 
     def by_head(x, w, b, scale=1 / 16):
         q, k, v = (
@@ -221,10 +219,14 @@ def test_an_attention_over_as_many_tokens_as_features_is_proved_at_a_few_of_them
         weights = jax.nn.softmax(q * scale @ k.swapaxes(2, 3))
         return jnp.einsum("bhqd->bqhd", weights @ v).reshape(4, 2048, 2048)
 
-    assert judge(by_head) is None
-    assert judge(lambda x, w, b: by_head(x, w, b, 1.001 / 16)) == "value"
-    assert judge(lambda x, w, b: by_head(x, w, 0 * b)) == "value"
-    assert judge(lambda x, w, b: by_head(x, w.T, b)) == "value"
+    replacement = {
+        "the same": by_head,
+        "another scale": lambda x, w, b: by_head(x, w, b, 1.001 / 16),
+        "no bias": lambda x, w, b: by_head(x, w, 0 * b),
+        "a weight turned": lambda x, w, b: by_head(x, w.T, b),
+    }[case]
+    code = verdict(attend, replacement, (4, 2048, 2048), (2048, 2048), (2048,)).code
+    assert code == (None if case == "the same" else "value")
 
 
 @pytest.mark.parametrize("few", [False, True])

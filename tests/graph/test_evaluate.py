@@ -325,7 +325,6 @@ STRUCTURED = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STRUCTURED)
 def test_structured_programs_and_their_gradients_are_jaxs_own(name):
     fn = STRUCTURED[name]

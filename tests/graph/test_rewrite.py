@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +14,12 @@ from fusionlab.errors import RewriteError
 from fusionlab.graph.rewrite import Replacement, to_jaxpr
 from fusionlab.graph.text import graph_text
 from fusionlab.graph.trace import graph_of_jaxpr, trace
-from tests.simulated import environment
+from tests.fusers.checks import normal
 
-KEYS = jax.random.split(jax.random.key(3), 4)
-X = jax.random.normal(KEYS[0], (5, 6))
-W = jax.random.normal(KEYS[1], (6, 6)) * 0.4
-B = jax.random.normal(KEYS[2], (6,))
+from .on_four_devices import TRIALS
+
+X, W, B = normal((5, 6), (6, 6), (6,))
+W = W * 0.4
 
 
 def layer(x):
@@ -272,69 +269,12 @@ def test_equations_a_replacement_leaves_without_readers_are_dropped():
 # -- several devices --------------------------------------------------------------------------------------------------
 
 
-ON_FOUR_DEVICES = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-import fusionlab as fl
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_on_four_devices_sharded_jit_and_shard_map_give_the_same_values_and_gradients(on_devices, name):
+    """One of them by hand, all on a line:
 
-k = jax.random.split(jax.random.key(0), 3)
-args = jax.random.normal(k[0], (8, 6)), jax.random.normal(k[1], (6, 12)), jax.random.normal(k[2], (12,))
-
-def rows(x, w, b):  # data parallel: each device has rows
-    return jax.nn.gelu(x @ w + b)
-
-def columns(x, w, b):  # tensor parallel: each device has features, summed afterwards
-    return jax.lax.psum(jax.nn.relu(x @ w + b) @ w.T, "d")
-
-def same(fn, fused, args):
-    def graded(f):
-        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1, 2)))
-    want, got = graded(fn)(*args), graded(fused)(*args)
-    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-5, atol=2e-5), got, want)
-    assert [g.sharding.spec for g in got[1]] == [e.sharding.spec for e in want[1]]
-
-SPECS = {rows: ((P("d"), P(), P()), P("d")), columns: ((P(), P(None, "d"), P("d")), P())}
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
-    for fn, (in_specs, out_specs) in SPECS.items():
-        placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, in_specs)]
-        if sys.argv[1] == "jit":
-            if fn is rows:
-                fused = fl.fuse(fn)
-                assert fused.findings(*placed).counts()["gemm_epilogue"] == 1
-                same(fn, fused, placed)
-                print(kind.name, fn.__name__)
-            continue
-        check = sys.argv[1] == "checked"
-        mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
-        fused = fl.fuse(mapped)
-        found = fused.findings(*placed)
-        assert found.counts()["gemm_epilogue"] == 1, found.rejections
-        graph = found.apply()
-        (owner,) = [n for n in graph.nodes() if n.primitive == "shard_map"]
-        assert owner.params["check_vma"] is check
-        assert "gemm_epilogue" in [n.primitive for n in owner.blocks[0].nodes]
-        psums = [sum("psum" in n.primitive for n in g.nodes()) for g in (found.graph, graph)]
-        assert psums[0] == psums[1] == (1 if fn is columns else 0), psums
-        same(mapped, fused, placed)
-        print(kind.name, fn.__name__)
-"""
-
-
-@pytest.mark.parametrize("how", ["jit", "unchecked", "checked"])
-def test_on_four_devices_sharded_jit_and_shard_map_give_the_same_values_and_gradients(how):
-    """In a process of its own: the number of devices is fixed when JAX starts. "checked" is shard_map's check_vma."""
-    done = subprocess.run(
-        [sys.executable, "-c", ON_FOUR_DEVICES, how],
-        env=environment(4),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    expected = ["Auto rows", "Explicit rows"]
-    if how != "jit":
-        expected = ["Auto rows", "Auto columns", "Explicit rows", "Explicit columns"]
-    assert done.stdout.splitlines() == expected
+    python -m pytest "tests/graph/test_rewrite.py::
+      test_on_four_devices_sharded_jit_and_shard_map_give_the_same_values_and_gradients[checked Auto rows]"
+    """
+    on_devices("graph.on_four_devices", name)

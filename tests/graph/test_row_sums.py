@@ -10,12 +10,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from fusionlab.graph.row_sums import with_row_sums
 from fusionlab.ops import gemm_epilogue, layer_norm
+from tests.fusers.checks import normal
 from tests.kernels.transformations import assert_agree, assert_same
 
-H, W, B, R, G = (
-    jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(6, 8), (8, 16), (16,), (6, 16), (16,)])
-)
-Y = jax.random.normal(jax.random.key(7), (6, 16))
+H, W, B, R, G, Y = normal((6, 8), (8, 16), (16,), (6, 16), (16,), (6, 16))
 ARGS = H, W, B, R, G
 
 

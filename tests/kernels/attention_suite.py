@@ -150,8 +150,8 @@ CASES = {
 }
 
 
-def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """Operands by slot, a cotangent, and the same numbers as float64 in BTNH."""
+def arrays(case: Case, dtype: str, layout: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """Operands by slot, and a cotangent ("ct")."""
     rng = np.random.default_rng(seed)
     dv = case.dv or case.d
     k = case.k or case.n
@@ -161,20 +161,27 @@ def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[s
         "value": (case.s, k, dv),
         "ct": (case.t, case.n, dv),
     }
-    plain, made = {}, {}
+    made = {}
     for slot, sizes in shapes.items():
-        a = jnp.asarray(rng.standard_normal((*case.batch, *sizes)) * case.spread, dtype)
-        plain[slot] = np.asarray(a, np.float64)
-        made[slot] = jnp.swapaxes(a, -2, -3) if layout == "BNTH" else a
+        a = (rng.standard_normal((*case.batch, *sizes)) * case.spread).astype(jnp.dtype(dtype))
+        made[slot] = np.swapaxes(a, -2, -3) if layout == "BNTH" else a
     for name in case.given:
         for slot, a in OPERANDS[name](rng, case).items():
-            made[slot] = jnp.asarray(a, dtype) if a.dtype == np.float64 else jnp.asarray(a)
-            plain[slot] = np.asarray(made[slot], np.float64 if a.dtype == np.float64 else None)
+            made[slot] = a.astype(jnp.dtype(dtype)) if a.dtype == np.float64 else a
+    return made
+
+
+def operands(case: Case, dtype: str, layout: str, seed: int = 0) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Operands by slot, a cotangent, and the same numbers as float64 in BTNH."""
+    made = arrays(case, dtype, layout, seed)
+    plain = {slot: a.astype(np.float64) if a.dtype == jnp.dtype(dtype) else a for slot, a in made.items()}
+    if layout == "BNTH":
+        plain |= {slot: np.swapaxes(plain[slot], -2, -3) for slot in ("query", "key", "value", "ct")}
     if "dropout_key" in made:
         key = jax.random.wrap_key_data(made["dropout_key"])
         shape = case.attrs.get("dropout_shape", (*case.batch, case.n, case.t, case.s))
-        plain["factors"] = jax.random.bernoulli(key, case.attrs["keep"], shape)
-        plain["factors"] = np.asarray(plain["factors"])
+        plain["factors"] = np.asarray(jax.random.bernoulli(key, case.attrs["keep"], shape))
+    made = {slot: jnp.asarray(a) for slot, a in made.items()}
     return made, made.pop("ct"), plain
 
 
@@ -220,11 +227,11 @@ class AttentionSuite:
     """Forward and gradients of one implementation."""
 
     implementation: str
-    least = 10  # cases that it holds in each dtype, of those it has daily
-    least_of_all = 0  # and of all, nightly
+    least = 10  # cases that it takes in each dtype
     slack = 1.0
     skips: bool | None = False  # whether blocks of scores outside of a local window are left out; None: who knows
     precision: Any = "highest"
+    dtypes: tuple[str, ...] = tuple(TOLERANCE)
 
     def cases(self, dtype):
         return tuple(CASES)
@@ -238,48 +245,76 @@ class AttentionSuite:
         one = OP.implementations[self.implementation]
         return one.refuses(present, Device.current(), role="call", residuals=True, **full)
 
+    def pytest_generate_tests(self, metafunc):
+        if "case" in metafunc.fixturenames:
+            turns = [(name, dtype) for name in CASES for dtype in self.dtypes if name in self.cases(dtype)]
+            metafunc.parametrize(("case", "dtype"), turns)
+
+    def test_values_and_gradients(self, case, dtype):
+        self.check(CASES[case], dtype, case, self.layout(case), alone=False)
+
+    def test_values_where_no_gradient_is_asked_for(self, case, dtype):
+        """By kernels of their own, where those for gradients write more than the result."""
+        layout = self.layout(case)
+        if (given := self.given(CASES[case], dtype, layout)) is not None:
+            made, _, plain = given
+            f = jax.jit(functools.partial(dot_product_attention, **self.attrs(CASES[case], layout)))
+            want = exact(plain, CASES[case].attrs)[0]
+            self.close(f(**made), want, dtype, layout, TOLERANCE[dtype] * self.slack * np.abs(want).max(), case)
+
     @pytest.mark.parametrize("dtype", list(TOLERANCE))
-    def test_values_and_gradients(self, dtype):
-        assert self.hold(self.cases(dtype), dtype) >= self.least
+    def test_it_takes_as_many_cases_as_it_should(self, dtype):
+        """What it refuses is checked of no case."""
+        taken = [name for name in self.cases(dtype) if self.takes(CASES[name], dtype, self.layout(name))]
+        assert len(taken) >= self.least
 
-    @pytest.mark.nightly
-    @pytest.mark.parametrize("dtype", list(TOLERANCE))
-    def test_every_case(self, dtype):
-        assert self.hold(CASES, dtype) >= max(self.least, self.least_of_all)
-
-    def hold(self, names, dtype):
-        layouts = ("BTNH", "BNTH")
-        return sum(self.check(CASES[name], dtype, name, layouts[i % 2]) for i, name in enumerate(names))
-
-    def check(self, case, dtype, name, layout="BTNH", tolerance=None):
+    def takes(self, case, dtype, layout):
         if dtype not in case.dtypes:
+            return False
+        shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in arrays(case, dtype, layout).items()}
+        return not self.refusal(shapes, case, layout)
+
+    def layout(self, name):
+        return ("BTNH", "BNTH")[list(CASES).index(name) % 2]
+
+    def given(self, case, dtype, layout):
+        """What `operands` gives, or None where the implementation has no such case."""
+        if dtype not in case.dtypes:
+            return None
+        given = operands(case, dtype, layout)
+        return None if self.refusal(given[0], case, layout) else given
+
+    def close(self, got, want, dtype, layout, most, what):
+        assert got.dtype == dtype
+        got = np.asarray(got, np.float64)
+        error = np.abs((np.swapaxes(got, -2, -3) if layout == "BNTH" else got) - want).max()
+        assert error <= most, (what, layout, dtype, error, most)
+
+    def check(self, case, dtype, name, layout="BTNH", tolerance=None, alone=True):
+        """1 where it holds, 0 where the implementation has no such case. `alone`: the values without gradients as well."""
+        if (given := self.given(case, dtype, layout)) is None:
             return 0
-        made, ct, plain = operands(case, dtype, layout)
-        if self.refusal(made, case, layout):
-            return 0
+        made, ct, plain = given
         rest = {slot: a for slot, a in made.items() if slot not in FIELDS[:3]}
 
         @jax.jit
         def run(q, k, v, ct, rest):
             f = functools.partial(dot_product_attention, **rest, **self.attrs(case, layout))
             out, pull = jax.vjp(f, q, k, v)
-            return f(q, k, v), out, *pull(ct)
+            return f(q, k, v) if alone else out, out, *pull(ct)
 
-        alone, *found = run(*(made[n] for n in FIELDS[:3]), ct, rest)
+        by_itself, *found = run(*(made[n] for n in FIELDS[:3]), ct, rest)
         limit = (tolerance or TOLERANCE[dtype]) * self.slack
-        np.testing.assert_allclose(np.asarray(alone, np.float64), np.asarray(found[0], np.float64), limit, limit)
+        np.testing.assert_allclose(np.asarray(by_itself, np.float64), np.asarray(found[0], np.float64), limit, limit)
         wants = exact(plain, case.attrs)
         least = 0.2 * max(np.abs(want).max() for want in wants[1:])  # one that cancels is as exact as the others
         for what, got, want in zip(("out", "dquery", "dkey", "dvalue"), found, wants, strict=True):
-            assert got.dtype == dtype
-            got = np.asarray(got, np.float64)
-            got = np.swapaxes(got, -2, -3) if layout == "BNTH" else got
-            error = np.abs(got - want).max() / max(np.abs(want).max(), 0 if what == "out" else least)
-            assert error <= limit, (name, layout, dtype, what, error)
+            most = limit * max(np.abs(want).max(), 0 if what == "out" else least)
+            self.close(got, want, dtype, layout, most, (name, what))
         return 1
 
     def test_a_row_that_sees_nothing_is_zero_and_moves_nothing(self):
-        case = Case(given=("a row of nothing",))
+        case = Case(batch=(1,), n=1, given=("a row of nothing",))
         made, ct, _ = operands(case, "float32", "BTNH")
         if reason := self.refusal(made, case, "BTNH"):
             pytest.skip(reason)
@@ -294,7 +329,7 @@ class AttentionSuite:
         """Unless it computes all scores: then a weight of 0 meets the NaN."""
         if self.skips is None:
             pytest.skip("what a library reads is its own affair")
-        case = Case(t=400, s=400, n=1, d=24, attrs={"window": window})
+        case = Case(batch=(1,), t=400, s=400, n=1, d=24, attrs={"window": window})
         made, ct, _ = operands(case, "bfloat16", "BTNH")
         early = slice(0, 8)
         ct, v = (a.at[:, early].set(jnp.nan) for a in (ct, made["value"]))

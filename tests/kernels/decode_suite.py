@@ -83,12 +83,20 @@ CASES = {
 }
 
 
-def operands_of(case: Case, seed: int = 0) -> dict[str, Any]:
-    """Random operands, by name."""
+def shapes_of(case: Case) -> dict[str, Any]:
+    """Shapes and dtypes of the operands, by name."""
+    given = operands_of(case, drawn=False)
+    return {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in given.items()}
+
+
+def operands_of(case: Case, seed: int = 0, drawn: bool = True) -> dict[str, Any]:
+    """Random operands, by name; where they are not to be drawn, only the shapes of those that may be large."""
     rng = np.random.default_rng(seed)
     b, e, h, g, d, f = case.rows, case.width, case.heads, case.kv_heads, case.size, case.hidden
 
     def draw(*shape: int, scale: float = 1.0, dtype: str = case.dtype) -> Any:
+        if not drawn:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         return jnp.asarray(rng.normal(size=shape) * scale, dtype)
 
     def weight(slot: str, inner: int, *columns: int) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
+import hashlib
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,23 +22,14 @@ from fusionlab.kernels.compile import KERNELS
 from fusionlab.kernels.dot_product_attention import cuda
 from fusionlab.kernels.kernel_plan import KernelPlan
 from fusionlab.kernels.plans import PlanBook, Prepared
+from tests.caches import cached_file
 
 SHIM = Path(__file__).parent / "cuda_shim"
 # -fsanitize=alignment: what a GPU cannot read at an odd address ends the process here too.
 FLAGS = (
-    *("-std=c++20", "-O1", "-fPIC", "-fno-strict-aliasing", "-fsanitize=alignment", "-fno-sanitize-recover"),
+    *("-std=c++20", "-Og", "-fPIC", "-fno-strict-aliasing", "-fsanitize=alignment", "-fno-sanitize-recover"),
     *("-Wno-unknown-pragmas", f"-I{SHIM}"),
 )
-
-
-@functools.cache
-def precompiled(compiler: str) -> tuple[tempfile.TemporaryDirectory, Path]:
-    """The headers of C++, compiled once for all variants (a third of the time of each), in a folder that is held."""
-    folder = tempfile.TemporaryDirectory()
-    header = Path(folder.name) / "shim.h"
-    header.write_text('#include "standard.h"\n', encoding="utf-8")
-    _compiled([compiler, *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
-    return folder, header
 
 
 def _compiled(command: list[str]) -> None:
@@ -47,32 +37,77 @@ def _compiled(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _headers() -> bytes:
+    """The texts that any kernel may include: the project's own and those that stand for CUDA's."""
+    kinds = {".cu", ".cuh", ".h", ".cpp"}
+    files = sorted(p for folder in (SHIM, KERNELS) for p in folder.rglob("*") if p.suffix in kinds)
+    return b"".join(p.name.encode() + p.read_bytes() for p in files)
+
+
 class Emulator:
-    """Compiles a variant once, into `folder`, and runs launches.
+    """Compiles a variant once and runs launches.
+
+    What is compiled lies in the tests' cache folder, under a hash of all that it is made from: source text and headers, options and
+    compiler. Tests, workers of pytest and runs share it.
 
     Attributes:
       last_thread_first: the order in which the threads of a block take turns.
     """
 
-    def __init__(self, compiler: str, folder: Path):
-        self._compiler, self._folder = compiler, folder
+    def __init__(self, compiler: str):
+        self._compiler = compiler
         self._libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
         self.last_thread_first = False
 
     def _library(self, spec: KernelPlan) -> ctypes.CDLL:
         key = (spec.source, spec.text, *spec.options)
         if key not in self._libraries:
-            source, unit = (KERNELS / spec.source).parent, SHIM / f"{Path(spec.source).stem}.cpp"
-            if spec.text:  # a user's own, with its entries as the launches name them
-                entries = "".join(f"FL_RUN({name})\n" for name in {one.entry for one in spec.launches})
-                unit = self._folder / f"unit{len(self._libraries)}.cpp"
-                unit.write_text(f'{spec.text}\n#include "runner.h"\n{entries}', encoding="utf-8")
-            built = self._folder / f"variant{len(self._libraries)}.so"
-            _, header = precompiled(self._compiler)
-            before = ("-shared", "-include", str(header), "-Winvalid-pch", "-Werror=invalid-pch", f"-I{source}")
-            _compiled([self._compiler, *FLAGS, *before, *spec.options, str(unit), "-o", str(built)])
-            self._libraries[key] = ctypes.CDLL(str(built))
+            self._libraries[key] = ctypes.CDLL(str(self._built(spec)))
         return self._libraries[key]
+
+    def _built(self, spec: KernelPlan) -> Path:
+        entries = sorted({one.entry for one in spec.launches}) if spec.text else []
+        made_from = repr((_version(self._compiler), FLAGS, spec.source, spec.text, entries, spec.options))
+        name = hashlib.sha256(made_from.encode() + _headers()).hexdigest()[:32]
+
+        def build(path: Path) -> None:
+            folder, unit = (KERNELS / spec.source).parent, SHIM / f"{Path(spec.source).stem}.cpp"
+            if spec.text:  # a user's own, with its entries as the launches name them
+                runs = "".join(f"FL_RUN({entry})\n" for entry in entries)
+                unit = path.with_suffix(".cpp")
+                unit.write_text(f'{spec.text}\n#include "runner.h"\n{runs}', encoding="utf-8")
+            before = (
+                "-shared",
+                "-include",
+                str(self._precompiled()),
+                "-Winvalid-pch",
+                "-Werror=invalid-pch",
+                f"-I{folder}",
+            )
+            _compiled([self._compiler, *FLAGS, *before, *spec.options, str(unit), "-o", str(path)])
+
+        return cached_file(f"emulated/{name}.so", build)
+
+    def _precompiled(self) -> Path:
+        """The headers of C++, compiled once for all variants (a third of the time of each)."""
+        made_from = repr((_version(self._compiler), FLAGS)).encode() + _headers()
+        name = f"emulated/{hashlib.sha256(made_from).hexdigest()[:32]}.h"
+
+        def build(path: Path) -> None:
+            path.write_text('#include "standard.h"\n', encoding="utf-8")
+
+        header = cached_file(name, build)
+        cached_file(
+            f"{name}.gch",
+            lambda path: _compiled([self._compiler, *FLAGS, "-x", "c++-header", str(header), "-o", str(path)]),
+        )
+        return header
 
     def run(self, spec: KernelPlan, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """Launches in order, into `results`."""
@@ -97,14 +132,6 @@ class Emulator:
             library = self._library(spec)
             ctypes.c_int.in_dll(library, "last_thread_first").value = self.last_thread_first
             getattr(library, f"run_{one.entry}")(*sizes, pointers)
-
-
-def emulator_in(folder: Path) -> Emulator:
-    """An emulator that builds in `folder`; skips the test where there is no compiler."""
-    compiler = shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs g++")
-    return Emulator(compiler, folder)
 
 
 @contextmanager

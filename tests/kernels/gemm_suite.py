@@ -5,6 +5,8 @@ Inherit, and set `implementation`. What an implementation refuses is skipped wit
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,14 +115,25 @@ class GemmEpilogueSuite:
         if reason := self.refusal(operands, activation, layout):
             pytest.skip(reason)
 
+    @classmethod
+    def turns(cls):
+        """Shapes, layouts and activations."""
+        pairs = itertools.product(enumerate(cls.activations), range(cls.shapes_each))
+        return [(SHAPES[(i + 2 * j) % len(SHAPES)], list(LAYOUTS)[(i + j) % 4], name) for (i, name), j in pairs]
+
+    def pytest_generate_tests(self, metafunc):
+        if "turn" in metafunc.fixturenames:
+            metafunc.parametrize("turn", self.turns(), ids=lambda turn: "-".join(map(str, turn)))
+
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_values_and_gradients_in_every_layout(self, dtype):
-        held = 0
-        for i, activation in enumerate(self.activations):
-            for j in range(self.shapes_each):
-                shape, layout = SHAPES[(i + 2 * j) % len(SHAPES)], list(LAYOUTS)[(i + j) % 4]
-                held += self.check(shape, layout, activation, dtype)
-        assert held >= 3
+    def test_values_and_gradients_in_every_layout(self, dtype, turn):
+        self.check(*turn, dtype)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_it_takes_as_many_cases_as_it_should(self, dtype):
+        """What it refuses is checked of no case."""
+        given = [(data(*shape, layout, dtype)[0][:3], activation, layout) for shape, layout, activation in self.turns()]
+        assert sum(not self.refusal(*one) for one in given) >= 3
 
     def check(self, shape, layout, activation, dtype):
         (x, w, b, ct), plain = data(*shape, layout, dtype)
@@ -191,4 +204,5 @@ class GemmEpilogueSuite:
             got, want = jax.jit(jax.grad(many(wrap(f))))(x), jax.jit(jax.grad(many(r)))(x)
             np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
         one = lambda f: lambda v: jnp.sum(f(x.at[0, 0].set(v)) ** 2)  # noqa: E731
-        np.testing.assert_allclose(jax.hessian(one(f))(0.3), jax.hessian(one(r))(0.3), rtol=1e-4)
+        got, want = (jax.jit(jax.hessian(one(of)))(0.3) for of in (f, r))
+        np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -18,8 +18,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from fusionlab.kernels import plans
 from fusionlab.kernels.launch import BOOK, launch
@@ -147,46 +145,6 @@ def doubled(x: Array) -> Array:
 # Programs of processes.
 
 
-def four_devices() -> dict[str, Any]:
-    """Shards of a call inside shard_map: one launch a device, of the local shape; a second operand that every device has."""
-    mesh = jax.make_mesh((4,), ("d",))
-    x = np.arange(32, dtype=np.float32).reshape(8, 4)
-    shared = np.arange(3, dtype=np.float32)
-    found: dict[str, Any] = {}
-    for check in (True, False):
-        varying: list[list[str]] = []
-
-        def local(a: Array, b: Array, varying: list = varying) -> tuple[Array, Array]:
-            assert a.shape == (2, 4)
-            (out,) = numpy_call("first_minus_mean_of_second", a, b)
-            varying.append(
-                sorted(jax.typeof(out).manual_axis_type.varying)
-                + sorted(jax.typeof(doubled(b)).manual_axis_type.varying)
-            )
-            return out, jax.lax.psum(doubled(out), "d")
-
-        f = jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P()), check_vma=check)
-        placed = jax.device_put(x, NamedSharding(mesh, P("d"))), jax.device_put(shared, NamedSharding(mesh, P()))
-        LAUNCHED.clear()
-        for _ in range(3):
-            out, total = jax.block_until_ready(jax.jit(f)(*placed))
-        wanted = x - 1
-        shards = {
-            shard.device.id: bool((np.asarray(shard.data) == wanted[shard.index]).all())
-            for shard in out.addressable_shards
-        }
-        text = jax.jit(f).lower(*placed).compile().as_text()
-        found[f"check_vma={check}"] = {
-            "shards": [shards[i] for i in range(4)],
-            "shard_shapes": sorted({tuple(s.data.shape) for s in out.addressable_shards}),
-            "varying": varying[0],
-            "total": bool((np.asarray(total) == 2 * wanted.reshape(4, 2, 4).sum(0)).all()),
-            "launched": sum(f == "double" for f, *_ in LAUNCHED),
-            "gathers": text.count("all-gather"),
-        }
-    return found
-
-
 def cached(folder: str) -> dict[str, Any]:
     """Compiles with JAX's persistent cache in a folder, and loads what an earlier process serialised there, or serialises it."""
     serialised = Path(folder, "executable")
@@ -236,7 +194,7 @@ MATMUL = (
     '{"algorithm":"","aux_pitch":0,"compute":"f32","dtype":"float32","epilogue":"BIAS","k":4,"kind":"cublaslt","library":0,"m":2,"n":3,'
     '"transposed":[false,true],"workspace":4194304}'
 )
-PROGRAMS = {f.__name__: f for f in (four_devices, cached, unregistered)}
+PROGRAMS = {f.__name__: f for f in (cached, unregistered)}
 
 
 if __name__ == "__main__":

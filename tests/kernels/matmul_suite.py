@@ -6,7 +6,7 @@ Inherit, and set `implementation`. A case that an implementation refuses is pass
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -73,6 +73,12 @@ BEHIND = {
     "alpha, beta and rows": Case(bias=(24, 1), attrs={"alpha": 2.0, "beta": -3.0}),
 }
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
+MIXED = [  # whether the result has the operands' dtype, a case, its activation
+    (own, name, activation)
+    for own in (False, True)
+    for name in ("columns", "TT", "rows", "alpha, beta and columns")
+    for activation in ("relu", "none")
+]
 
 
 def value_of(activation: str, h: np.ndarray) -> np.ndarray:
@@ -89,6 +95,7 @@ class MatmulSuite:
     implementation: str
     least = 0  # how many of all cases it takes in bfloat16
     mixed = 8  # of those whose results have other dtypes
+    held = 0  # cases that a test ran
     every: ClassVar[dict[str, int]] = {
         "bfloat16": 1,
         "float32": 3,
@@ -102,14 +109,23 @@ class MatmulSuite:
         refuses = MATMUL.implementations[self.implementation].refuses
         return refuses(given, Device.current(), present=tuple(given), residuals=True, **full)
 
+    def attributes(self, case: Case, activation: str) -> dict[str, Any]:
+        return dict(case.attrs, dimensions=case.dimensions, product=case.product, out=case.out, activation=activation)
+
+    def takes(self, case: Case, dtype: str, activation: str = "none") -> bool:
+        shapes = {"a": case.a, "b": case.b, "bias": case.bias}
+        given = {n: jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for n, s in shapes.items() if s is not None}
+        return not self.refusal(given, self.attributes(case, activation))
+
     def check(self, case: Case, dtype: str, activation: str = "none") -> int:
         """1 where it holds, 0 where the implementation refuses the case."""
+        if not self.takes(case, dtype, activation):
+            return 0
+        self.held += 1
         rng = np.random.default_rng(len(case.a))
         a, b, bias = (None if s is None else rng.uniform(-1, 1, s) for s in (case.a, case.b, case.bias))
         operands = {n: jnp.asarray(v, dtype) for n, v in (("a", a), ("b", b), ("bias", bias)) if v is not None}
-        attrs = dict(case.attrs, dimensions=case.dimensions, product=case.product, out=case.out, activation=activation)
-        if self.refusal(operands, attrs):
-            return 0
+        attrs = self.attributes(case, activation)
         plain = {n: np.asarray(v, np.float64) for n, v in operands.items()}
         out = jnp.dtype(case.out or case.product or dtype).name
         full = {**attrs, "precision": "highest", "implementation": self.implementation}
@@ -155,24 +171,40 @@ class MatmulSuite:
         yield
         jax.config.update("jax_enable_x64", before)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-    def test_values_and_gradients(self, dtype):
+    @classmethod
+    def cases(cls, dtype: str) -> list[tuple[str, str]]:
+        """Names and activations; first those of the activations, of which every implementation takes some."""
         pairs = itertools.product(("NN", "columns", "rows", "columns, of a batch", "odd sizes"), ACTIVATIONS)
-        cases = [(case, "none") for case in (PRODUCTS | BEHIND).values()]
-        cases += [((PRODUCTS | BEHIND)[name], activation) for name, activation in pairs]
-        step = self.every[dtype]
-        held = sum(self.check(case, dtype, activation) for case, activation in cases[::step])
-        assert held >= self.least // step
+        chosen = [*((name, "none") for name in PRODUCTS | BEHIND), *pairs][:: cls.every[dtype]]
+        return sorted(chosen, key=lambda case: case[1] == "none")
 
-    @pytest.mark.parametrize("dtype", ["bfloat16"])
-    def test_results_of_other_dtypes(self, dtype):
-        held = 0
-        for product, out in (("float32", None), ("float32", dtype)):
-            for name in ("TT", "rows", "columns", "alpha, beta and columns"):
-                case = (PRODUCTS | BEHIND)[name]
-                case = Case(case.a, case.b, case.bias, case.dimensions, product, out, case.attrs)
-                held += self.check(case, dtype) + self.check(case, dtype, "relu")
-        assert held >= self.mixed
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            dtypes = ("float32", "bfloat16", "float16", "float64")
+            cases = [(dtype, *case) for dtype in dtypes for case in self.cases(dtype)]
+            metafunc.parametrize(("dtype", "case", "activation"), cases)
+        if "mixed" in metafunc.fixturenames:
+            metafunc.parametrize("mixed", MIXED, ids=lambda one: "-".join(map(str, one)))
+
+    def test_values_and_gradients(self, dtype, case, activation):
+        self.check((PRODUCTS | BEHIND)[case], dtype, activation)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+    def test_it_takes_as_many_cases_as_it_should(self, dtype):
+        """What it refuses is checked of no case."""
+        taken = [self.takes((PRODUCTS | BEHIND)[name], dtype, activation) for name, activation in self.cases(dtype)]
+        assert sum(taken) >= self.least // self.every[dtype]
+
+    def test_results_of_other_dtypes(self, mixed):
+        self.check(*self.mixed_of(*mixed))
+
+    def test_it_takes_as_many_results_of_other_dtypes_as_it_should(self):
+        assert sum(self.takes(*self.mixed_of(*case)) for case in MIXED) >= self.mixed
+
+    def mixed_of(self, own: bool, name: str, activation: str) -> tuple[Case, str, str]:
+        """A case of a float32 product of bfloat16 operands, whose result has their dtype again or has not."""
+        case = replace((PRODUCTS | BEHIND)[name], product="float32", out="bfloat16" if own else None)
+        return case, "bfloat16", activation
 
 
 def _letters(case: Case) -> tuple[str, str, str]:

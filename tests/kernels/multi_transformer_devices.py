@@ -1,7 +1,8 @@
-"""multi_transformer on four simulated devices. Not a test module: `python -m kernels.multi_transformer_devices` in the folder tests."""
+"""multi_transformer on four devices. Trials for test_multi_transformer.py, whose cases have their names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE
 from fusionlab.ops import TransformerLayer, multi_transformer
 
-from .partitioned import SEEN, register
+from .partitioned import SEEN, in_float64, registered
 
 B, S, E, H, D, F, ROOM = 8, 6, 16, 4, 4, 32, 9
 SHAPES = {
@@ -34,8 +35,11 @@ SHAPES = {
 }
 
 
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(0.4 * np.random.default_rng([seed, *shape]).standard_normal(shape))
+surroundings = in_float64
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return 0.4 * np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
 LAYERS = [
@@ -43,7 +47,7 @@ LAYERS = [
 ]
 X, ONE = draw(B, S, E), draw(B, 1, E, seed=3)
 CACHES = tuple((draw(B, ROOM, H, D, seed=i), draw(B, ROOM, H, D, seed=i + 7)) for i in range(2))
-STEPS = jnp.arange(1, 9, dtype=jnp.int32)
+STEPS = np.arange(1, 9, dtype=np.int32)
 
 
 def encode(x: Any, layers: Any, implementation: str | None = None) -> Any:
@@ -63,9 +67,13 @@ def close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
 
 
-def mapped(mesh: Any, check: bool) -> None:
+def mesh_of(kind: AxisType) -> Any:
+    return jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
+
+
+def mapped(check: bool) -> None:
     """Inside shard_map, by rows: values, gradients of rows and of weights that every device has."""
-    shard = partial(jax.shard_map, mesh=mesh, check_vma=check)
+    shard = partial(jax.shard_map, mesh=mesh_of(AxisType.Auto), check_vma=check)
     run = shard(encode, in_specs=(P("d"), P()), out_specs=P("d"))
     close(jax.jit(run)(X, LAYERS), encode(X, LAYERS, "xla"))
 
@@ -80,8 +88,9 @@ def mapped(mesh: Any, check: bool) -> None:
         close(jax.jit(whole)(ONE, LAYERS, CACHES, step), decode(ONE, LAYERS, CACHES, step, "xla"))
 
 
-def placed(mesh: Any) -> None:
+def placed() -> None:
     """A jit whose arrays are sharded: by rows; by heads and features, which XLA then sums over."""
+    mesh = mesh_of(AxisType.Auto)
     want = jax.value_and_grad(partial(loss, partial(encode, implementation="xla")), (0, 1))(X, LAYERS)
     by_head = {"q": P(None, "d"), "k": P(None, "d"), "v": P(None, "d"), "q_bias": P("d"), "out": P("d")}
     by_feature = {"up": P(None, "d"), "up_bias": P("d"), "down": P("d")}
@@ -107,7 +116,7 @@ def explicit() -> None:
     """On a mesh with explicit axes, by rows: the results say how they are sharded."""
     encoded, decoded = encode(X, LAYERS, "xla"), decode(ONE, LAYERS, CACHES, jnp.int32(4), "xla")
     gradients = jax.grad(partial(loss, partial(encode, implementation="xla")), (0, 1))(X, LAYERS)
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         x, one, caches = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (X, ONE, CACHES))
         layers, both = (jax.device_put(a, NamedSharding(mesh, P())) for a in (LAYERS, jnp.stack([X, X])))
@@ -119,27 +128,26 @@ def explicit() -> None:
         close(jax.jit(jax.vmap(encode, (0, None)))(both, layers)[1], encoded)
 
 
-def opaque(mesh: Any) -> None:
+def opaque() -> None:
     """Pieces that XLA cannot look into are told how to split: each device computes with its own rows alone."""
-    register()
-    # Of this process alone, and the last thing it does.
-    type(GEMM_EPILOGUE).preferred = lambda self, role, shapes, device, **attrs: ("opaque", "for the trial")
-    x = jax.device_put(X, NamedSharding(mesh, P("d")))
+    x = jax.device_put(X, NamedSharding(mesh_of(AxisType.Auto), P("d")))
     want = encode(X, LAYERS, "xla")
-    SEEN.clear()
-    close(jax.jit(lambda x: encode(x, LAYERS))(x), want)
+    with registered() as patch:
+        patch.setattr(type(GEMM_EPILOGUE), "preferred", lambda self, *_, **__: ("opaque", "for the trial"))
+        jax.clear_caches()  # no piece is what it was, nor will be what it is
+        SEEN.clear()
+        try:
+            close(jax.jit(lambda x: encode(x, LAYERS))(x), want)
+        finally:
+            jax.clear_caches()
     rows = {shapes["x"][0] for role, shapes in SEEN if role == "call" and len(shapes["x"]) == 3}
     assert B // 4 in rows, rows
 
 
-if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
-    LAYERS = jax.tree.map(lambda a: a.astype("float64"), LAYERS)
-    X, ONE, CACHES = jax.tree.map(lambda a: a.astype("float64"), (X, ONE, CACHES))
-    automatic = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    mapped(automatic, True)
-    mapped(automatic, False)
-    placed(automatic)
-    explicit()
-    opaque(automatic)
-    print("right")
+TRIALS: dict[str, Callable[[], None]] = {
+    "mapped": partial(mapped, True),
+    "mapped unchecked": partial(mapped, False),
+    "placed": placed,
+    "explicit": explicit,
+    "opaque": opaque,
+}

@@ -191,7 +191,6 @@ class NormSuite:
 
         return jax.jit(of)
 
-    @pytest.mark.sampled(3)
     def test_values_and_gradients(self, turn):
         name, dtype = turn
         case = {**CASES, **LARGE}[name]

@@ -1,17 +1,14 @@
-"""Opaque implementations on four devices: the trials, and the process that runs them. Not a test module.
+"""Opaque implementations on four devices. Trials for test_partition.py, whose cases have their names.
 
-In the folder tests, `python -m kernels.partitioned`, with names of trials or without, prints a line of JSON for each: its name, and what
-went wrong or null.
 The opaque implementation computes its products in LAPACK (a triangular solve), a custom call XLA cannot split; it notes the local shapes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
-import sys
-import traceback
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +40,6 @@ SEEN: list[
     tuple[str, dict[str, tuple[int, ...]]]
 ] = []  # (role, local shapes), noted while the code of a device is traced
 TRIALS: dict[str, Callable[[], None]] = {}
-LONG = ("every_sharding_over_two_mesh_axes",)  # takes a minute
 M, K, N = 16, 8, 32
 
 
@@ -141,17 +137,38 @@ def packing(one: Implementation) -> Implementation:
 PACKED = Packed()
 
 
-def register() -> None:
-    """For this process alone: other tests ask what implementations there are."""
+@contextlib.contextmanager
+def registered() -> Iterator[pytest.MonkeyPatch]:
+    """Ops have an opaque implementation, which notes what it sees."""
     unsplit = replace(OPAQUE, name="unsplit", opaque=False)
-    GemmEpilogue.implementations = {**GemmEpilogue.implementations, "opaque": OPAQUE, "unsplit": unsplit}
-    Packed.implementations = {name: packing(one) for name, one in GemmEpilogue.implementations.items()}
-    for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION, LERP, GATED_MATMUL):
-        one = op.implementations["xla"]
-        type(op).implementations = {
-            **op.implementations,
-            "opaque": replace(one, name="opaque", forward=noting(one), opaque=True),
-        }
+    with pytest.MonkeyPatch.context() as patch:
+
+        def give(op: type[Op], *more: Implementation) -> None:
+            patch.setattr(op, "implementations", {**op.implementations, **{one.name: one for one in more}})
+
+        give(GemmEpilogue, OPAQUE, unsplit)
+        patch.setattr(Packed, "implementations", {n: packing(one) for n, one in GemmEpilogue.implementations.items()})
+        for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION, LERP, GATED_MATMUL):
+            one = op.implementations["xla"]
+            give(type(op), replace(one, name="opaque", forward=noting(one), opaque=True))
+        yield patch
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """In all threads, as `jax.enable_x64` is not: XLA asks how an op is split from a thread of its own."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@contextlib.contextmanager
+def surroundings() -> Iterator[None]:
+    with in_float64(), registered():
+        yield
 
 
 def noting(one: Implementation) -> Callable[..., Any]:
@@ -208,7 +225,8 @@ def close(got: Any, want: Any, what: Any = "") -> None:
 
 
 def mesh_of(axes: dict[str, int], kind: AxisType = AxisType.Auto) -> Any:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    sizes = tuple(axes.values())
+    return jax.make_mesh(sizes, tuple(axes), axis_types=(kind,) * len(sizes), devices=jax.devices()[: math.prod(sizes)])
 
 
 def placed(mesh: Any, *specs: P, args: tuple = ARGS) -> list[Array]:
@@ -717,20 +735,3 @@ def a_trace_shows_one_node_and_no_region() -> None:
     close(got, jax.jit(lambda x, w, b: site(site(x, w, b) @ w.T, w, b))(*ARGS))
     assert "lapack" in text
     assert not count(text, "all-gather")
-
-
-def main() -> None:
-    jax.config.update("jax_enable_x64", True)
-    register()
-    asked = sys.argv[1:] or [name for name in TRIALS if name not in LONG]
-    for name in asked:
-        try:
-            TRIALS[name]()
-            problem = None
-        except Exception:  # whatever goes wrong is what this process reports
-            problem = traceback.format_exc()[-3000:]
-        print(json.dumps([name, problem]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 
 from fusionlab.errors import ArgumentError
 from fusionlab.kernels.dot_product_attention.probe import lengths_of, probe_plan
-from tests.kernels.emulated import Emulator
 
 KEYS = (1, 5, 255, 256, 1000)
 
@@ -44,13 +41,10 @@ def test_lengths_and_prefixes_in_jnp(keys):
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_the_kernel_finds_the_same(keys, tmp_path):
-    compiler = shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs g++")
+def test_the_kernel_finds_the_same(keys, emulator):
     mask = masks(keys)
     found = np.full((7, 2), -7, np.int32)
-    Emulator(compiler, tmp_path).run(probe_plan(7, keys), [mask], [found])
+    emulator.run(probe_plan(7, keys), [mask], [found])
     lengths, prefix = expected(mask)
     np.testing.assert_array_equal(found, np.stack([lengths, prefix], -1))
 

@@ -58,7 +58,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blockwise, "_CAUSAL_GROUPS", 3)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_transformation_equals_plain_code(name, x64):
     args = data(batch=(), t=3, s=4, n=2, h=2, hv=3)
@@ -87,7 +86,6 @@ def repeated(f):
     return run
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_transformation_of_heads_that_share_keys_equals_repeated_ones(name, x64):
     args = shared(2, t=3, s=4, h=2, hv=2)
@@ -103,7 +101,6 @@ def local(q, k, v, window, is_causal=False):
     return jnp.einsum("...nts,...snh->...tnh", jnp.where(seen.any(-1)[:, None], jax.nn.softmax(scores), 0), v)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_transformation_of_a_local_window_equals_a_mask(name, x64):
     args = data(batch=(), t=6, s=4, n=2, h=2, hv=3)  # the last row sees no key
@@ -119,7 +116,6 @@ def test_every_transformation_of_a_local_window_equals_a_mask(name, x64):
 WINDOWS = {(3, 2): None, (0, 0): None, (5, 0): None, (2, 30): None, 4: (4, 4), (60, 1): None}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("t", "s"), [(37, 53), (53, 37), (37, 20)])
@@ -170,7 +166,6 @@ def test_blocks_of_a_local_window_see_its_keys_alone():
     assert not any("8192" in made for made in products), products
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["jit", "grad", "jvp", "vmap_of_grad", "grad_of_vmap", "scan", "checkpoint"])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_blockwise_takes_heads_that_share_keys_too(name, key_heads, x64, small_blocks):
@@ -212,7 +207,6 @@ def test_the_gradient_of_a_shared_head_is_summed_before_it_is_rounded(x64):
     assert np.abs(np.asarray(got, np.float64) - want).max() < 2**-8 * np.abs(want).max()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("batch", "t", "s"), [((2,), 37, 53), ((), 53, 37), ((1, 2), 37, 37)])
 def test_odd_sizes_agree_forward_and_backward(batch, t, s, is_causal, x64, small_blocks):

@@ -62,7 +62,6 @@ def both(activation):
     return fused, plain
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_transformation_equals_plain_code(name, x64):
     assert_agree(*both("gelu_tanh"), data((3, 4), (4, 5), (5,)), (name,), 1e-12)
@@ -84,7 +83,6 @@ def test_every_activation_agrees_in_values_gradients_and_curvature(activation, x
     )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh", "gelu_erf"])
 def test_values_and_gradients_are_as_near_float64_as_the_dtype_allows(activation, dtype, x64):

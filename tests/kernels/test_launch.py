@@ -21,6 +21,7 @@ from fusionlab.kernels.launch import BOOK, TARGET, launch
 from tests.simulated import environment
 
 from .launching import LAUNCHED, MATMUL, PREPARED, NumpyPlan, doubled, numpy_call, plan_for
+from .launching_devices import TRIALS
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "bool")
 F32 = jnp.float32
@@ -30,10 +31,11 @@ def struct(shape, dtype=F32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def process(*arguments, devices=1):
+def process(*arguments):
     """What a program of launching.py prints, in a process of its own."""
     command = [sys.executable, "-m", "kernels.launching", *map(str, arguments)]
-    done = subprocess.run(command, env=environment(devices), capture_output=True, text=True, timeout=300, check=False)
+    env = {name: value for name, value in environment(1).items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -268,10 +270,11 @@ def test_eight_threads_compile_different_functions():
 # Several devices.
 
 
-def test_every_device_launches_its_own_shard():
-    wanted = {"shards": [True] * 4, "shard_shapes": [[2, 4]], "total": True, "launched": 12, "gathers": 0}
-    checked, unchecked = {**wanted, "varying": ["d"]}, {**wanted, "varying": []}
-    assert process("four_devices", devices=4) == {"check_vma=True": checked, "check_vma=False": unchecked}
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_every_device_launches_its_own_shard(on_devices, name):
+    """One of them by hand: `python -m pytest "tests/kernels/test_launch.py::test_every_device_launches_its_own_shard[checked]"`."""
+    on_devices("kernels.launching_devices", name)
 
 
 # Executables of other processes.

@@ -356,7 +356,6 @@ def sums_of_cotangents(norm):
     return gradients
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_cotangent_given_as_a_sum_takes_every_transformation(name, x64):
     args = data((3, 5), (5,), (3, 5), (3, 5), (3, 5))

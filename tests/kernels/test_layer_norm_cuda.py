@@ -14,7 +14,7 @@ import pytest
 from fusionlab.device import Device
 from fusionlab.kernels.layer_norm import cuda, plan, tiling
 from fusionlab.kernels.layer_norm.plan import Norm, backward_passes, forward_plan
-from tests.kernels.emulated import emulator_in, kernels_on_the_cpu, poisoned
+from tests.kernels.emulated import kernels_on_the_cpu, poisoned
 from tests.kernels.norm_suite import CASES, Case, NormSuite, close, exact, operands, turns
 from tests.kernels.transformations import adding
 
@@ -38,11 +38,6 @@ class TestXla(NormSuite):
     implementation = "xla"
     turns = turns(CASES)
     repeatable = False
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return emulator_in(tmp_path_factory.mktemp("emulated"))
 
 
 class TestCudaEmulated(NormSuite):
@@ -72,7 +67,7 @@ class TestCudaEmulated(NormSuite):
         for slot, got in {**outs, **grads}.items():
             close(slot, got, wants[slot])
 
-    @pytest.mark.parametrize("count", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))])
+    @pytest.mark.parametrize("count", [3, 2, 4])
     @pytest.mark.parametrize(("name", "dtype", "wanted"), SUMS, ids=lambda v: str(v).replace(" ", "_"))
     def test_a_cotangent_given_as_a_sum(self, name, dtype, wanted, count):
         """Added up by the kernel in the order given, each sum rounded; before it, where it has no room."""

@@ -33,7 +33,6 @@ def x64():
         yield
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_transformation_equals_plain_code(name, x64):
     assert_agree(lerp, plain, data((3, 4), (2, 1, 4), (3, 1)), (name,), 1e-12)
@@ -57,7 +56,6 @@ BROADCASTS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BROADCASTS)
 def test_every_broadcast_forward_backward_and_batched(name, x64):
     args = data(*BROADCASTS[name])
@@ -85,17 +83,9 @@ def check_shapes(three):
         assert_same((got, pull_fused(ct)), (want, pull(ct)), 1e-12)
 
 
-@given(shapes())
-@settings(max_examples=30)
-def test_any_shapes_have_the_gradients_of_jax_vjp(three):
-    check_shapes(three)
-
-
-@pytest.mark.nightly
-@given(shapes())
-@settings(max_examples=300)
-def test_many_shapes_have_the_gradients_of_jax_vjp(three):
-    check_shapes(three)
+@pytest.mark.parametrize("examples", [10, 30, 300])
+def test_any_shapes_have_the_gradients_of_jax_vjp(examples):
+    settings(max_examples=examples)(given(shapes())(check_shapes))()
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (1, 2)])

@@ -10,17 +10,12 @@ from fusionlab.kernels.lerp import cuda
 from fusionlab.kernels.lerp.axes import SLOTS
 from fusionlab.kernels.lerp.plan import backward_passes, forward_plan
 from tests.gpu.activity import read
-from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
+from tests.kernels.emulated import kernels_on_the_cpu
 from tests.kernels.lerp_suite import LARGE, LerpSuite, beyond_32_bits, turns
 
 
 class TestXla(LerpSuite):
     implementation = "xla"
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return emulator_in(tmp_path_factory.mktemp("emulated"))
 
 
 class TestCudaEmulated(LerpSuite):

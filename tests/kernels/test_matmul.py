@@ -19,7 +19,7 @@ from fusionlab.errors import ROUTE_REASONS, ArgumentError, BackendError, Unknown
 from fusionlab.kernels.matmul import routes, support
 from fusionlab.kernels.matmul.axes import Product, stored
 from fusionlab.kernels.matmul.op import MATMUL
-from tests.kernels.emulated import emulator_in, kernels_on_the_cpu
+from tests.kernels.emulated import kernels_on_the_cpu
 from tests.kernels.emulated_blas import products_on_the_cpu
 from tests.kernels.matmul_suite import BEHIND, PRODUCTS, MatmulSuite
 
@@ -49,10 +49,10 @@ class TestLibrary(MatmulSuite):
     def _by_numpy(self):
         with products_on_the_cpu(support) as plans:
             yield
-        assert plans
+        assert plans or not self.held
 
     def test_it_takes_what_it_is_there_for(self):
-        takes = {name for name, case in (PRODUCTS | BEHIND).items() if self.check(case, "bfloat16")}
+        takes = {name for name, case in (PRODUCTS | BEHIND).items() if self.takes(case, "bfloat16")}
         assert (PRODUCTS | BEHIND).keys() - takes == {"apart in b", "the batch last", "heads between"}
 
 
@@ -70,17 +70,13 @@ class TestKernel(MatmulSuite):
     mixed = 1
 
     @pytest.fixture(autouse=True)
-    def _as_cpp(self, tmp_path_factory):
-        with (
-            kernels_on_the_cpu(emulator_in(tmp_path_factory.mktemp("emulated"))) as book,
-            pytest.MonkeyPatch.context() as patch,
-        ):
+    def _as_cpp(self, emulator):
+        with kernels_on_the_cpu(emulator) as book, pytest.MonkeyPatch.context() as patch:
             patch.setattr(support, "refuses_device", lambda *_: None)
             yield
-            assert book.counters()["launches"]
+            assert book.counters()["launches"] or not self.held
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", ["xla", "cublaslt"])
 @pytest.mark.parametrize("axes", [(0, None, None), (0, 0, None), (None, 0, None), (1, 1, 0), (0, None, 0)])
 def test_a_batch_of_calls_and_its_gradients(axes, implementation):
@@ -101,7 +97,7 @@ def test_a_batch_of_calls_and_its_gradients(axes, implementation):
             lambda f: jax.vmap(jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2)), axes),
             lambda f: jax.vmap(jax.grad(lambda *x: (f(*x) ** 2).sum()), axes),
         ):
-            alike(of(fused)(*batched), of(plain)(*batched))
+            alike(jax.jit(of(fused))(*batched), jax.jit(of(plain))(*batched))
 
 
 def test_a_batch_of_both_operands_is_a_batch_of_products_and_one_of_rows_is_more_rows():
@@ -124,8 +120,8 @@ def test_second_derivatives_and_forward_mode():
     def plain(a):
         return jax.nn.gelu(0.5 * (a @ b) + bias).sum()
 
-    alike(jax.hessian(fused)(a), jax.hessian(plain)(a))
-    alike(jax.jvp(fused, (a,), (a + 1,)), jax.jvp(plain, (a,), (a + 1,)))
+    alike(*(jax.jit(jax.hessian(f))(a) for f in (fused, plain)))
+    alike(jax.jvp(fused, (a,), (a + 1,)), jax.jit(lambda a: jax.jvp(plain, (a,), (a + 1,)))(a))
 
 
 def test_inside_a_shard_map_an_operand_that_does_not_vary_gets_the_sum_of_its_gradients():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import functools
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -21,8 +19,8 @@ from fusionlab.graph.trace import trace
 from fusionlab.kernels import OPS, meaning_of, plain_meaning_of
 from fusionlab.kernels.composite import CompositePrimitive
 from fusionlab.ops import TransformerLayer, multi_transformer, pack_qkv, rotary_tables, unpack_qkv
-from tests.simulated import environment
 
+from .multi_transformer_devices import TRIALS
 from .transformations import TRANSFORMATIONS, assert_same, primitives
 
 OP = OPS["multi_transformer"]
@@ -126,7 +124,6 @@ def case(name, count=1, dtype="float32"):
 # What it is.
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_one_node_and_computes_its_meaning(name):
     given, attrs = case(name, 2)
@@ -201,7 +198,6 @@ def partly(name, moving, reference=False):
     return of_moving, tuple(given[n] for n in moving)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", SUITE)
 def test_transformations_of_a_causal_layer(x64, which):
     f, args = partly("causal", NAMES)
@@ -218,7 +214,6 @@ def test_second_derivatives(x64, which):
     assert_same(run(f, args), run(plain, args), 1e-8, which)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_every_operand_and_result(x64, name):
     given, attrs = case(name, 2, dtype="float64")
@@ -299,7 +294,6 @@ SHARED = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shared", [None, *SHARED])
 @pytest.mark.parametrize("batched", [("x",), ("x", "cache_k.0", "cache_v.0"), ("cache_v.0",), "all"])
 def test_a_batch_is_more_rows(shared, batched):
@@ -454,11 +448,11 @@ def test_it_is_exported_for_any_batch():
     assert_same(exported.call(*more), f(*more), 1e-6)
 
 
-def test_on_four_devices():
-    command = [sys.executable, "-m", "kernels.multi_transformer_devices"]
-    done = subprocess.run(command, env=environment(4), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "right"
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_on_four_devices(on_devices, name):
+    """One of them by hand: `python -m pytest "tests/kernels/test_multi_transformer.py::test_on_four_devices[explicit]"`."""
+    on_devices("kernels.multi_transformer_devices", name)
 
 
 # What is told of it.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +15,18 @@ import fusionlab.kernels.layer_norm.op as norm_op
 from fusionlab import ops
 from fusionlab.kernels import OPS, meaning_of
 from fusionlab.kernels.implementation import Residual
-from tests.simulated import environment
 
-X, W, B = jnp.arange(12.0).reshape(3, 4) / 10 - 0.5, jnp.linspace(-1, 1, 20).reshape(4, 5), jnp.linspace(1, -1, 5)
-Q = jnp.sin(jnp.arange(48.0)).reshape(1, 6, 2, 4)
+from .sharded_ops import TRIALS
+
+X, W, B, Q = (
+    jnp.asarray(a, jnp.float32)
+    for a in (
+        np.arange(12.0).reshape(3, 4) / 10 - 0.5,
+        np.linspace(-1, 1, 20).reshape(4, 5),
+        np.linspace(1, -1, 5),
+        np.sin(np.arange(48.0)).reshape(1, 6, 2, 4),
+    )
+)
 
 
 def inline_meanings(jaxpr, *args):
@@ -113,89 +118,12 @@ def test_the_public_namespace_is_the_ops():
     assert {name for name in ops.__all__ if name.islower() and not name.startswith(beside)} == set(OPS)
 
 
-# Several devices need their own process: the number of CPU devices is fixed when JAX starts.
-SHARDED = """
-    import functools, jax, jax.numpy as jnp, numpy as np
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from fusionlab.kernels.dot_product_attention import blockwise
-    from fusionlab.errors import BackendError
-    from fusionlab.ops import dot_product_attention, gemm_epilogue, layer_norm
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_shard_map_and_both_kinds_of_sharded_jit_give_the_right_gradients(on_devices, name):
+    """One of them by hand, all on a line:
 
-    blockwise._FORWARD_SCORES = blockwise._BACKWARD_SCORES = 64
-    blockwise._LEAST_ROWS = 4
-    jax.config.update("jax_enable_x64", True)
-    keys = jax.random.split(jax.random.key(0), 5)
-    rand = lambda *shapes: tuple(jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, shapes))
-    plain_attention = lambda q, k, v: jnp.einsum(
-        "bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, -1), v)
-    seen = np.tri(9, dtype=bool)
-    extra = dict(mask=seen, mask_value=-1e9, softcap=2.0, factors_scale=1.5, scale=0.5)
-
-    def plain_with_all(q, k, v, bias, factors):
-        scores = 2.0 * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.25) + bias
-        p = jax.nn.softmax(jnp.where(seen, scores, -1e9), -1) * factors * 1.5
-        return jnp.einsum("bnts,bsnh->btnh", p, v)
-
-    def with_all(implementation=None):
-        return lambda q, k, v, b, f: dot_product_attention(q, k, v, bias=b, factors=f, implementation=implementation, **extra)
-
-    all_args, all_specs = rand(*[(2, 9, 2, 4)] * 3, (2, 9, 9), (2, 1, 1, 9)), (P("d"), P("d"), P("d"), P(), P("d"))
-    plain_norm = lambda x, g, b: jax.nn.standardize(x) * g + b
-    blocks = functools.partial(dot_product_attention, scale=0.5, implementation="xla_blockwise")
-    cases = [
-        (lambda x, w, b: gemm_epilogue(x, w, b, activation="gelu_tanh"), lambda x, w, b: jax.nn.gelu(x @ w + b),
-         rand((8, 4), (4, 6), (6,)), (P("d"), P(), P())),
-        (functools.partial(dot_product_attention, scale=0.5), plain_attention, rand(*[(2, 9, 2, 4)] * 3), (P("d"),) * 3),
-        (blocks, plain_attention, rand(*[(2, 9, 2, 4)] * 3), (P("d"),) * 3),
-        (with_all(), plain_with_all, all_args, all_specs),
-        (with_all("xla_blockwise"), plain_with_all, all_args, all_specs),
-        (layer_norm, plain_norm, rand((8, 4), (4,), (4,)), (P("d"), P(), P())),
-    ]
-    looped = (blocks, cases[4][0])
-
-    def refused(call):
-        try:
-            call()
-        except BackendError as e:
-            assert "explicit mesh axes" in str(e)
-        else:
-            raise AssertionError("not refused")
-
-    def close(got, want):
-        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
-
-    for fused, plain, args, specs in cases:
-        every = tuple(range(len(args)))
-        want = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(plain(*a))), every)(*args)
-        mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-        for check_vma in (True, False):
-            body = lambda *a: jax.lax.psum(jnp.sum(jnp.sin(fused(*a))), "d")
-            loss = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-            close(jax.jit(jax.value_and_grad(loss, every))(*args), want)
-        placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
-        close(jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(fused(*a))), every))(*placed), want)
-        explicit = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
-        with jax.set_mesh(explicit):
-            placed = [jax.device_put(a, NamedSharding(explicit, s)) for a, s in zip(args, specs)]
-            step = jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(fused(*a))), every))
-            if fused in looped:
-                refused(lambda: step(*placed))
-            else:
-                close(step(*placed), want)
-    gemm, norm = cases[0], cases[-1]
-    elsewhere = [(gemm, gemm[-1]), (gemm, (P(), P(None, "d"), P("d"))), (norm, (P(), P("d"), P())), (norm, (P(None, "d"), P(), P("d")))]
-    for (fused, plain, args, _), specs in elsewhere:
-        placed = [jax.device_put(a, NamedSharding(explicit, s)) for a, s in zip(args, specs)]
-        for some in ((0,), (1,), (2,), (0, 1, 2)):
-            grad = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), some))
-            close(grad(fused)(*placed), grad(plain)(*args))
-    print("sharded: right")
-"""
-
-
-def test_shard_map_and_both_kinds_of_sharded_jit_give_the_right_gradients():
-    command = [sys.executable, "-c", textwrap.dedent(SHARDED)]
-    done = subprocess.run(command, env=environment(2), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "sharded: right"
+    python -m pytest
+      "tests/kernels/test_op.py::test_shard_map_and_both_kinds_of_sharded_jit_give_the_right_gradients[gemm, shard_map]"
+    """
+    on_devices("kernels.sharded_ops", name)

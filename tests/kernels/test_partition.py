@@ -1,13 +1,11 @@
 """Opaque implementations on several devices: what they are told apart by, and trials on four devices.
 
-The trials are in partitioned.py. They run in one process of their own, since the number of devices is fixed when JAX starts.
+The trials are in partitioned.py. One of them by hand:
+
+    python -m pytest "tests/kernels/test_partition.py::test_on_four_devices[explicit_meshes]"
 """
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,35 +17,16 @@ from fusionlab.kernels.gemm_epilogue import GEMM_EPILOGUE, gemm_epilogue
 from fusionlab.kernels.labels import Axes, labels_of
 from fusionlab.kernels.op import Op
 from fusionlab.kernels.primitive import Marker
-from tests.simulated import environment
 
-from .partitioned import LONG, TRIALS
+from .partitioned import TRIALS
 
 F32 = jnp.float32
 
 
-def problems_of(*names: str) -> dict[str, str | None]:
-    command = [sys.executable, "-m", "kernels.partitioned", *names]
-    done = subprocess.run(command, env=environment(4), capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
-
-
-@pytest.fixture(scope="module")
-def problems():
-    """What went wrong with each trial, None where nothing did."""
-    return problems_of()
-
-
-@pytest.mark.parametrize("name", [name for name in TRIALS if name not in LONG])
-def test_on_four_devices(problems, name):
-    assert problems[name] is None, problems[name]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", LONG)
-def test_on_four_devices_at_length(name):
-    assert problems_of(name) == {name: None}
+@pytest.mark.devices
+@pytest.mark.parametrize("name", TRIALS)
+def test_on_four_devices(on_devices, name):
+    on_devices("kernels.partitioned", name)
 
 
 def labels(fn, *shapes):

@@ -84,7 +84,6 @@ def test_every_spelling_is_another_program():
     assert len({text(c) for c in SPELLINGS}) == len(SPELLINGS)
 
 
-@pytest.mark.sampled(3)
 @each_spelling
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_decode_equals_recomputing_everything(config, dtype):
@@ -112,7 +111,6 @@ def test_decoding_from_the_first_token_on_needs_no_prefill():
         np.testing.assert_allclose(logits, want[:, step], atol=2e-5)
 
 
-@pytest.mark.sampled(3)
 @each_spelling
 def test_only_the_positions_of_the_call_are_written(config):
     params, tokens = gpt.init(KEY, config), tokens_of(config, 2, 6)
@@ -149,7 +147,6 @@ def test_a_donated_cache_is_updated_in_place(scanned):
     assert memory.alias_size_in_bytes == sum(a.nbytes for a in jax.tree.leaves(args[2]))
 
 
-@pytest.mark.sampled(3)
 @each_spelling
 def test_generate_takes_the_likeliest_token_of_a_full_recomputation(config):
     params, prompt = gpt.init(KEY, config), tokens_of(config, 2, 5)

@@ -18,7 +18,7 @@ PASSES = tuple(f"multi_transformer_{kind}{fused}" for kind in ("encoder", "decod
 BASE = gpt.Config(layers=2, embed=32, heads=4, longest=264)
 SPELLINGS = [
     dataclasses.replace(BASE, projections=p, scanned=s)
-    for p, s in itertools.product(("separate", "concatenated"), (False, True))
+    for p, s in itertools.product(("separate", "concatenated"), (True, False))
 ]
 NAMES = [f"{c.projections}-{'scanned' if c.scanned else 'unrolled'}" for c in SPELLINGS]
 
@@ -44,7 +44,7 @@ def operations(jaxpr, looped=False):
 
 def fused_layers(fn, *args):
     """The parameters of each fused layer outside and inside a loop; no product of a layer may be left beside them."""
-    everything = list(operations(jax.make_jaxpr(fn)(*args).jaxpr))
+    everything = list(operations(fn.trace(*args).jaxpr.jaxpr))  # what a call will run, traced once for both
     for looped in (False, True):
         assert sum(name == "dot_general" and at == looped for name, at, _ in everything) <= 1  # the logits
     return [
@@ -52,14 +52,13 @@ def fused_layers(fn, *args):
     ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", SPELLINGS, ids=NAMES)
 def test_what_is_generated_is_the_same(config):
     params = gpt.init(jax.random.key(1), config)
     prompt = jax.random.randint(jax.random.key(2), (2, 8), 0, config.vocab)
     fn = functools.partial(gpt.generate, steps=256, config=config)
     old = np.asarray(jax.jit(fn)(params, prompt))
-    margin = float(gpt.smallest_margin(params, prompt, old, config=config))
+    margin = float(jax.jit(functools.partial(gpt.smallest_margin, config=config))(params, prompt, old))
     distinct = [len(np.unique(row)) for row in old]
     print(f"distinct tokens {distinct}, smallest difference of the best two logits {margin:.1e}")
     assert min(distinct) >= 50
@@ -75,19 +74,19 @@ def test_what_is_generated_is_the_same(config):
     np.testing.assert_array_equal(fused(params, prompt), old)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("projections", ["separate", "concatenated"])
-def test_all_layers_of_a_decode_step_are_one_call_where_that_is_asked_for(projections, dtype):
+@pytest.mark.parametrize("layers", [2, 4])
+def test_all_layers_of_a_decode_step_are_one_call_where_that_is_asked_for(projections, dtype, layers):
     """The token that is read has no axis for its position until the model adds one: not the first layer's doing."""
-    config = dataclasses.replace(BASE, layers=4, projections=projections)
+    config = dataclasses.replace(BASE, layers=layers, projections=projections)
     params = gpt.init(jax.random.key(1), config, dtype)
     prompt = jnp.zeros((1, 8), jnp.int32)
     fn = functools.partial(gpt.generate, steps=12, config=config)
     fused = fl.fuse(fn, passes=fl.Strategy(**{name: {"stacked": True} for name in PASSES}))
     prefill, loop = fused_layers(fused, params, prompt)
-    assert [p["layers"] for p in prefill] == [4]
-    assert [p["layers"] for p in loop] == [4]
+    assert [p["layers"] for p in prefill] == [layers]
+    assert [p["layers"] for p in loop] == [layers]
     if dtype == "float32":
         np.testing.assert_array_equal(fused(params, prompt), jax.jit(fn)(params, prompt))
 
@@ -102,7 +101,7 @@ def logits(prefill, decode, params, tokens, cache):
     return np.concatenate([np.asarray(a, np.float64) for a in (first, *steps)], 1)
 
 
-@pytest.mark.parametrize("config", [SPELLINGS[0], SPELLINGS[3]], ids=[NAMES[0], NAMES[3]])
+@pytest.mark.parametrize("config", [SPELLINGS[2], SPELLINGS[1]], ids=[NAMES[2], NAMES[1]])
 def test_bfloat16_logits_are_near_those_of_the_unfused_float32_program(config):
     """Largest absolute difference over all 16 positions, relative to the largest float32 logit of them.
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.simulated import environment
 
-from .worker import LOCAL
+from .worker import ENCODER, LOCAL
 
 COUNT = 2
 
@@ -46,37 +46,56 @@ def run(scenario, folder, limit_s):
     return told, time.monotonic() - begun
 
 
+# Scenario -> what each of its processes finds.
+SITES = {
+    "one_layer": {ENCODER: 1},
+    "layers": {ENCODER: 2},
+    "train_step": {
+        name + grad: n
+        for name, n in (("gemm_epilogue", 6), ("dot_product_attention", 1), ("layer_norm", 2))
+        for grad in ("", "_grad")
+    },
+}
+
+
+@pytest.fixture(scope="module", params=SITES)
+def scenario(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory):
-    told, _ = run("numbers", tmp_path_factory.mktemp("numbers"), 400)
+def told(scenario, tmp_path_factory):
+    """What each process of a scenario said."""
+    told, _ = run(scenario, tmp_path_factory.mktemp(scenario), 400)
     assert [one.code for one in told] == [0, 0], "\n".join(one.errors[-3000:] for one in told)
     return [one.said for one in told]
 
 
-def test_a_train_step_and_layers_over_processes_equal_one_device(numbers):
-    for said in numbers:
-        assert said["train step"] <= 1e-5
-        layers, error = said["layers"]
-        assert layers == 2
-        assert error <= 1e-5
+of_layers = pytest.mark.parametrize("scenario", ["one_layer", "layers"], indirect=True, scope="module")
 
 
-def test_processes_find_the_same(numbers):
-    assert numbers[0]["sites"] == numbers[1]["sites"]
-    assert numbers[0]["sites"]["gemm_epilogue"] == 6
+def test_a_train_step_and_layers_over_processes_equal_one_device(told):
+    assert [said["error"] <= 1e-5 for said in told] == [True, True], [said["error"] for said in told]
 
 
-def test_a_comparison_knows_all_devices_and_stops_in_all_processes_at_once(numbers):
-    (first, second) = (said["devices"] for said in numbers)
-    assert first[:4] == second[:4] == [COUNT * LOCAL, COUNT, {"data": COUNT, "tp": LOCAL}, {"all-reduce": 4}]
+def test_processes_find_the_same(told, scenario):
+    assert [said["sites"] for said in told] == [SITES[scenario]] * COUNT
+
+
+@of_layers
+def test_a_comparison_knows_all_devices_and_stops_in_all_processes_at_once(told, scenario):
+    (first, second) = (said["devices"] for said in told)
+    sums = 2 * SITES[scenario][ENCODER]
+    assert first[:4] == second[:4] == [COUNT * LOCAL, COUNT, {"data": COUNT, "tp": LOCAL}, {"all-reduce": sums}]
     assert first[4] != second[4]  # each has times of its own devices
     assert len(first[4]) == len(second[4]) == LOCAL
-    assert numbers[0]["samples"] == numbers[1]["samples"]
-    assert any("devices of other processes" in note for note in numbers[0]["notes"])
+    assert told[0]["samples"] == told[1]["samples"]
+    assert any("devices of other processes" in note for note in told[0]["notes"])
 
 
-def test_one_process_writes(numbers):
-    assert [said["wrote"] for said in numbers] == [[True, True], [False, False]]
+@of_layers
+def test_one_process_writes(told):
+    assert [said["wrote"] for said in told] == [[True, True], [False, False]]
 
 
 def test_a_process_that_is_killed_in_a_step_ends_the_others(tmp_path):
@@ -96,7 +115,10 @@ def test_a_process_that_is_killed_before_a_plan_is_shared_is_an_error_of_the_oth
     assert second.code == -signal.SIGKILL
     assert first.said == {"shared": True}
     assert first.code not in (0, None)
-    assert "ProcessError: share_plan: this is process 0 of 2, and not all of them answered" in first.errors, (
-        first.errors[-3000:]
+    # The service's silence comes to the call that waits and to JAX's own watch, which ends the process; either may be the first.
+    ours = "ProcessError: share_plan: this is process 0 of 2, and not all of them answered"
+    expected = (
+        ours if first.code > 0 else "Terminating process because the JAX distributed service detected fatal errors"
     )
+    assert expected in first.errors, first.errors[-3000:]
     assert seconds < 100

@@ -63,39 +63,49 @@ def far(got: Any, want: Any) -> float:
     return max(float(np.max(np.abs(g - w)) / max(1.0, np.max(np.abs(w)))) for g, w in pairs)
 
 
-def numbers(folder: Path) -> None:
-    """A fused train step that XLA splits, and fused layers that say themselves how they are split: data parallel between processes, tensor
-    parallel inside one; against one device. Then a comparison, whose loops end by the clock, and its file.
-    """
-    from fusers import layer_parts as parts
+def train_step(_: Path) -> None:
+    """A fused train step that XLA splits: data parallel between processes, tensor parallel inside one; against one device."""
     from fusers.placed import spec_of
-    from fusers.spread import HEADS, PRE, encoder
 
     import fusionlab as fl
     from fusionlab.models import transformer
 
+    @jax.jit  # one program that draws all
+    def drawn() -> Any:
+        params = transformer.init(jax.random.key(0), 1, 32)
+        first, second, _ = transformer.init_adam(params)
+        state = first, jax.tree.map(lambda v: v + 1e-2, second), jnp.int32(100)
+        return params, state, [transformer.inputs(jax.random.key(i), 8, 8, 32) for i in (1, 2)]
+
     step = partial(transformer.train_step, heads=8, causal=True)
-    params = transformer.init(jax.random.key(0), 1, 32)
-    first, second, _ = transformer.init_adam(params)
-    state = first, jax.tree.map(lambda v: v + 1e-2, second), jnp.int32(100)
-    batch = [transformer.inputs(jax.random.key(i), 8, 8, 32) for i in (1, 2)]
+    params, state, batch = drawn()
     mesh = mesh_of("data", "tensor")
     trees = [placed(tree, mesh, partial(spec_of, True)) for tree in (params, state)]
     args = [*trees, *placed(batch, mesh, P("data"))]
-    tell("train step", far(jax.jit(fl.fuse(step))(*args), jax.jit(step)(params, state, *batch)))
+    tell("error", far(jax.jit(fl.fuse(step))(*args), jax.jit(step)(params, state, *batch)))
     tell("sites", {name: n for name, n in fl.find(step, *args).counts().items() if n})
+
+
+def layers(folder: Path, count: int = 2) -> None:
+    """Fused layers that say themselves how they are split: data parallel between processes, tensor parallel inside one.
+
+    Against one device. Then a comparison, whose loops end by the clock, and its file.
+    """
+    from fusers import layer_parts as parts
+    from fusers.spread import HEADS, PRE, encoder
+
+    import fusionlab as fl
 
     mesh = mesh_of("data", "tp")
     body, (made, _), (given, _), _ = encoder(PRE, HEADS, True)
+    made, given = made[:count], given[:count]
     alone = encoder(PRE, HEADS, False)[0]
     rows = parts.inputs()
     over = jax.shard_map(body, mesh=mesh, in_specs=(given, P("data")), out_specs=P("data"))
     args = [placed(made, mesh, given), placed(rows, mesh, P("data"))]
     fused = fl.fuse(over, passes=[ENCODER])
-    tell(
-        "layers",
-        [fl.find(over, *args, passes=[ENCODER]).counts()[ENCODER], far(fused(*args), jax.jit(alone)(made, rows))],
-    )
+    tell("sites", {name: n for name, n in fl.find(over, *args, passes=[ENCODER]).counts().items() if n})
+    tell("error", far(fused(*args), jax.jit(alone)(made, rows)))
 
     def other(made: Any, x: Any) -> Any:  # what differs is timed
         return jnp.tanh(over(made, x))
@@ -143,8 +153,8 @@ def killed_before_the_plan(_: Path) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
-    fn.__name__: fn for fn in (numbers, killed_in_a_step, killed_before_the_plan)
-}
+    fn.__name__: fn for fn in (layers, train_step, killed_in_a_step, killed_before_the_plan)
+} | {"one_layer": partial(layers, count=1)}
 
 if __name__ == "__main__":
     scenario, index, count, port, folder = sys.argv[1:]

@@ -34,7 +34,6 @@ def test_every_site_of_a_forward_program_is_recognised_and_no_other(program):
     assert not found.wrong
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("program", SELDOM, ids=lambda p: p.id)
 def test_nothing_is_accepted_in_train_steps_and_in_bfloat16_that_is_no_site(program):
     assert not search(program).wrong

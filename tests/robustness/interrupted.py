@@ -48,6 +48,7 @@ def interrupt_when_measuring():
 
 
 def main(verb):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with the signal ignored
     threading.Thread(target=interrupt_when_measuring, daemon=True).start()
     try:
         VERBS[verb]()

@@ -252,8 +252,9 @@ def test_every_export_can_be_written(cases, suffix, tmp_path):
     assert save(c.found.graph, tmp_path / f"graph{suffix}", c.found, engine="builtin").stat().st_size > 100
 
 
-def test_the_failure_page_of_the_test_plugin(cases, pytester, plugin_options):
+def test_the_failure_page_of_the_test_plugin(pytester, monkeypatch):
     """`report_html` again, by way of what a user's test writes."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # no other plugin's imports
     (pytester.path / "test_it.py").write_text(
         "import jax, jax.numpy as jnp\n"
         f"EVIL = {EVIL!r}\n"
@@ -265,8 +266,8 @@ def test_the_failure_page_of_the_test_plugin(cases, pytester, plugin_options):
         "    fusionlab.assert_fused(layer, ({EVIL: jnp.ones((8, 4))}, jnp.ones((2, 8))), expect={'gemm_epilogue': 7})\n",
         encoding="utf-8",
     )
-    options = ("-p", "no:xdist", "--fusionlab-report", "pages")
-    pytester.runpytest_subprocess(*plugin_options, *options).assert_outcomes(failed=1)
+    options = ("-p", "fusionlab_pytest", "--fusionlab-report", "pages")
+    pytester.runpytest_subprocess(*options).assert_outcomes(failed=1)
     pages = list(pytester.path.rglob("*.html"))
     assert pages
     for page in pages:

@@ -55,7 +55,10 @@ def declined(entry: NearMiss, found: Findings):
     return mine[0] if mine else None
 
 
-@pytest.mark.parametrize(("entry", "form"), CASES, ids=[f"{e}, {f}" for e, f in CASES])
+@pytest.mark.parametrize(
+    ("entry", "form"),
+    [pytest.param(e, f, id=f"{e}, {f}", marks=[pytest.mark.whole] * (f == "plain")) for e, f in CASES],
+)
 def test_a_near_miss_is_declined_for_what_it_breaks_and_computes_what_it_did(entry, form):
     found = findings(entry, form)
     rejection = declined(entry, found)
@@ -70,6 +73,7 @@ def test_a_near_miss_is_declined_for_what_it_breaks_and_computes_what_it_did(ent
         same(*in_form(entry, form), found)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("entry", REPAIRED, ids=str)
 def test_the_edit_that_a_rejection_suggests_makes_the_site_match(entry):
     before = declined(entry, findings(entry))
@@ -82,6 +86,7 @@ def test_the_edit_that_a_rejection_suggests_makes_the_site_match(entry):
     same(entry.repaired, entry.args, found)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("entry", [e for e in CORPUS if e.code], ids=str)
 def test_a_rejection_is_explained_from_its_node_and_told_as_text_and_as_data(entry):
     found = findings(entry)

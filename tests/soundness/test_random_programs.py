@@ -25,9 +25,9 @@ from .piece import Param
 START, COUNT = (int(n) for n in os.environ.get("FUSIONLAB_SEEDS", "0:60").split(":"))
 BATCH = 10
 SEEDS = [range(s, min(s + BATCH, START + COUNT)) for s in range(START, START + COUNT, BATCH)]
+pytestmark = [pytest.mark.whole] * ("FUSIONLAB_SEEDS" in os.environ)  # seeds that are asked for all run
 
 
-@pytest.mark.sampled(1 if "FUSIONLAB_SEEDS" in os.environ else 3)
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda r: f"seeds {r.start} to {r.stop - 1}")
 def test_a_rewritten_random_program_is_the_program(seeds):
     found = [judge(program(seed), compiled=seed % 20 == 0) for seed in seeds]

@@ -26,9 +26,9 @@ from .train_steps import train_step
 START, COUNT = (int(n) for n in os.environ.get("FUSIONLAB_TRAIN_STEPS", "0:30").split(":"))
 BATCH = 10
 SEEDS = [range(s, min(s + BATCH, START + COUNT)) for s in range(START, START + COUNT, BATCH)]
+pytestmark = [pytest.mark.whole] * ("FUSIONLAB_TRAIN_STEPS" in os.environ)  # seeds that are asked for all run
 
 
-@pytest.mark.sampled(1 if "FUSIONLAB_TRAIN_STEPS" in os.environ else 3)
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda r: f"seeds {r.start} to {r.stop - 1}")
 def test_a_rewritten_train_step_is_the_train_step(seeds):
     found = [judge(train_step(seed), compiled=seed % 20 == 0) for seed in seeds]

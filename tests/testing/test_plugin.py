@@ -441,13 +441,19 @@ def test_file_names_are_safe_and_differ_where_the_names_do():
 # -- pytest-xdist ----------------------------------------------------------------------------------------------------------------
 
 
-def test_with_workers_summary_reports_and_snapshots_are_as_without(pytest_run, pytester, plugin_options):
+@pytest.mark.parametrize("others", [False, True], ids=["no other plugins", "all that are installed"])
+def test_with_workers_summary_reports_and_snapshots_are_as_without(
+    pytest_run, pytester, plugin_options, monkeypatch, others
+):
     text = """
         @pytest.mark.parametrize("n", range(4))
         def test_layer(fusionlab, n):
             fusionlab.snapshot(layer, ARGS)
             fusionlab.assert_fused(leaky, ARGS, expect={"gemm_epilogue": 1}, survive={"relu": 1 if n else 0})
     """
+    if not others:  # which each of the three processes would import
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        plugin_options = ("-p", "fusionlab_pytest")
     options = ("--fusionlab-update", "--fusionlab-report", "reports", "-p", "xdist", "-n", "2")
     pytester.makepyfile(test_model="import pytest\nfrom model import *\n" + textwrap.dedent(text))
     result = pytester.runpytest_subprocess(*plugin_options, *options, timeout=240)

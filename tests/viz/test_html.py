@@ -383,12 +383,14 @@ def test_labels_stand_out_from_a_pass_tint(name):
 
 
 # Size ----------------------------------------------------------------------------------------------------------------
-def test_the_page_of_a_24_layer_train_step_is_small_and_can_be_opened_into(tmp_path):
-    graph = train_step(24)
+@pytest.mark.clock
+@pytest.mark.parametrize(("layers", "engine"), [(4, "builtin"), (24, None)])
+def test_the_page_of_a_train_step_is_small_and_can_be_opened_into(layers, engine):
+    graph = train_step(layers)
     found = fl.find(graph)
     found.structures  # noqa: B018  takes as long as the search; not the page's doing
     started = time.process_time()
-    text = report_html(graph, found)
+    text = report_html(graph, found, engine=engine)
     seconds = time.process_time() - started
     data = json.loads(re.search(r'id="fl-data">(.*?)</script>', text, re.S).group(1))
     size = len(text.encode())

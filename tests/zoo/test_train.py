@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.turns import in_turns
-
 from .catalogue import DTYPES, MODELS, DtypeName, Model, Program
 
 
-@pytest.mark.parametrize(("model", "dtype"), in_turns(MODELS, tuple(DTYPES), lambda given: getattr(given, "id", given)))
+@pytest.mark.parametrize("dtype", tuple(DTYPES))
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.id)
 def test_train_step_keeps_the_shapes_of_what_it_updates(model: Model, dtype: DtypeName) -> None:
     function, args = Program(model, dtype, "train").make()
     loss, params, state, *averages = jax.make_jaxpr(function, return_shape=True)(*args)[1]
