@@ -71,12 +71,18 @@ class Recorder:
     def pytest_collection(self) -> Generator[None, Any, Any]:
         begun = processor_seconds()
         result = yield
-        self.collection.append(round(processor_seconds() - begun, 1))
+        if self._runs_tests:
+            self.collection.append(round(processor_seconds() - begun, 1))
         return result
+
+    @property
+    def _runs_tests(self) -> bool:
+        """Whether tests run in this process, and not in workers of it."""
+        return hasattr(self._config, "workerinput") or not self._config.getoption("numprocesses", None)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        if hasattr(self._config, "workerinput") or not self._config.getoption("numprocesses", None):
+        if self._runs_tests:
             begun = processor_seconds()
             result = yield
             self.seconds[function_of(item.nodeid)] += processor_seconds() - begun
