@@ -308,7 +308,8 @@ def follow(size):
     found = fl.find(step, *args, passes=PASS)
     assert found.counts() == {PASS: LAYERS, f"{PASS}_grad": LAYERS}
     want = losses(step, *args)
-    assert want[-1] < want[0] * (1 - 50 * CLOSE)  # it trains, by far more than is allowed
+    # It trains, by far more than is allowed; with more heads and all features ten steps do less.
+    assert want[-1] < want[0] * (0.95 if size in TRAINED.values() else 1 - 50 * CLOSE)
     for route in ROUTES:
         fused = fl.fuse(step, passes=PASS, implementation=route)
         np.testing.assert_allclose(losses(fused, *args), want, rtol=CLOSE, atol=CLOSE)
