@@ -105,6 +105,7 @@ function header(ui) {
     clearTimeout(timer);
     asked = input.value.trim();
     ui.store.send({ type: "search", text: asked });
+    if (ui.store.get("hits")?.query === asked) draw.hits(ui.store.get("hits")); // what is there already does not come again
   };
   const rows = () => [...hits.querySelectorAll("button")];
   const close = () => { hits.hidden = true; };
@@ -153,7 +154,7 @@ function header(ui) {
     ui.store.set("theme", order[(order.indexOf(ui.store.get("theme")) + 1) % 3]);
   });
 
-  return { el, focus: () => { input.focus(); input.select(); }, draw: {
+  const draw = {
     head({ title: text = "", sentence: said = "", device = "", can = {} }) {
       fill(title, h("strong", {}, text), device && h("span", { class: "fl-chip" }, device));
       if (sentence.textContent !== said) sentence.textContent = said;
@@ -177,9 +178,11 @@ function header(ui) {
       found.textContent = `${total} hits`;
       if (enter && all.length) choose(rows()[0]);
       else hits.hidden = !search.contains(ui.root.getRootNode().activeElement);
+      hits.dataset.flQuery = query;
       enter = false;
     },
-  } };
+  };
+  return { el, draw, focus: () => { input.focus(); input.select(); } };
 }
 
 // Passes: a check box per pass, group of identical sites, and site ----------------------------------------------------
@@ -691,6 +694,9 @@ export function mount(el, store) {
     download(message);
   });
 
+  for (const own of ["input", "keydown", "pointerdown"]) { // who has gone on since is not taken back to what was chosen before
+    ui.on(root, own, () => { ui.reveal = false; }, { capture: true });
+  }
   ui.on(root, "click", (e) => {
     const pick = e.target.closest("[data-fl-pick]"), message = e.target.closest("[data-msg]");
     if (pick) store.send({ type: "pick", name: pick.dataset.flPick });

@@ -76,9 +76,9 @@ class Explorer:
         return panel
 
     def search(self, text: str) -> Locator:
-        """Types into the search box and gives the hits, once they are there."""
+        """Types into the search box and gives the hits of this text, once they are there."""
         self.hook("search").fill(text)
-        hits = self.hook("hits").locator("button")
+        hits = self.root.locator(f'[data-fl="hits"][data-fl-query="{text}"] button')
         hits.first.wait_for()
         return hits
 

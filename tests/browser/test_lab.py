@@ -24,6 +24,13 @@ CELLS = [
     "import ipywidgets\nseen = ipywidgets.Output()\nseen",
 ]
 MLP = "gemm_epilogue@layer_0/mlp#1"
+CHOOSE_AND_TYPE_ON = """(row, text) => {  // before the answer to the choice is there
+    const input = row.closest(".fl-search").querySelector("input");
+    row.click();
+    input.focus();
+    input.value = text;
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+}"""
 LONG = 120_000  # milliseconds that compiling and timing may take beside other tests
 
 
@@ -183,6 +190,10 @@ def test_search_finds_by_operation_and_by_source_line(lab):
     expect(lab.hook("inspector")).to_contain_text("layers.py")
     expect(lab.picture.locator("[aria-current=true]").first).to_be_visible()
     expect(lab.search("model.py:12").first).to_contain_text("model.py")
+    lab.search("rsqrt").first.evaluate(CHOOSE_AND_TYPE_ON, "model.py:12")
+    expect(lab.hook("hits").locator("button").first).to_contain_text("model.py")
+    expect(lab.hook("hits").locator("button").first).to_be_visible()
+    expect(lab.hook("search")).to_be_focused()
     lab.hook("search").fill("no_such_thing")
     expect(lab.hook("hits").locator("button")).to_have_count(0)
     lab.hook("search").fill("")
