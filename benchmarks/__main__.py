@@ -9,6 +9,7 @@ NAMES = (
     "attention",
     "attention_cpu",
     "decoding",
+    "dispatch",
     "gemm_epilogue",
     "kernel_resources",
     "lerp",

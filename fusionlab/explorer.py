@@ -10,10 +10,10 @@ from .device import Device
 from .errors import ArgumentError
 from .evidence.attribution import SiteShares, sites_of
 from .evidence.peaks import measure_peaks
-from .evidence.program import bind_call
 from .evidence.timing import check_effort
 from .fusers import Findings as PlainFindings
 from .fusers import Strategy, registry
+from .graph.trace import bind_users
 from .lab import Comparison, Passes, compare, find, fuse
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Live:
         toggled = [c for c in chosen if not c.same_code]
         if not 0 < len(toggled) <= MOST_SHARES or (cancel is not None and cancel()):
             return None
-        call = bind_call(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
+        call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
         effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 2}
         return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
 

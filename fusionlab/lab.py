@@ -8,18 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-import jax
-from jax.core import Tracer
-from jax.extend import core as jex_core
-
 from .device import Device
 from .errors import ArgumentError, unknown_name
 from .evidence.comparison import measure
-from .fusers import Candidate, Pass, Strategy, find_in, implementations, op_of, select, site_names
-from .fusers import Findings as PlainFindings
+from .fused import Fused as Fused
+from .fused import search
+from .fusers import Pass, Strategy, implementations, select, site_names
 from .fusers import registry as _registry
 from .graph import ir
-from .graph.trace import bind_static, trace_raw
 from .graph.trace import trace as _trace
 from .shown import Comparison as Comparison
 from .shown import Findings as Findings
@@ -27,21 +23,6 @@ from .shown import Graph as Graph
 from .shown import fields_of
 
 Passes = Strategy | Iterable[str] | str | None
-
-
-def _search(
-    graph: ir.Graph, passes: Sequence[tuple[Pass, Any]], device: Device, implementation: str | None
-) -> Findings:
-    """`find_in`, with a note on what a named implementation leaves out."""
-    found = find_in(graph, passes, device, implementation)
-    notes: list[str] = []
-    if implementation is not None:
-        lack = [p.name for p, _ in passes if implementation not in op_of(p).implementations]
-        if lack:
-            notes.append(f"implementation={implementation!r}: nothing fused for {', '.join(lack)}, which lacks it")
-        if not found.candidates:
-            notes.append(f"implementation={implementation!r} runs nowhere: no site was found that has it")
-    return Findings(**fields_of(found, notes=tuple(notes)))
 
 
 def _not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
@@ -109,7 +90,7 @@ def find(
         graph = fn
     else:
         graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    found = _search(graph, chosen, where, implementation)
+    found = search(graph, chosen, where, implementation)
     if dump is not None:
         from .dump import write_dump
 
@@ -117,99 +98,8 @@ def find(
     return found
 
 
-class Fused:
-    """A function with its sites fused: same signature as the original, used like `jax.jit` of it.
-
-    Composes with jit, grad, vmap, scan, remat and the rest. `findings(*args)` says what is fused for those arguments.
-    """
-
-    def __init__(self, fn: Callable, options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
-        self._options = options
-        # jit infers the one from the other only where the other is not given at all.
-        static = {k: options[k] for k in ("static_argnums", "static_argnames") if options[k] != ()}
-        # Not inline: inlining a jit re-binds its equations without their source lines (jax 0.10 to 0.12).
-        self._jitted = jax.jit(self._with_signature(), **static)
-        self._plain = jax.jit(fn, **static)
-        self._checked = False
-
-    def _with_signature(self) -> Callable:
-        """`_rewritten` with the original's signature, which jit needs to tell static arguments by position and by name."""
-
-        @functools.wraps(self._fn)
-        def rewritten(*args: Any, **kwargs: Any) -> Any:
-            return self._rewritten(*args, **kwargs)
-
-        return rewritten
-
-    def _rewritten(self, *args: Any, **kwargs: Any) -> Any:
-        o = self._options
-        graph = trace_raw(self._fn, args, kwargs, o["static_argnums"], o["static_argnames"])
-        device = Device.current()
-        found = find_in(graph, o["passes"], device, o["implementation"])
-        if o["dump"] is not None:
-            from .dump import write_dump
-
-            write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
-        _, dyn_args, dyn_kwargs = bind_static(self._fn, args, kwargs, o["static_argnums"], o["static_argnames"])
-        flat = jax.tree.leaves((dyn_args, dyn_kwargs))
-        closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
-        return jax.tree.unflatten(graph.out_tree, jex_core.jaxpr_as_fun(closed)(*flat))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._options["check"] and not _traced(args, kwargs):
-            self._check(args, kwargs)
-        return self._jitted(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    def _check(self, args: tuple, kwargs: dict) -> None:
-        from .evidence.check import check_same
-
-        check_same(self._plain(*args, **kwargs), self._jitted(*args, **kwargs), _name(self._fn))
-
-    def findings(self, *args: Any, **kwargs: Any) -> Findings:
-        """What is found, and fused unless skipped, for these arguments."""
-        o = self._options
-        graph = trace(
-            self._fn, *args, static_argnums=o["static_argnums"], static_argnames=o["static_argnames"], **kwargs
-        )
-        return _search(graph, o["passes"], Device.current(), o["implementation"])
-
-    def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
-        """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""
-        found = self.findings(*args, **kwargs)
-        return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(fn).lower`."""
-        return self._jitted.lower(*args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit(fn).trace`."""
-        return self._jitted.trace(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        names = ", ".join(p.name for p, _ in self._options["passes"])
-        return f"<fused {_name(self._fn)}: {names}>"
-
-
 def _name(fn: Callable) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _known(found: PlainFindings, name: str) -> bool:
-    return (
-        name in found.passes
-        or any(c.id == name for c in found.candidates)
-        or any(r.id == name for r in found.rejections)
-    )
-
-
-def _traced(args: tuple, kwargs: dict) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
 
 
 def fuse(
@@ -290,7 +180,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     _not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
-    options = {k: fused._options[k] for k in ("static_argnums", "static_argnames")} | options
+    options = dict(fused.static) | options
     found, fusing = fused.selected(*args, **kwargs)
     options.setdefault("same_code", all(c.same_code for c in fusing))
     evidence = measure(fn, fused, *args, grad=grad, **options)

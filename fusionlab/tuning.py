@@ -16,7 +16,7 @@ from . import lab
 from .device import Device
 from .evidence.progress import Progress
 from .fusers.strategy import select
-from .graph.trace import bind_static
+from .graph.trace import bind_users
 from .kernels.choices import CHOICES, Measured, plan_file, read, write
 from .output import check_file
 
@@ -65,7 +65,7 @@ def tune(
         else lab.fuse(fn, passes=_named(passes), static_argnums=static_argnums, static_argnames=static_argnames)
     )
     # Traced alone first: an error of the function's own is told as one.
-    lab.trace(fused._fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    lab.trace(fused.original, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
     calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
     device = Device.current()
     if device.platform != "cuda" or not calls:
@@ -110,13 +110,13 @@ def _calls(
     """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float."""
     from .evidence.tuning import calls_in
 
-    dynamic, given_args, given_kwargs = bind_static(fused, args, kwargs, static_argnums, static_argnames)
-    leaves, tree = jax.tree.flatten((given_args, given_kwargs))
+    bound = bind_users(fused, args, kwargs, static_argnums, static_argnames)
+    leaves, tree = jax.tree.flatten((bound.args, bound.kwargs))
     shapes = [jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)) for a in leaves]
 
     def flat(*values: Any) -> Any:
         given, named = jax.tree.unflatten(tree, values)
-        return dynamic(*given, **named)
+        return bound.fn(*given, **named)
 
     forward = calls_in(jax.make_jaxpr(flat)(*shapes).jaxpr)
     if not grad or any(call.primitive.role == "cotangent" for call in forward):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from fusionlab.errors import ArgumentError, MissingDependencyError
+from fusionlab.graph.binding import Bound
+from fusionlab.graph.trace import bind_users
 
 from .clocks import Clocks
 from .devices import OverDevices
@@ -17,7 +19,6 @@ from .kernels import KernelCounts, kernels_of
 from .measuring import Measuring
 from .memory import CompiledMemory, Memory
 from .numerics import Error, LeafNumerics, Numerics
-from .program import bind_call, donated_by
 from .progress import Progress
 from .record import Environment, environment, load_json, save_json, to_json
 from .timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
@@ -280,6 +281,19 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
     )
 
 
+def _donation_notes(before: Bound, after: Bound) -> list[str]:
+    """Where one of the two donates and the other does not."""
+    first, second = (tuple(call.positions[i] for i in call.donated) for call in (before, after))
+    if first == second:
+        return []
+    says = [f"donates {_arguments(nums)}" if nums else "donates nothing" for nums in (first, second)]
+    return [f"the original {says[0]}, the fused version {says[1]}; both were run as the original is called"]
+
+
+def _arguments(nums: tuple[int, ...]) -> str:
+    return f"argument{'s' if len(nums) > 1 else ''} {', '.join(map(str, nums))}" if nums else ""
+
+
 def measure(
     fn: Callable,
     fused: Callable,
@@ -325,13 +339,10 @@ def measure(
       OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, `notes` says so.
     """
     check_effort(samples, budget_s)
-    calls = [bind_call(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
-    donated = as_tuple(donate_argnums)
-    if not (donated or static_argnums or static_argnames):
-        donated = donated_by(fn, args, kwargs)
-    measuring = Measuring(calls[0], calls[1], donated, argnums, grad)
+    calls = [bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
+    measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad)
     name = getattr(fn, "__name__", type(fn).__name__)
-    notes: list[str] = []
+    notes = _donation_notes(*calls) if not as_tuple(donate_argnums) else []
     parts: dict[str, Any] = {}
     effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
     steps = measuring.steps(numerics, memory, timing, same_code, progress, notes, effort)

@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.trace import bind_users
 
-from .program import bind_call, compile_program
+from .program import compile_program, compiling
 from .record import hardware
 from .timing import seconds
 
@@ -111,11 +112,11 @@ def kernel_times(
     """
     if runs < 1:
         raise ArgumentError(f"runs: got {runs}, needed at least 1")
-    call = bind_call(fn, args, kwargs, static_argnums, static_argnames)
+    call = bind_users(fn, args, kwargs, static_argnums, static_argnames)
     name = getattr(fn, "__name__", type(fn).__name__)
     on_gpu = jax.default_backend() in ("gpu", "cuda")
-    options = WITHOUT_COMMAND_BUFFERS if on_gpu else None
-    program = compile_program(call.fn, call.args, call.kwargs, name=name, compiler_options=options)
+    options = {"compiler_options": WITHOUT_COMMAND_BUFFERS} if on_gpu else {}
+    program = compile_program(call.fn, call.args, call.kwargs, name=name, compiling={**compiling(call), **options})
     program.run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fusionlab.errors import OutOfMemoryError, TraceError
+from fusionlab.graph.binding import Bound
 from fusionlab.processes import several
 
 from .devices import OverDevices, over_devices
@@ -13,7 +14,7 @@ from .instructions import instructions
 from .memory import memory_of
 from .numerics import Numerics, filled_notes, tolerance_notes
 from .original import Original
-from .program import Call, Program
+from .program import Program
 from .progress import Progress, Reporter
 from .timing import time_programs
 
@@ -21,7 +22,7 @@ from .timing import time_programs
 class Measuring:
     """The programs of one comparison, each compiled at most once, when first needed."""
 
-    def __init__(self, before: Call, after: Call, donated: Sequence[int], argnums: Any, grad: bool) -> None:
+    def __init__(self, before: Bound, after: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
         self.original, self.after, self.grad = Original(before, donated, argnums, grad), after, grad
         self._forward: tuple[Program, Program] | None = None
         self._backward: tuple[Program, Program] | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.parts import Outcome
 from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .sums import Sums, mantissa_bits
@@ -359,7 +360,9 @@ def _weighted(out: Any, cotangent: Any) -> Any:
 
 
 def named_outputs(outputs: Any) -> list[str]:
-    """A name for each output leaf: "out['loss']"."""
+    """A name for each output leaf: "out['loss']"; of what is changed in place "model.layers[0].kernel"."""
+    if isinstance(outputs, Outcome):
+        return list(outputs.leaf_names)
     return ["out" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from fusionlab.graph.binding import Bound
 from fusionlab.graph.promote import Promoted, promote
 from fusionlab.kernels.op import meaning_of
 
@@ -22,7 +23,7 @@ from .numerics import (
     value_and_gradients,
 )
 from .out_of_memory import out_of_memory
-from .program import Call, Program, compile_program
+from .program import Program, compile_program, compiling
 from .sums import Sums, sums_of
 from .timing import as_tuple
 
@@ -48,14 +49,14 @@ class Original:
 
     Attributes:
       call: the function of its dynamic arguments.
-      donated: positions in its arguments that each run consumes.
+      donated: positions in its arguments that each run consumes; those that the jit around it donates, where none were named.
       grad: whether gradients are compared as well.
       chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
     """
 
-    def __init__(self, call: Call, donated: Sequence[int], argnums: Any, grad: bool) -> None:
+    def __init__(self, call: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
         self.call, self.grad = call, grad
-        self.donated = call.dynamic(donated, "donate_argnums")
+        self.donated = call.dynamic(donated, "donate_argnums") or call.donated
         asked = range(len(call.args)) if argnums is None else call.dynamic(as_tuple(argnums), "argnums")
         leaves = jax.tree.leaves((call.args, call.kwargs))
         wanted = range(len(leaves)) if argnums is None else call.leaves_of(asked)
@@ -80,7 +81,7 @@ class Original:
         """The sums of the program, which pick tolerances."""
         return sums_of(self.forward.jaxpr, jax.default_backend())
 
-    def forward_of(self, version: Call, name: str = "after") -> Program:
+    def forward_of(self, version: Bound, name: str = "after") -> Program:
         """Another version of it, compiled.
 
         Raises:
@@ -90,13 +91,15 @@ class Original:
         check_same_outputs(self.forward.outputs, program.outputs)
         return program
 
-    def _forward_of(self, version: Call, name: str) -> Program:
-        return compile_program(version.fn, version.args, version.kwargs, name=name, donate_argnums=self.donated)
+    def _forward_of(self, version: Bound, name: str) -> Program:
+        told = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
+        return compile_program(version.fn, version.args, version.kwargs, **told)
 
-    def backward_of(self, version: Call, name: str = "after") -> Program:
+    def backward_of(self, version: Bound, name: str = "after") -> Program:
         """The value and the gradients of a version, compiled."""
         args = (self.cotangents, version.args, version.kwargs)
-        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, name=name, advice=_GRAD_ADVICE)
+        told = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
+        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **told)
 
     @functools.cached_property
     def reference(self) -> Reference:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError, FusionLabError, SideEffectError, TraceError
+from fusionlab.graph.binding import Bound
 from fusionlab.graph.compat import child_jaxprs, split_closed
 from fusionlab.graph.scopes import source_of
-from fusionlab.graph.trace import bind_static, error_text
+from fusionlab.graph.trace import error_text
 
 from .out_of_memory import out_of_memory
 
@@ -82,9 +82,11 @@ def compile_program(
     name: str = "function",
     donate_argnums: Sequence[int] = (),
     advice: str = _JIT_ADVICE,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiling: Mapping[str, Any] | None = None,
 ) -> Program:
     """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
+
+    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`.
 
     Raises:
       ArgumentError: an argument is a shape instead of an array.
@@ -93,7 +95,7 @@ def compile_program(
       OutOfMemoryError: the device has too little memory for its arguments, or to compile it.
     """
     with out_of_memory(f"{name}: compiling it"):
-        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiler_options)
+        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiling)
 
 
 def _compiled(
@@ -103,7 +105,7 @@ def _compiled(
     name: str,
     donated: tuple[int, ...],
     advice: str,
-    options: Mapping[str, Any] | None,
+    compiling: Mapping[str, Any] | None,
 ) -> Program:
     args, kwargs = on_device(args), on_device(kwargs)
 
@@ -112,7 +114,7 @@ def _compiled(
         # JAX keeps what it compiled by function object; a new one makes the compile time a compile time.
         return fn(*a, **k)
 
-    jitted = jax.jit(uncached, donate_argnums=donated)
+    jitted = jax.jit(uncached, donate_argnums=donated, **(compiling or {}))
     start = time.perf_counter()
     try:
         with out_of_memory(f"{name}: tracing it"):
@@ -125,7 +127,7 @@ def _compiled(
     traced_at = time.perf_counter()
     lowered = traced.lower()
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(dict(options) if options else None)
+    compiled = lowered.compile()
     times = (traced_at - start, lowered_at - traced_at, time.perf_counter() - lowered_at)
     return Program(name, compiled, args, kwargs, donated, traced.jaxpr, traced.out_info, *times)
 
@@ -171,86 +173,6 @@ def _first_with_effects(jaxpr: Any) -> Any:
     return None
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A function with its static arguments bound, and what is left to give it.
-
-    Attributes:
-      fn: the function of the dynamic arguments; `args`, `kwargs`: those, in order.
-      positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
-      leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
-    """
-
-    fn: Callable
-    args: tuple
-    kwargs: dict
-    positions: tuple[int, ...]
-    total: int
-    leaf_names: tuple[str, ...]
-
-    def dynamic(self, argnums: Iterable[int], what: str) -> tuple[int, ...]:
-        """Positions in the user's call -> positions in `args`.
-
-        Raises:
-          ArgumentError: one of them does not exist or is static.
-        """
-        wanted = tuple(n + self.total if n < 0 else n for n in argnums)
-        for n in wanted:
-            if n not in self.positions:
-                raise ArgumentError(f"{what}: got {n}, needed the position of an array argument, {self.positions}")
-        return tuple(self.positions.index(n) for n in wanted)
-
-    def leaves_of(self, positions: Iterable[int]) -> tuple[int, ...]:
-        """The flat leaf positions of the arguments at these positions in `args`."""
-        sizes = [len(jax.tree.leaves(a)) for a in self.args]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-        return tuple(i for p in positions for i in range(starts[p], starts[p + 1]))
-
-
-def bind_call(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Call:
-    """Splits off static arguments and names the leaves of the rest.
-
-    Raises:
-      ArgumentError: `fn` is no function, a static argument does not exist, or what is not static is no array.
-    """
-    if not callable(fn):
-        raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
-    call, dyn_args, dyn_kwargs = bind_static(fn, args, kwargs, static_argnums, static_argnames)
-    parameters = _positional_names(fn)
-    nums = {n % len(args) for n in ((static_argnums,) if isinstance(static_argnums, int) else static_argnums)}
-    named = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
-    nums |= {i for i, name in enumerate(parameters) if name in named}
-    positions = tuple(i for i in range(len(args)) if i not in nums)
-    names = [parameters[p] if p < len(parameters) else f"arg{p}" for p in positions]
-    trees = [*zip(names, dyn_args, strict=True), *sorted(dyn_kwargs.items())]
-    leaves = [
-        (name + jax.tree_util.keystr(path), leaf)
-        for name, tree in trees
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-    for name, leaf in leaves:
-        if not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, int | float | complex)):
-            raise ArgumentError(
-                f"{name}: got {leaf!r:.80} ({type(leaf).__name__}), needed an array; "
-                "name Python-valued arguments in static_argnums or static_argnames"
-            )
-    return Call(call, dyn_args, dyn_kwargs, positions, len(args), tuple(name for name, _ in leaves))
-
-
-def _positional_names(fn: Callable) -> list[str]:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def donated_by(fn: Any, args: tuple, kwargs: dict) -> tuple[int, ...]:
-    """The positional arguments a function already under `jax.jit` donates whole; () for any other function."""
-    if not isinstance(fn, type(jax.jit(lambda: None))):
-        return ()
-    try:
-        info = fn.trace(*args, **kwargs).args_info[0]
-    except Exception as error:  # the user's own code runs here, so anything may come
-        raise trace_error(getattr(fn, "__name__", "function"), error) from error
-    return tuple(i for i, a in enumerate(info) if (x := jax.tree.leaves(a)) and all(leaf.donated for leaf in x))
+def compiling(call: Bound) -> Mapping[str, Any]:
+    """What the jit around a function tells the compiler, for `compile_program`."""
+    return call.jit.compiling if call.jit is not None else {}

@@ -15,12 +15,12 @@ from jax import numpy as jnp
 from jax.extend import core as jex_core
 
 from fusionlab.fusers import Candidate, Findings
+from fusionlab.graph.binding import Bound
 from fusionlab.graph.emit import slice_jaxpr
 from fusionlab.graph.ir import Block, Node, Value
 from fusionlab.graph.region import Region
 
 from .original import Original
-from .program import Call
 from .trials import SiteErrors
 
 
@@ -49,9 +49,9 @@ def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: 
         return tuple(given) if site.others else given
 
     positions = tuple(range(len(inputs)))
-    call = Call(_function(region), given, {}, positions, len(inputs), tuple(names[v.id] for v in inputs))
+    call = Bound(_function(region), given, {}, positions, len(inputs), tuple(names[v.id] for v in inputs))
     original = Original(call, (), None, grad)
-    version = Call(fused, given, {}, positions, len(inputs), call.leaf_names)
+    version = Bound(fused, given, {}, positions, len(inputs), call.leaf_names)
     forward = original.forward_of(version)
     backward = original.backward_of(version) if grad else None
     return SiteErrors(site.id, tuple(original.errors(forward, backward)), drawn=not on_top)

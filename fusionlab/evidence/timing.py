@@ -20,12 +20,13 @@ import jax
 import numpy as np
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.trace import bind_users
 from fusionlab.processes import from_process_0, several
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
 from .out_of_memory import out_of_memory
-from .program import Program, bind_call, compile_program, donated_by
+from .program import Program, compile_program, compiling
 from .progress import Progress, Reporter
 from .record import hardware
 from .turns import take_turns
@@ -211,12 +212,11 @@ def time_pair(
       TraceError: a function does not trace.
     """
     check_effort(samples, budget_s)
-    programs = []
-    donated = donated_by(before, args, kwargs) if not (static_argnums or static_argnames) else ()
-    for name, fn in (("before", before), ("after", after)):
-        call = bind_call(fn, args, kwargs, static_argnums, static_argnames)
-        numbers = call.dynamic(as_tuple(donate_argnums) or donated, "donate_argnums")
-        programs.append(compile_program(call.fn, call.args, call.kwargs, name=name, donate_argnums=numbers))
+    calls = [bind_users(fn, args, kwargs, static_argnums, static_argnames) for fn in (before, after)]
+    donated = calls[0].dynamic(as_tuple(donate_argnums), "donate_argnums") or calls[0].donated
+    told = {"donate_argnums": donated, "compiling": compiling(calls[0])}
+    named = zip(("before", "after"), calls, strict=True)
+    programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **told) for name, c in named]
     effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
     return time_programs("forward", programs[0], programs[1], **effort)
 

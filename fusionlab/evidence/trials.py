@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fusionlab.graph.binding import Bound
+
 from .bisection import Bisection, bisect_sites
 from .numerics import LeafNumerics
 from .original import Original
-from .program import Call
 from .progress import Progress, Reporter
 from .timing import Timing, Verdict, time_programs
 
@@ -52,7 +53,7 @@ def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
 class Trials:
     """Versions of one original, each with some of its sites fused."""
 
-    def __init__(self, call: Call, fused: Fuser, grad: bool) -> None:
+    def __init__(self, call: Bound, fused: Fuser, grad: bool) -> None:
         self.original, self.fused, self.grad = Original(call, (), None, grad), fused, grad
 
     def errors(self, sites: tuple[str, ...]) -> tuple[LeafNumerics, ...]:
@@ -73,7 +74,7 @@ class Trials:
             return time_programs("forward + backward", original.backward, original.backward_of(version), **effort)
         return time_programs("forward", original.forward, original.forward_of(version), **effort)
 
-    def _version(self, sites: tuple[str, ...]) -> Call:
+    def _version(self, sites: tuple[str, ...]) -> Bound:
         return replace(self.original.call, fn=self.fused(sites))
 
 

@@ -40,8 +40,35 @@ def find_in(
       implementation: as in `fuse`.
       certifier: remembers proofs; a new one by default.
     """
+    certifier = certifier or Certifier(plain_meaning_of)
     with _collector_paused():
-        return _find_in(graph, list(passes), device, implementation, certifier or Certifier(plain_meaning_of))
+        if graph.numbered is not None:
+            found = _find_in(graph.numbered.graph, list(passes), device, implementation, certifier)
+            return _declined_for(graph, found)
+        return _find_in(graph, list(passes), device, implementation, certifier)
+
+
+def _declined_for(graph: Graph, found: Findings) -> Findings:
+    """What is found at numbers, every site of it declined: the kernels of an op are launched for numbers."""
+    names, nodes = ", ".join(graph.numbered.symbols), graph.numbered.nodes
+
+    def here(ids: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(nodes[i] for i in ids if i in nodes))
+
+    def symbolic(site: Candidate) -> Rejection:
+        said = f"{site.formula} is a site at any numbers, and the sizes of this program are symbolic ({names})"
+        edit = "export the fused function at numbers, one for each size that is served"
+        ids, whole = here(site.node_ids), site.nodes_before
+        told = (site.id, site.pass_name, "symbolic", said, ids, frozenset(ids), whole, whole, site.source)
+        return Rejection(*told, edit=edit, concepts=site.concepts)
+
+    def as_here(one: Rejection) -> Rejection:
+        told = {"node_ids": here(one.node_ids), "site_ids": frozenset(here(one.site_ids))}
+        return replace(one, **told, region=None, backward=None)
+
+    ledger = (*map(as_here, found.rejections), *map(symbolic, found.candidates))
+    ordered = sorted(ledger, key=lambda r: min(r.site_ids, default=0))
+    return replace(found, graph=graph, candidates=(), rejections=tuple(ordered), router=None)
 
 
 @contextlib.contextmanager

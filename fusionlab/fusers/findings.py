@@ -89,7 +89,7 @@ class Findings:
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
         """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
-        return structures_of(self)
+        return structures_of(self) if self.graph.numbered is None else ()
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
@@ -182,3 +183,40 @@ def draws_by_entry(eqn: Any) -> bool:
 def threefry_key() -> Any:
     """The dtype of a key of JAX's default generator."""
     return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+
+# Of `jax.jit`: what it was given, which it keeps in an attribute that is not public but the same from jax 0.10 to 0.12.
+_JIT_OPTIONS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+
+
+def jit_options(fn: Any) -> dict[str, Any] | None:
+    """The options of a function under `jax.jit`, as keyword arguments of it; None for what is no such function."""
+    info = getattr(fn, "_jit_info", None)
+    if info is None or not isinstance(fn, type(jax.jit(_nothing))):
+        return None
+    options: dict[str, Any] = {name: getattr(info, name) for name in _JIT_OPTIONS}
+    options |= {name: True for name in ("keep_unused",) if getattr(info, name)}
+    if getattr(info.inline, "value", info.inline) not in (False, "auto", None):
+        options["inline"] = info.inline
+    options |= {name: value for name in ("device", "backend") if (value := getattr(info, name)) is not None}
+    if info.compiler_options_kvs:
+        options["compiler_options"] = dict(info.compiler_options_kvs)
+    for side in ("in", "out"):
+        placed = _placements(info, side)
+        if placed is not None:
+            options[f"{side}_shardings"] = placed
+    return options
+
+
+def _nothing() -> None:
+    """Only to know the class that `jax.jit` gives."""
+
+
+def _placements(info: Any, side: str) -> Any:
+    """`in_shardings` or `out_shardings` as they were given; None where nothing was."""
+    leaves, layouts = getattr(info, f"{side}_shardings_leaves"), getattr(info, f"{side}_layouts_leaves")
+    if all("Unspecified" in type(s).__name__ for s in leaves) and not any(layouts):
+        return None
+    given = [None if "Unspecified" in type(s).__name__ else s for s in leaves]
+    given = [s if layout is None else Format(layout, s) for s, layout in zip(given, layouts, strict=True)]
+    return jax.tree.unflatten(getattr(info, f"{side}_shardings_treedef"), given)

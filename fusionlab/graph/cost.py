@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import ArgumentError
 from .cost_rules import ROUGH, RULES, Arithmetic, size
 from .ir import Block, Graph, Node
+from .symbolic import needs_numbers
 from .text import node_text
 from .traffic import COMBINES, ideal_traffic, is_region, reads, writes
 
@@ -219,8 +220,9 @@ def cost_of(graph: Graph, *, trips: Mapping[int, int] | None = None) -> Costs:
       trips: node id of a while loop -> how often its body runs.
 
     Raises:
-      ArgumentError: `trips` names what is no while loop, or fewer than no trips.
+      ArgumentError: `trips` names what is no while loop, or fewer than no trips; or sizes are symbolic.
     """
+    needs_numbers(graph, "a count of operations")
     trips = dict(trips or {})
     for nid, n in trips.items():
         node = graph.node_by_id.get(nid)

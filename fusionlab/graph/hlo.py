@@ -20,6 +20,7 @@ from jax.extend import core as jex_core
 from .hlo_text import CONTROL, Instruction, Module, inside, kind_of, parse_hlo, running
 from .ir import Graph, Node
 from .scopes import Source, clean_scope, in_backward, source_among, split_scope
+from .symbolic import needs_numbers
 from .tagged import tag_in, tagged_jaxpr
 from .trace import trace
 
@@ -150,6 +151,7 @@ def xla_view(
     """
     if not isinstance(program, Graph):
         program = trace(program, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    needs_numbers(program, "what XLA makes of it")
     return read_hlo(compiled_text(tagged_jaxpr(program), program), program)
 
 

@@ -171,6 +171,7 @@ class Graph:
       jax_version: the version of JAX that traced it.
       in_shardings: for each top input the sharding of the argument it was traced with, None for one that lies on no mesh; () where nothing
         was given.
+      numbered: the same program at numbers, where its own sizes are symbolic (a `symbolic.Numbered`); None of any other.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Graph:
     in_names: tuple[str, ...]
     jax_version: str
     in_shardings: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    numbered: Any = dataclasses.field(default=None, repr=False)
 
     def blocks(self) -> Iterator[Block]:
         """All blocks, outermost first, depth first in program order."""

@@ -144,7 +144,7 @@ def _trace_example(example: Example, which: int) -> View:
         for name, axes in example.leaves.items()
     ]
     scalars = _MAGIC[which][: len(example.scalars)]
-    graph = trace_raw(lambda *leaves: example.fn(*leaves, *scalars), tuple(args), {})
+    graph = trace_raw(lambda *leaves: example.fn(*leaves, *scalars), *args)
     return View(graph.top)
 
 

@@ -17,8 +17,9 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 
+from .binding import bind
 from .compat import enable_x64, split_closed
-from .trace import bind_static, users_code
+from .trace import users_code
 from .widen import Interpreter, is_inexact, plain, wide_dtype
 
 
@@ -30,9 +31,9 @@ class Promoted:
       jaxpr: the program as traced at the user's dtypes.
     """
 
-    def __init__(self, jaxpr: Any, in_tree: Any, out_tree: Any, split: Callable, inline: Callable | None) -> None:
+    def __init__(self, jaxpr: Any, in_tree: Any, out_tree: Any, bound: Callable, inline: Callable | None) -> None:
         self.jaxpr = jaxpr
-        self._in_tree, self._out_tree, self._split = in_tree, out_tree, split
+        self._in_tree, self._out_tree, self._bound = in_tree, out_tree, bound
         self._interpreter = Interpreter(inline)
         base, self._consts = split_closed(jaxpr)
         self._in_avals = [v.aval for v in base.invars]
@@ -93,8 +94,8 @@ class Promoted:
         return jax.vjp(of_chosen, *(flat[i] for i in chosen))[1](list(cts))
 
     def _widened(self, args: tuple, kwargs: dict) -> list:
-        _, dyn_args, dyn_kwargs = self._split(args, kwargs)
-        flat, tree = jax.tree_util.tree_flatten((dyn_args, dyn_kwargs))
+        bound = self._bound(args, kwargs)
+        flat, tree = jax.tree_util.tree_flatten((bound.args, bound.kwargs))
         if tree != self._in_tree:
             raise ArgumentError(f"arguments: got structure {tree}, needed the one promoted for, {self._in_tree}")
         return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
@@ -136,13 +137,9 @@ def promote(
     Raises:
       TraceError: `fn` does not trace, or holds a primitive with an inner program that has no float64 form.
     """
-    split = functools.partial(_split, fn, static_argnums, static_argnames)
-    call, dyn_args, dyn_kwargs = split(args, kwargs)
+    binding = functools.partial(bind, fn, static_argnums=static_argnums, static_argnames=static_argnames)
     with users_code(fn):
-        jaxpr, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
-    in_tree = jax.tree_util.tree_structure((dyn_args, dyn_kwargs))
-    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), split, inline)
-
-
-def _split(fn: Callable, nums: Any, names: Any, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    return bind_static(fn, args, kwargs, nums, names)
+        bound = binding(args, kwargs)
+        jaxpr, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
+    in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))
+    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
 from ..errors import ArgumentError, TraceError
+from .binding import Bound, bind
 from .compat import child_jaxprs, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
 from .meshes import sharding_of
 from .scopes import source_of_error
+from .symbolic import at_numbers, numbered, symbols_of
 
 _ERROR_LENGTH = 600  # of a message of JAX's; the longest that says something useful throughout
 
@@ -46,14 +47,49 @@ def trace(
       ArgumentError: `fn` is not callable, or a static argument does not exist.
       TraceError: the function raised while JAX traced it; the original error is the cause.
     """
-    if not callable(fn):
-        raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
-    return _graph_of(fn, args, kwargs, static_argnums, static_argnames, users_code(fn))
+    with users_code(fn):
+        return graph_of(bind(fn, args, kwargs, static_argnums, static_argnames), name_of(fn))
 
 
-def trace_raw(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Graph:
-    """`trace` without wrapping the user's errors (used while the fused function itself is being traced)."""
-    return _graph_of(fn, args, kwargs, static_argnums, static_argnames, contextlib.nullcontext())
+def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Bound:
+    """`bind`, with the errors of the user's function as `trace` has them."""
+    with users_code(fn):
+        return bind(fn, args, kwargs, static_argnums, static_argnames)
+
+
+def graph_of(bound: Bound, name: str) -> Graph:
+    """The raw Graph of a call that is bound already; what the user's function raises comes through."""
+    graph = _graph_at(bound, name, bound.args, bound.kwargs)
+    symbols = symbols_of(v.aval for v in graph.top.inputs)
+    if not symbols:
+        return graph
+    args, kwargs = at_numbers((bound.args, bound.kwargs), symbols)
+    return replace(graph, numbered=numbered(graph, symbols, _graph_at(bound, name, args, kwargs)))
+
+
+def _graph_at(bound: Bound, name: str, args: tuple, kwargs: dict) -> Graph:
+    closed, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs)
+    flat, in_tree = jax.tree_util.tree_flatten((args, kwargs))
+    if len(split_closed(closed)[0].invars) != len(flat):
+        raise AssertionError("JAX flattened the arguments differently")
+    return graph_of_jaxpr(
+        closed,
+        name=name,
+        in_tree=in_tree,
+        out_tree=jax.tree_util.tree_structure(out_shape),
+        in_names=bound.leaf_names,
+        in_shardings=tuple(map(sharding_of, flat)),
+    )
+
+
+def trace_raw(fn: Callable, *args: Any) -> Graph:
+    """`trace` of arrays without wrapping the user's errors."""
+    return graph_of(bind(fn, args, {}), name_of(fn))
+
+
+def name_of(fn: Callable) -> str:
+    """What a function is called."""
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 class users_code(contextlib.AbstractContextManager):  # noqa: N801 - it is used as `contextlib.suppress` is
@@ -64,7 +100,7 @@ class users_code(contextlib.AbstractContextManager):  # noqa: N801 - it is used 
     """
 
     def __init__(self, fn: Callable) -> None:
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = name_of(fn)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, ArgumentError):
@@ -110,78 +146,6 @@ def error_text(error: Exception) -> str:
     source = source_of_error(error)
     where = f" (raised from {source}: {source.text})" if source is not None else ""
     return f"{type(error).__name__}: {text}{where}"
-
-
-def _graph_of(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any, static_argnames: Any, around: Any) -> Graph:
-    """The raw Graph; the call that runs the user's function stands inside the context manager `around`."""
-    call, dyn_args, dyn_kwargs = bind_static(fn, args, kwargs, static_argnums, static_argnames)
-    with around:
-        closed, out_shape = jax.make_jaxpr(call, return_shape=True)(*dyn_args, **dyn_kwargs)
-    flat, in_tree = jax.tree_util.tree_flatten((dyn_args, dyn_kwargs))
-    if len(split_closed(closed)[0].invars) != len(flat):
-        raise AssertionError("JAX flattened the arguments differently")
-    return graph_of_jaxpr(
-        closed,
-        name=getattr(fn, "__name__", type(fn).__name__),
-        in_tree=in_tree,
-        out_tree=jax.tree_util.tree_structure(out_shape),
-        in_names=_input_names(fn, args, static_argnums, dyn_args, dyn_kwargs),
-        in_shardings=tuple(map(sharding_of, flat)),
-    )
-
-
-def bind_static(
-    fn: Callable, args: tuple, kwargs: dict, static_argnums: Any, static_argnames: Any
-) -> tuple[Callable, tuple, dict]:
-    """Splits off static arguments: (function of the dynamic ones, dynamic args, dynamic kwargs)."""
-    nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
-    positional, variadic = _positional_names(fn)
-    for n in nums:
-        if not variadic and not -len(positional) <= n < len(positional):
-            raise ArgumentError(
-                f"static_argnums: got {n}, needed an index into the {len(positional)} positional parameters"
-            )
-    width = len(args) if variadic else len(positional)
-    places = {n % max(width, 1) for n in nums} | {i for i, name in enumerate(positional) if name in names}
-    names |= {positional[i] for i in places if i < len(positional)}
-    static = {i: args[i] for i in places if i < len(args)}
-    static_kw = {k: v for k, v in kwargs.items() if k in names}
-    if not static and not static_kw:
-        return fn, args, kwargs
-    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-
-    @functools.wraps(fn)
-    def call(*dyn: Any, **kw: Any) -> Any:
-        rest = iter(dyn)
-        full = [static[i] if i in static else next(rest) for i in range(len(args))]
-        return fn(*full, **static_kw, **kw)
-
-    return call, dynamic, {k: v for k, v in kwargs.items() if k not in static_kw}
-
-
-def _positional_names(fn: Callable) -> tuple[list[str], bool]:
-    """Names of the positional parameters, and whether there may be more of them than names."""
-    try:
-        params = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return [], True
-    names = [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return names, any(p.kind is p.VAR_POSITIONAL for p in params)
-
-
-def _input_names(fn: Callable, args: tuple, static_argnums: Any, dyn_args: tuple, dyn_kwargs: dict) -> tuple[str, ...]:
-    positional, _ = _positional_names(fn)
-    if len(dyn_args) != len(args):
-        kept = {id(a) for a in dyn_args}
-        positional = [n for n, a in zip(positional, args, strict=False) if id(a) in kept]
-    names = []
-    for i, arg in enumerate(dyn_args):
-        base = positional[i] if i < len(positional) else f"arg{i}"
-        names += [base + jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(arg)[0]]
-    for key in sorted(dyn_kwargs):
-        names += [key + jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(dyn_kwargs[key])[0]]
-    return tuple(names)
 
 
 def graph_of_jaxpr(

@@ -8,6 +8,7 @@ from typing import Any
 from .canonical import Tile, View
 from .ir import Block, Graph, Node
 from .rules import is_jax_rule, literal_inputs
+from .symbolic import needs_numbers
 
 # Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
 # of the user's own.
@@ -18,6 +19,7 @@ SEARCHED = frozenset(
 
 def views(graph: Graph, tiles: Mapping[str, Sequence[Tile]] | None = None) -> Iterator[tuple[View, Node | None]]:
     """Each block's view, with the user's custom rule it stands in (None: in none). `tiles` are given by the block's path."""
+    needs_numbers(graph, "a search for patterns")
     stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]
     while stack:
         block, literals, owner, outer = stack.pop()

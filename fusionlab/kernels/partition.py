@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from ..device import Device
-from ..errors import BackendError
+from ..errors import BackendError, ExportWarning
 from .arrays import explicit_sharding
 from .labels import Labels, labels_of
 from .primitive import FusedPrimitive, Marker, Meaning
@@ -48,6 +49,12 @@ def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str
     return {"partitioned": Marker()} if runs else {}
 
 
+_WITHOUT_A_CARD = (
+    "lowered for CUDA on a machine without a card: the program carries none of FusionLab's kernels, its fused ops are written out in plain "
+    "operations; lower it on a machine with the card that it is for"
+)
+
+
 def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: Any) -> list[Array]:
     """What a fused primitive is lowered to.
 
@@ -55,6 +62,8 @@ def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: An
       BackendError: an implementation was named that cannot run on these operands or inside this `shard_map`.
     """
     op, device = primitive.op, Device.lowered_for(platform)
+    if platform == "cuda" and Device.current().platform != "cuda":
+        warnings.warn(_WITHOUT_A_CARD, ExportWarning, stacklevel=2)
 
     def body(params: Mapping[str, Any], *operands: Array) -> list[Array]:
         shapes = dict(zip(primitive.operand_names(params), operands, strict=True))

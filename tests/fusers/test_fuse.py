@@ -262,11 +262,11 @@ def test_a_second_shape_is_found_anew():
 
 
 def test_a_repeated_call_does_not_search_again(monkeypatch):
-    import fusionlab.lab as lab
+    import fusionlab.fused as fused_module
 
     searches = []
-    original = lab.find_in
-    monkeypatch.setattr(lab, "find_in", lambda *a, **k: searches.append(1) or original(*a, **k))
+    original = fused_module.find_in
+    monkeypatch.setattr(fused_module, "find_in", lambda *a, **k: searches.append(1) or original(*a, **k))
     fused = fl.fuse(mlp)
     for _ in range(3):
         fused(P, X)

@@ -347,10 +347,9 @@ def test_a_python_branch_on_a_value_is_a_trace_error_with_jaxs_hint_and_the_user
 
 
 def test_a_forgotten_static_argument_is_a_trace_error_that_says_how_to_name_it():
-    for argument in ("relu", 3):
-        with pytest.raises(TraceError, match=r"name Python-valued arguments in static_argnums or static_argnames") as e:
-            trace(lambda x, how: getattr(jax.nn, how)(x) if isinstance(how, str) else x + sum(range(how)), X, argument)
-        assert " at 0x" not in str(e.value)
+    with pytest.raises(TraceError, match=r"name Python-valued arguments in static_argnums or static_argnames") as e:
+        trace(lambda x, times: x + sum(range(times)), X, 3)
+    assert " at 0x" not in str(e.value)
 
 
 def test_a_long_error_is_cut():

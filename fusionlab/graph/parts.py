@@ -1,0 +1,275 @@
+"""The arguments of a call, and its result, taken apart: the arrays, and what is needed beside them.
+
+A leaf that is neither an array nor a number (a string, a function, an object that is no pytree) is fixed, as `equinox.filter_jit` has it;
+objects that hold state are taken apart by `state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from .state import Left, Objects, is_object
+
+keystr = jax.tree_util.keystr
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The arrays of an argument whose other leaves are fixed, by the paths they had in it."""
+
+    paths: tuple[str, ...]
+    arrays: tuple[Any, ...]
+
+    def tree_flatten_with_keys(self) -> tuple[list, tuple[str, ...]]:
+        return [(_Path(p), a) for p, a in zip(self.paths, self.arrays, strict=True)], self.paths
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], arrays: Sequence[Any]) -> Leaves:
+        return cls(paths, tuple(arrays))
+
+
+class _Path(str):
+    """A key of a pytree that is written as it is."""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A result that is not made of arrays alone, and what the function has left in its arguments.
+
+    Attributes:
+      arrays: those of the result, then the values that were changed in place.
+      leaf_names: of each: "out['loss']", "model.layers[0].kernel".
+      rest: what else is needed for the user's result.
+    """
+
+    arrays: tuple[Any, ...]
+    leaf_names: tuple[str, ...]
+    rest: Any = field(repr=False)
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        return self.arrays, (self.leaf_names, _Aside(self.rest))
+
+    @classmethod
+    def tree_unflatten(cls, aside: tuple, arrays: Sequence[Any]) -> Outcome:
+        return cls(tuple(arrays), aside[0], aside[1].value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Aside:
+    """Goes along in a pytree's structure and makes no difference to it: two traces of one function describe their objects apart."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Aside)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def is_array(x: Any, numbers: bool = True) -> bool:
+    """Whether JAX takes a leaf as an array; a Python number is one, unless `numbers` is False."""
+    if isinstance(x, int | float | complex):
+        return numbers
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
+        return False
+    return not isinstance(x, type) and ((hasattr(x, "shape") and hasattr(x, "dtype")) or hasattr(x, "__jax_array__"))
+
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """What is needed beside arrays to make the user's result: its structure, what is fixed in it, what is left in objects.
+
+    Attributes:
+      tree: of the result; leaves: of each of its leaves, `_ARRAY`, `OBJECT`, or (the value,).
+      left: of objects, None without any; new: which of its arrays are among the results, the others are as they were.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    left: Left | None = None
+    new: tuple[int, ...] = ()
+
+
+_ARRAY, OBJECT = "array", "object"
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The arguments of a call taken apart.
+
+    Attributes:
+      fn: of the whole arguments; labels: a name for each.
+      trees: of each argument, its structure; leaves: of each, (path, leaf).
+      arrays: of each argument, which of its leaves are arrays.
+      objects: those with state in all arguments; owners: of each, (which argument, which leaf).
+      numbers: whether Python numbers are arrays.
+    """
+
+    fn: Callable
+    labels: tuple[str, ...]
+    trees: tuple[Any, ...]
+    leaves: tuple[tuple[tuple[str, Any], ...], ...]
+    arrays: tuple[tuple[int, ...], ...]
+    objects: Objects | None
+    owners: tuple[tuple[int, int], ...]
+    numbers: bool
+
+    @classmethod
+    def of(cls, fn: Callable, args: tuple, kwargs: dict, labels: tuple[str, ...], numbers: bool | None) -> Parts:
+        flat = [flattened(tree) for tree in (*args, *(kwargs[key] for key in sorted(kwargs)))]
+        every = [leaf for leaves, _ in flat for _, leaf in leaves]
+        if numbers is None:
+            numbers = all(is_array(leaf) or is_object(leaf) for leaf in every)
+        owners = tuple((a, i) for a, (leaves, _) in enumerate(flat) for i, (_, x) in enumerate(leaves) if is_object(x))
+        arrays = tuple(
+            tuple(i for i, (_, x) in enumerate(leaves) if not is_object(x) and is_array(x, numbers))
+            for leaves, _ in flat
+        )
+        leaves = tuple(tuple((keystr(path), x) for path, x in leaves) for leaves, _ in flat)
+        objects = Objects(tuple(leaves[a][i][1] for a, i in owners)) if owners else None
+        return cls(fn, labels, tuple(tree for _, tree in flat), leaves, arrays, objects, owners, numbers)
+
+    @property
+    def are_arrays(self) -> bool:
+        return all(len(arrays) == len(leaves) for arrays, leaves in zip(self.arrays, self.leaves, strict=True))
+
+    def _state_of(self, argument: int) -> list[tuple[int, str]]:
+        """Of the objects in an argument: (which of all their arrays, its path in the argument)."""
+        assert self.objects is not None or not self.owners
+        named = enumerate(self.objects.names) if self.objects is not None else ()
+        mine = ((k, self.owners[o], path) for k, (o, path) in named)
+        return [(k, self.leaves[a][i][0] + path) for k, (a, i), path in mine if a == argument]
+
+    def arguments(self, width: int) -> tuple[tuple, dict]:
+        """The arrays, as arguments of `run`; the first `width` are positional."""
+        new = [self._argument(a) for a in range(len(self.labels))]
+        return tuple(new[:width]), dict(zip(self.labels[width:], new[width:], strict=True))
+
+    def _argument(self, a: int) -> Any:
+        leaves, state = self.leaves[a], self._state_of(a)
+        if len(self.arrays[a]) == len(leaves):
+            return jax.tree.unflatten(self.trees[a], [x for _, x in leaves])
+        paths = (*(leaves[i][0] for i in self.arrays[a]), *(path for _, path in state))
+        held = self.objects.arrays if self.objects is not None else ()
+        return Leaves(paths, (*(leaves[i][1] for i in self.arrays[a]), *(held[k] for k, _ in state)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of each array."""
+        return tuple(
+            label + path
+            for a, label in enumerate(self.labels)
+            for path in (*(self.leaves[a][i][0] for i in self.arrays[a]), *(path for _, path in self._state_of(a)))
+        )
+
+    @property
+    def state_inputs(self) -> list[tuple[int, tuple[int, str]]]:
+        """Of each array that objects hold: (which of all arrays it is, its name in the objects)."""
+        assert self.objects is not None
+        at, found = 0, []
+        for a, arrays in enumerate(self.arrays):
+            state = self._state_of(a)
+            at += len(arrays)
+            found += [(at + i, self.objects.names[k]) for i, (k, _) in enumerate(state)]
+            at += len(state)
+        return found
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The call with these arrays in their places."""
+        leaves = [[x for _, x in one] for one in self.leaves]
+        held: dict[int, Any] = {}
+        for a, tree in enumerate((*args, *(kwargs[key] for key in sorted(kwargs)))):
+            values = iter(jax.tree.leaves(tree))
+            for i in self.arrays[a]:
+                leaves[a][i] = next(values)
+            held |= {k: next(values) for k, _ in self._state_of(a)}
+        if self.objects is None:
+            return self._outcome(self._called(leaves, len(args)), None)
+        out, left = self.objects.call([held[k] for k in range(len(held))], partial(self._on_objects, leaves, len(args)))
+        return self._outcome(out, left)
+
+    def _on_objects(self, leaves: list[list], width: int, copies: tuple) -> tuple[Any, list[Any]]:
+        for (a, i), copy in zip(self.owners, copies, strict=True):
+            leaves[a][i] = copy
+        out = self._called(leaves, width)
+        return out, [x for x in jax.tree.leaves(out, is_leaf=is_object) if is_object(x)]
+
+    def _called(self, leaves: list[list], width: int) -> Any:
+        trees = [jax.tree.unflatten(tree, one) for tree, one in zip(self.trees, leaves, strict=True)]
+        return self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
+
+    def _outcome(self, out: Any, left: Left | None) -> Any:
+        flat, tree = flattened(out)
+        kinds = tuple(_kind(x, self.numbers) for _, x in flat)
+        if left is None and all(kind is _ARRAY for kind in kinds):
+            return out
+        mine = [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is _ARRAY]
+        objects = ["out" + keystr(path) for (path, _), kind in zip(flat, kinds, strict=True) if kind is OBJECT]
+        state = zip(left.names, left.arrays, strict=True) if left is not None else ()
+        mine += [((objects[o] if side else self._owner(o)) + path, x) for (side, o, path), x in state]
+        rest = Rest(tree, kinds, left and replace(left, arrays=()), tuple(range(len(left.names) if left else 0)))
+        return Outcome(tuple(x for _, x in mine), tuple(name for name, _ in mine), rest)
+
+    def _owner(self, o: int) -> str:
+        a, i = self.owners[o]
+        return self.labels[a] + self.leaves[a][i][0]
+
+    def finish(self, out: Any) -> Any:
+        """The user's result; changes the user's objects into what the call has left in them."""
+        if not isinstance(out, Outcome):
+            return out
+        rest: Rest = out.rest
+        count = sum(kind is _ARRAY for kind in rest.leaves)
+        arrays, objects = iter(out.arrays[:count]), iter(())
+        if self.objects is not None and rest.left is not None:
+            new = dict(zip(rest.new, out.arrays[count:], strict=True))
+            old = dict(zip(self.objects.names, self.objects.arrays, strict=True))
+            values = [new[i] if i in new else old[name[1:]] for i, name in enumerate(rest.left.names)]
+            objects = iter(self.objects.give_back(rest.left, values))
+        places = {_ARRAY: arrays, OBJECT: objects}
+        return jax.tree.unflatten(rest.tree, [k[0] if isinstance(k, tuple) else next(places[k]) for k in rest.leaves])
+
+
+def without_fixed(out: Any) -> Any:
+    """A result as a pytree of arrays: itself, or an `Outcome` where it has other leaves, Python numbers among them."""
+    flat, tree = flattened(out)
+    kinds = tuple(_kind(x, numbers=False) for _, x in flat)
+    if all(kind is _ARRAY for kind in kinds):
+        return out
+    mine = [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is _ARRAY]
+    return Outcome(tuple(x for _, x in mine), tuple(name for name, _ in mine), Rest(tree, kinds))
+
+
+def with_fixed(out: Any) -> Any:
+    """The result that `without_fixed` was given."""
+    if not isinstance(out, Outcome):
+        return out
+    arrays = iter(out.arrays)
+    return jax.tree.unflatten(out.rest.tree, [k[0] if isinstance(k, tuple) else next(arrays) for k in out.rest.leaves])
+
+
+def is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def flattened(tree: Any) -> tuple[list, Any]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
+
+
+def _kind(x: Any, numbers: bool) -> Any:
+    if is_object(x):
+        return OBJECT
+    return _ARRAY if is_array(x, numbers) else (x,)

@@ -1,0 +1,105 @@
+"""Arguments that a function changes in place: the objects of flax's nnx, taken apart into arrays and put together again.
+
+nnx itself does both (`nnx.split_context`, `nnx.merge_context`): shared Variables stay shared, and what is added, deleted or returned
+comes back as the same object. Those are flax's public calls for this purpose; see `nnx.update_context`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+
+def is_object(x: Any) -> bool:
+    """Whether a value is an object of nnx: a Module, an Optimizer, Rngs, a Variable."""
+    kinds = _kinds()
+    return bool(kinds) and isinstance(x, kinds)
+
+
+def _kinds() -> tuple[type, ...]:
+    """The classes of such objects; () where nobody has imported nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return tuple(k for name in ("Pytree", "Object", "Variable") if isinstance(k := getattr(nnx, name, None), type))
+
+
+def named(path: Sequence[Any]) -> str:
+    """The path of an array in an object as a reader would write it: ".layers[0].kernel"."""
+    keys = [next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)) for key in path]
+    text = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys)
+    return text.removesuffix(".value")
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """Objects of arguments, which may share Variables.
+
+    Attributes:
+      objects: as the user gave them; nothing here changes them but `give_back`.
+      names: of each array in them, (which object, path in it): (0, ".layers[0].kernel").
+      arrays: those arrays.
+    """
+
+    objects: tuple[Any, ...]
+    names: tuple[tuple[int, str], ...] = field(init=False)
+    arrays: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        state = _nnx().split(self.objects)[1]
+        flat = jax.tree_util.tree_flatten_with_path(state)[0]
+        object.__setattr__(self, "names", tuple((path[0].key, named(path[1:])) for path, _ in flat))
+        object.__setattr__(self, "arrays", tuple(x for _, x in flat))
+
+    def call(self, arrays: Sequence[Any], fn: Any) -> tuple[Any, Left]:
+        """`fn` of copies of the objects that hold these arrays -> (its result without objects, what it leaves in them).
+
+        `fn` gives its result as (anything, the objects in it).
+        """
+        nnx, tag = _nnx(), object()
+        with nnx.update_context(tag):
+            with nnx.split_context(tag) as outside:
+                graph, state = outside.split(self.objects)
+            before = nnx.graphdef(self.objects)
+            with nnx.merge_context(tag, True) as inside:
+                copies = inside.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays))
+            out, returned = fn(copies)
+            after = nnx.graphdef(copies)
+            with nnx.split_context(tag) as inside:
+                graph, state = inside.split((copies, tuple(returned)))
+        flat, tree = jax.tree_util.tree_flatten_with_path(state)
+        names = tuple((path[0].key, path[1].key, named(path[2:])) for path, _ in flat)
+        return out, Left(tuple(x for _, x in flat), names, graph, tree, before != after)
+
+    def give_back(self, left: Left, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Changes the objects into what a call has left in them; the objects in its result."""
+        nnx, tag = _nnx(), object()
+        with nnx.update_context(tag):
+            with nnx.split_context(tag) as outside:
+                outside.split(self.objects)
+            with nnx.merge_context(tag, False) as outside:
+                return outside.merge(left.graph, jax.tree.unflatten(left.tree, arrays))[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a call leaves in objects, and the objects in its result.
+
+    Attributes:
+      arrays: theirs.
+      names: of each array: (0 for an argument's object and 1 for one of the result, which, path in it).
+      graph, tree: nnx's description of the objects, and how their arrays are kept.
+      restructured: whether an argument's object has got or lost Variables, or an attribute that is no array has changed.
+    """
+
+    arrays: tuple[Any, ...]
+    names: tuple[tuple[int, int, str], ...]
+    graph: Any
+    tree: Any
+    restructured: bool
+
+
+def _nnx() -> Any:
+    return sys.modules["flax.nnx"]
