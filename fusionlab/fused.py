@@ -148,19 +148,20 @@ class Fused:
     @property
     def __fusionlab_jit__(self) -> Jit:
         """How a comparison traces it: as it is called, but for donation and the compiler's options, which are the program's."""
+        static = {k: self.static.get(k, ()) for k in ("static_argnums", "static_argnames")}
         if self._jit is None:
-            return Jit(self, "fused", lambda fn: fn, **self.static)
-        return replace(self._jit, fn=self._nested, kind="fused", again=lambda fn: fn, **self.static)
+            return Jit(self, "fused", lambda fn: fn, **static)
+        return replace(self._jit, fn=self._nested, kind="fused", again=lambda fn: fn, **static)
 
     def _check(self, args: tuple, kwargs: dict) -> None:
         from .evidence.check import check_same
 
         if self._run is self._nested and not self._carries and not isinstance(self._run, Filtered):
-            outs = [fn(*args, **kwargs) for fn in (self._plain, self._nested)]
+            plain, fused = (fn(*args, **kwargs) for fn in (self._plain, self._nested))
         else:  # neither state nor donated arguments may be touched twice
             calls = [bind(fn, args, kwargs) for fn in (self.original, self)]
-            outs = [jax.jit(call.fn)(*call.args, **call.kwargs) for call in calls]
-        check_same(*outs, name_of(self._inside))
+            plain, fused = (jax.jit(call.fn)(*call.args, **call.kwargs) for call in calls)
+        check_same(plain, fused, name_of(self._inside))
 
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
         """What is found, and fused unless skipped, for these arguments."""

@@ -137,13 +137,14 @@ def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
     args, kwargs = parts.arguments(width)
     closed, shape = jax.make_jaxpr(parts.run, return_shape=True)(*args, **kwargs)
     rest: Rest = shape.rest
-    assert rest.left is not None
-    first = len(shape.arrays) - len(rest.left.names)
+    left = rest.left
+    assert left is not None
+    first = len(shape.arrays) - len(left.names)
     given, origin = {name: i for i, name in parts.state_inputs}, passed_through(closed)[first:]
     new = [
         i
-        for i, (side, *name) in enumerate(rest.left.names)
-        if side or origin[i] is None or origin[i] != given.get(tuple(name))
+        for i, (side, owner, path) in enumerate(left.names)
+        if side or origin[i] is None or origin[i] != given.get((owner, path))
     ]
     kept = (*range(first), *(first + i for i in new))
     leaf_names = tuple(shape.leaf_names[i] for i in kept)
@@ -154,8 +155,8 @@ def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
         return Outcome(tuple(outs[i] for i in kept), leaf_names, rest)
 
     fn.__name__ = fn.__qualname__ = getattr(parts.fn, "__name__", "fn")
-    changed = tuple(shape.leaf_names[first + i] for i in new if not rest.left.names[i][0])
-    if rest.left.restructured and not changed:
+    changed = tuple(shape.leaf_names[first + i] for i in new if not left.names[i][0])
+    if left.restructured and not changed:
         changed = (f"what {parts.labels[parts.owners[0][0]]} is made of",)
     told |= {"changed": changed, "returns_objects": OBJECT in rest.leaves, "finish": parts.finish}
     return Bound(fn, args, kwargs, leaf_names=parts.names, **told)
