@@ -325,6 +325,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_near_miss_is_declined_and_stays_right(name):
     fn, code = NEAR_MISSES[name]

@@ -313,6 +313,7 @@ NEAR = {
 }  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", NEAR)
 def test_what_is_no_pair_is_not_fused_and_says_why(name):
     fn, code = NEAR[name]

@@ -335,6 +335,7 @@ DECLINED = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_is_no_such_layer_is_declined_with_code_line_distance_and_node(name):
     fn, args, code, words = DECLINED[name]

@@ -130,6 +130,7 @@ MISSES = {  # name -> (layer, code, what its sentence says)
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", MISSES)
 def test_what_devices_sum_otherwise_is_declined_and_says_so(name):
     layer, code, says = MISSES[name]

@@ -244,6 +244,7 @@ NEAR = {
     "a residual of each column is a shift": (lambda x, r, g, b: norm(jnp.sin(x) + r[0, 0], g, b), "shift"),
     "a residual of each row": (lambda x, r, g, b: norm(x + r[:, :, :1], g, b), ""),
     "a residual of each batch": (lambda x, r, g, b: norm(x + r[:1], g, b), ""),
+    "one number a row, and a vector": (lambda x, r, g, b: norm(x[..., :1] + r[:1, :1], g, b), ""),
     "a number": (lambda x, r, g, b: norm(x + 1.0, g, b), ""),
     "a difference": (lambda x, r, g, b: norm(x - r, g, b), ""),
     "a product": (lambda x, r, g, b: norm(x * r, g, b), ""),
@@ -255,6 +256,7 @@ NEAR = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", NEAR)
 def test_near_misses(name):
     fn, folded = NEAR[name]

@@ -141,6 +141,12 @@ def test_a_product_costs_what_xla_says(b, m, k, n):
         assert xla(jnp.matmul, lhs, rhs)[0] == total.flops
 
 
+def test_each_row_of_a_ragged_product_meets_the_matrix_of_its_own_group():
+    rows, k, n = 12, 5, 7
+    args = np.zeros((rows, k), np.float32), np.zeros((3, k, n), np.float32), np.array([4, 6, 2], np.int32)
+    assert cost_of(trace(jax.lax.ragged_dot, *args)).total.flops == 2 * rows * k * n
+
+
 def softmax_layer(x, w):
     with jax.named_scope("layer"):
         h = jax.nn.gelu(x @ w)
