@@ -244,6 +244,16 @@ def test_what_was_measured_for_as_many_key_heads_is_not_taken_for_fewer():
     assert '"key heads":2' in cases[1]
 
 
+def test_what_was_measured_tells_features_of_values_from_those_of_queries_and_keys():
+    query, key, value = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 5, 3, 8), (2, 7, 3, 8), (2, 7, 3, 16))
+    )
+    present, full = OP._prepared((query, key, value), {}, Device.of("sm_90"))
+    told = choosing.case("call", present, {**full, "residuals": False})
+    for part in ('"features":[8,16]', '"batch":2', '"heads":3', '"queries":5', '"keys":7'):
+        assert part in told
+
+
 def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):
     def loss(wanted):
         def of(q, k, v):

@@ -133,6 +133,16 @@ def test_a_row_too_wide_for_registers_takes_two_passes_and_nothing_is_made_twice
     assert [one.grads for one in backward_passes(wide, ("shift",), False, False)] == [("x",), ("shift",)]
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(10, 2), (1_000_000, 4)])
+def test_sums_over_many_rows_are_cut_for_all_multiprocessors_and_over_few_by_eight_rows(rows, parts, monkeypatch):
+    monkeypatch.setattr(tiling, "MULTIPROCESSORS", 132)
+    wide = Norm("rms", rows, 65536, "bfloat16", (("scale", "bfloat16"),))
+    (launch, *_) = backward_passes(wide, ("scale",), False, False)[0].plan.launches
+    across = 65536 // 8 // tiling.WARP
+    assert launch.grid[:2] == (across, parts)
+    assert parts == min(-(-rows // 8), -(-6 * 132 // across))
+
+
 def test_what_is_absent_is_no_parameter():
     norm = Norm("rms", 4, 64, "float32", ())
     (launch,) = forward_plan(norm, 1e-5, residual=False, gives_sum=False, saves=True).launches

@@ -295,7 +295,9 @@ SHARED = {
 
 
 @pytest.mark.parametrize("shared", [None, *SHARED])
-@pytest.mark.parametrize("batched", [pytest.param(("x",), marks=pytest.mark.whole), ("x", "cache_k.0", "cache_v.0"), ("cache_v.0",), "all"])
+@pytest.mark.parametrize(
+    "batched", [pytest.param(("x",), marks=pytest.mark.whole), ("x", "cache_k.0", "cache_v.0"), ("cache_v.0",), "all"]
+)
 def test_a_batch_is_more_rows(shared, batched):
     given, attrs = case("write")
     for name, shape in SHARED.get(shared, {}).items():

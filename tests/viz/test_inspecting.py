@@ -317,6 +317,14 @@ def test_registers_are_those_on_record_for_the_dtype_and_activation():
     assert 'extern "C"' in text
 
 
+def test_of_many_variants_the_first_are_shown_and_all_are_counted():
+    count = sum(len(entries) for entries in registers("layer_norm", "bfloat16", {}, "sm_90")[1].values())
+    shown = kernels_html("layer_norm", "bfloat16", {}, "sm_90")
+    assert count > 12
+    assert f"the first 12 of {count}" in Parsed(shown).text
+    assert shown.count("<tr>") == 12 + 1  # and the heading
+
+
 def test_the_kernels_source_is_left_out_where_it_is_not_wanted(case):
     site = case.findings.candidates[0].id
     whole, short = (inspect(case.graph, case.findings, site, sources=s).html for s in (True, False))

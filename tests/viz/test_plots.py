@@ -60,6 +60,14 @@ def test_the_timing_plot_shows_every_sample_and_both_medians(timing):
     assert timing.hardware in title
 
 
+def test_the_timing_plot_grows_with_the_calls_that_were_timed(evidence, timing):
+    assert len(evidence.timings) == 1
+    several = dataclasses.replace(evidence, timing_grad=timing)
+    one, two = (plot_timing(e).figure.get_size_inches() for e in (evidence, several))
+    assert one[0] == two[0]
+    assert two[1] > one[1] + 1  # inches, for two more rows
+
+
 def test_the_error_plot_has_both_versions_and_the_tolerance(numerics):
     ax = plot_errors(numerics)
     lines = {line.get_label(): np.asarray(line.get_xdata()) for line in ax.lines}
