@@ -8,7 +8,10 @@ import tomllib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import fusionlab as fl
 from fusionlab import cli
@@ -53,6 +56,20 @@ def test_the_snippet_runs_and_prints_what_readme_shows(snippet_output):
     assert shown
     for line in shown:
         assert line in snippet_output.splitlines()
+
+
+def test_the_train_loop_trains_and_donates():
+    (loop,) = [text for text in blocks("python") if "train_step(model, optimizer" in text]
+    names = {"fl": fl, "nnx": nnx, "jnp": jnp}
+    exec(compile(loop, "loop.py", "exec"), names)
+    model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 8, rngs=nnx.Rngs(1)))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    x = jnp.ones((4, 8))
+    assert names["train_step"].findings(model, optimizer, x, x).counts()["gemm_epilogue_grad"] == 2
+    first = model.layers[0].kernel[...]
+    losses = [float(names["train_step"](model, optimizer, x, x)) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    assert first.is_deleted()
 
 
 def test_every_pass_and_op_is_named_and_none_is_invented():
