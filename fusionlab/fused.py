@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,14 +14,15 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .device import Device
+from .filtered import Filtered, MayChange
 from .fusers import Candidate, Pass, find_in, op_of
 from .fusers import Findings as PlainFindings
 from .graph import ir
-from .graph.binding import as_tuple, bind, lost_by, unhashable
-from .graph.parts import is_array, with_fixed, without_fixed
-from .graph.state import is_object
+from .graph.binding import as_tuple, bind, lost_by
+from .graph.parts import flattened, is_array
+from .graph.state import are_of_another_trace, is_object, may_be_there
 from .graph.trace import graph_of, name_of, trace
-from .graph.wrappers import Jit, jit_of
+from .graph.wrappers import Jit, jit_of, unwrapped
 from .shown import Findings, Graph, fields_of
 
 DISABLE = "FUSIONLAB_DISABLE"
@@ -42,11 +43,18 @@ def search(graph: ir.Graph, passes: Sequence[tuple[Pass, Any]], device: Device, 
             notes.append(f"implementation={implementation!r}: nothing fused for {', '.join(lack)}, which lacks it")
         if not found.candidates:
             notes.append(f"implementation={implementation!r} runs nowhere: no site was found that has it")
-    return Findings(**fields_of(found, notes=tuple(notes)))
+    return Findings(**fields_of(found, notes=(*found.notes, *notes)))
 
 
-class _StateChanged(Exception):  # noqa: N818 - an answer to the call, which takes another way
-    """While a function is traced under `jax.jit`: it changes an argument in place, which only nnx's jit carries."""
+class _Objects(Exception):  # noqa: N818 - an answer to the call, which takes another way
+    """While a function is traced under `jax.jit`: objects of nnx are among its arguments or in its result."""
+
+
+# How a call treats what is changed in place: as nnx.jit does; asks for that as soon as there is any; else the name of what drops it.
+CARRIES, ASKS = "carries", "asks"
+# Who calls a function and drops what it changes in objects of nnx: transformations of these libraries, which take them for pytrees.
+_DROPPING = {"jax": "a transformation of JAX's own", "equinox": "a transformation of equinox's"}
+_WANTS_A_NUMBER = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
 
 class Fused:
@@ -63,38 +71,51 @@ class Fused:
 
     def __init__(self, fn: Callable, options: dict[str, Any]) -> None:
         self.original, self._options = fn, options
-        self._jit = jit_of(fn)
-        self._inside = fn if self._jit is None else self._jit.fn
+        call, self._head, self._named = unwrapped(fn)
+        self._jit = jit_of(call)
+        if isinstance(call, Fused):  # the jit of its original is around this one
+            self._jit = call._jit and call._jit.behind(call, len(call._head))
+        self._inside = call if self._jit is None else self._jit.fn
         functools.update_wrapper(self, fn, updated=())
         own = self._jit.static if self._jit is not None else {}
-        asked = {k: (*as_tuple(options[k]), *own.get(k, ())) for k in ("static_argnums", "static_argnames")}
+        asked = {k: options[k] for k in ("static_argnums", "static_argnames")}
+        nums = tuple(n + len(self._head) if n >= 0 else n for n in as_tuple(asked["static_argnums"]))
+        asked = {"static_argnums": nums, "static_argnames": as_tuple(asked["static_argnames"])}
         # jit infers the one from the other only where the other is not given at all.
-        self.static: Mapping[str, Any] = {k: v for k, v in asked.items() if v}
-        self._traced = self._with_signature()
-        self._nested = _under(self._jit.kind if self._jit is not None else "jax.jit", self._traced, self.static)
-        self._run = self._jit.again(self._traced) if self._jit is not None else self._nested
-        self._carries = self._jit is not None and self._jit.kind == "nnx.jit"
-        self._keeps_identity = self._jit is None  # an argument that is returned is the same object, as under nnx.jit
+        self.static: Mapping[str, Any] = {k: v for k, v in ((k, (*v, *own.get(k, ()))) for k, v in asked.items()) if v}
+        self._way = {"nnx.jit": CARRIES}.get(self._jit.kind, self._jit.kind) if self._jit is not None else ASKS
+        self._runners: dict[tuple[str, bool], Any] = {}
+        self._usual = self._runner(self._way, False) if self._jit is None else self._jit.again(self._traced(self._way))
+        # What calls have had so far, each of which takes another way: objects of nnx, leaves that are no arrays, fixed numbers.
+        self._objects = self._leaves = self._numbers = False
         self._is_off: bool | None = None
-        self._plain = jax.jit(self._inside, **self.static)
 
-    def _with_signature(self) -> Callable:
+    def _traced(self, way: str) -> Callable:
         """`_rewritten` with the original's signature, which jit needs to tell static arguments by position and by name."""
 
         @functools.wraps(self._inside)
         def rewritten(*args: Any, **kwargs: Any) -> Any:
-            return self._rewritten(*args, **kwargs)
+            return self._rewritten(way, args, kwargs)
 
         return rewritten
 
-    def _rewritten(self, *args: Any, **kwargs: Any) -> Any:
+    def _runner(self, way: str, fixed: bool) -> Any:
+        """The function under a jit that treats objects in this way, and holds fixed what is no array, or nothing."""
+        if (way, fixed) not in self._runners:
+            under = sys.modules["flax.nnx"].jit if way == CARRIES else jax.jit
+            traced = self._traced(way)
+            run = Filtered(traced, self.static, under) if fixed else under(traced, **self.static)
+            self._runners.setdefault((way, fixed), run)
+        return self._runners[way, fixed]
+
+    def _rewritten(self, way: str, args: tuple, kwargs: dict) -> Any:
         o = self._options
-        bound = bind(self._inside, args, kwargs, **self.static, numbers=False)
-        if not self._carries and (bound.changed or (bound.returns_objects and self._keeps_identity)):
-            raise _StateChanged(*bound.changed)
-        if self._is_off is None:
-            self._is_off = is_disabled()
-        if self._is_off:
+        if way == ASKS and _holds_objects((args, kwargs)):
+            raise _Objects
+        bound = bind(self._inside, args, kwargs, **self.static, numbers=False, carries=way == CARRIES)
+        if way != CARRIES and bound.lost:
+            raise lost_by(way, self._inside, bound.lost[0])
+        if self._is_disabled():
             return bound.finish(bound.fn(*bound.args, **bound.kwargs))
         graph = graph_of(bound, name_of(self._inside))
         device = Device.current()
@@ -105,42 +126,61 @@ class Fused:
             write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
         closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
         outs = jex_core.jaxpr_as_fun(closed)(*jax.tree.leaves((bound.args, bound.kwargs)))
-        return bound.finish(jax.tree.unflatten(graph.out_tree, outs))
+        out = bound.finish(jax.tree.unflatten(graph.out_tree, outs))
+        if way == ASKS and _holds_objects(out):
+            raise _Objects
+        return out
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_disabled():
+            return self.original(*args, **kwargs)
+        if self._head or self._named:
+            args, kwargs = (*self._head, *args), {**self._named, **kwargs}
         if self._options["check"] and not _are_traced(args, kwargs):
             self._check(args, kwargs)
-        try:
-            return self._run(*args, **kwargs)
-        except (_StateChanged, TypeError) as error:
-            told = self._refusal(error, args, kwargs, sys._getframe(1))
-        if told is not None:
-            raise told
-        return self._run(*args, **kwargs)
+        return self._called(sys._getframe(1), args, kwargs)
 
-    def _refusal(self, error: Exception, args: tuple, kwargs: dict, caller: Any) -> Exception | None:
-        """Takes another way of calling where the first has met what it does not carry; the error where there is no other."""
-        library = caller.f_globals.get("__name__", "").partition(".")[0] if caller is not None else ""
-        if isinstance(error, _StateChanged):
-            if not error.args and library in _DROPPING:
-                self._keeps_identity = False
-                return None
-            if self._jit is not None or library in _DROPPING:
-                return lost_by(_DROPPING.get(library, self._jit_name), self._inside, error.args[0])
-            self._carries = True
-            self._run = self._nested = _under("nnx.jit", self._traced, self.static)
-            return None
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_object)
-        numbers = library != "equinox"  # whose filter_jit holds them fixed
-        taken = all(is_array(x, numbers) or is_object(x) for x in leaves)
-        if self._jit is not None or isinstance(self._run, Filtered) or taken:
-            return error
-        self._run = self._nested = Filtered(self._traced, self.static)
-        return None
+    def _is_disabled(self) -> bool:
+        if self._is_off is None:  # what is traced first decides for all that follows
+            self._is_off = is_disabled()
+        return self._is_off
 
-    @property
-    def _jit_name(self) -> str:
-        return self._jit.kind if self._jit is not None else "jax.jit"
+    def _called(self, caller: Any, args: tuple, kwargs: dict, stage: str | None = None) -> Any:
+        """Runs the call, or lowers it; where the usual way does not take what is in it, by the way that does."""
+        while True:
+            if self._objects and are_of_another_trace((args, kwargs)):  # nnx's jit would write to all of them
+                return self._rewritten(CARRIES, args, kwargs)
+            seen = self._objects or self._leaves or self._numbers
+            run = self._by(caller, args, kwargs) if seen else self._usual
+            try:
+                return (run if stage is None else getattr(run, stage))(*args, **kwargs)
+            except _Objects:
+                self._objects = True
+            except MayChange:
+                if not _are_traced(args, kwargs):
+                    raise
+                return self._rewritten(self._way_of(caller), args, kwargs)  # nothing of it is kept
+            except (TypeError, *_WANTS_A_NUMBER) as error:
+                self._learn(error, args, kwargs)
+                if self._jit is not None or self._by(caller, args, kwargs) is run:
+                    raise
+
+    def _way_of(self, caller: Any) -> str:
+        """How objects of the arguments are treated in a call from there."""
+        library = caller.f_globals.get("__name__", "").partition(".")[0]
+        return _DROPPING.get(library, CARRIES) if self._objects else ASKS
+
+    def _by(self, caller: Any, args: tuple, kwargs: dict) -> Any:
+        fixed = (self._leaves and _holds_others(args, kwargs)) or (self._numbers and _are_traced(args, kwargs))
+        return self._runner(self._way_of(caller), fixed)
+
+    def _learn(self, error: Exception, args: tuple, kwargs: dict) -> None:
+        """That leaves have to be held fixed: what is no array, and inside of a trace a number, which can only be one that is fixed
+        outside."""
+        if isinstance(error, _WANTS_A_NUMBER):
+            self._numbers = self._numbers or _are_traced(args, kwargs)
+        else:
+            self._leaves = self._leaves or _holds_others(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -149,24 +189,37 @@ class Fused:
     def __fusionlab_jit__(self) -> Jit:
         """How a comparison traces it: as it is called, but for donation and the compiler's options, which are the program's."""
         static = {k: self.static.get(k, ()) for k in ("static_argnums", "static_argnames")}
-        if self._jit is None:
-            return Jit(self, "fused", lambda fn: fn, **static)
-        return replace(self._jit, fn=self._nested, kind="fused", again=lambda fn: fn, **static)
+        jit = self._jit if self._jit is not None else Jit(self, "jax.jit", lambda fn: fn)
+        jit = replace(jit, kind="fused", again=lambda fn: fn, **static).behind(self, len(self._head))
+        return jit if self._jit is None else replace(jit, fn=self._without_donation)
+
+    @property
+    def _without_donation(self) -> Callable:
+        fixed = self._way == "filter_jit"
+
+        @functools.wraps(self._inside)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._runner(self._way, fixed)(*self._head, *args, **self._named, **kwargs)
+
+        return run
 
     def _check(self, args: tuple, kwargs: dict) -> None:
         from .evidence.check import check_same
 
-        if self._run is self._nested and not self._carries and not isinstance(self._run, Filtered):
-            plain, fused = (fn(*args, **kwargs) for fn in (self._plain, self._nested))
-        else:  # neither state nor donated arguments may be touched twice
-            calls = [bind(fn, args, kwargs) for fn in (self.original, self)]
-            plain, fused = (jax.jit(call.fn)(*call.args, **call.kwargs) for call in calls)
+        try:
+            if self._jit is not None or self._objects or self._leaves:
+                raise _Objects  # neither state nor donated arguments may be touched twice
+            plain, fused = jax.jit(self._inside, **self.static)(*args, **kwargs), self._usual(*args, **kwargs)
+        except (_Objects, TypeError):
+            first, second = (bind(fn, args, kwargs, **self.static) for fn in (self._inside, self._traced(CARRIES)))
+            plain, fused = (jax.jit(call.fn)(*call.args, **call.kwargs) for call in (first, second))
         check_same(plain, fused, name_of(self._inside))
 
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
         """What is found, and fused unless skipped, for these arguments."""
         o = self._options
-        graph = trace(self.original, *args, **self.static, **kwargs)
+        static = {k: o[k] for k in ("static_argnums", "static_argnames")}
+        graph = trace(self.original, *args, **static, **kwargs)
         return search(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
@@ -176,20 +229,20 @@ class Fused:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`."""
-        return self._staged("lower", args, kwargs)
+        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "lower")
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).trace`."""
-        return self._staged("trace", args, kwargs)
+        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "trace")
 
-    def _staged(self, stage: str, args: tuple, kwargs: dict) -> Any:
-        try:
-            return getattr(self._run, stage)(*args, **kwargs)
-        except (_StateChanged, TypeError) as error:
-            told = self._refusal(error, args, kwargs, None)
-        if told is not None:
-            raise told
-        return getattr(self._run, stage)(*args, **kwargs)
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).eval_shape`."""
+        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "eval_shape")
+
+    def clear_cache(self) -> None:
+        """As `jax.jit(fn).clear_cache`: the next call searches again."""
+        self._runners.clear()
+        self._usual = self._runner(self._way, False) if self._jit is None else self._jit.again(self._traced(self._way))
 
     def __repr__(self) -> str:
         names = ", ".join(p.name for p, _ in self._options["passes"])
@@ -197,64 +250,13 @@ class Fused:
         return f"<fused {name_of(self._inside)}: {names}{off}>"
 
 
-def _under(kind: str, fn: Callable, static: Mapping[str, Any]) -> Any:
-    """A function under a jit of that kind without donation or options of the compiler."""
-    if kind == "nnx.jit":
-        return sys.modules["flax.nnx"].jit(fn, **static)
-    return Filtered(fn, static) if kind == "filter_jit" else jax.jit(fn, **static)
+def _holds_others(args: tuple, kwargs: dict) -> bool:
+    """Whether there is a leaf that is neither array, number nor object."""
+    return not all(is_array(x) or is_object(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_object))
 
 
-# Who calls a function and drops what it changes in objects of nnx: transformations of these libraries, which take them for pytrees.
-_DROPPING = {"jax": "a transformation of JAX's own", "equinox": "a transformation of equinox's"}
-
-
-class Filtered:
-    """A function under a jit that holds fixed what is no array in its arguments, as `equinox.filter_jit` does."""
-
-    def __init__(self, fn: Callable, static: Mapping[str, Any]) -> None:
-        self._fn, self._static = fn, static
-        self._jitted = jax.jit(self._with_fixed, static_argnums=0)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return with_fixed(self._jitted(*self._split(args, kwargs)))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        return self._jitted.lower(*self._split(args, kwargs))
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        return self._jitted.trace(*self._split(args, kwargs))
-
-    def _split(self, args: tuple, kwargs: dict) -> tuple[_Fixed, list[Any]]:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [is_array(x, numbers=False) for x in leaves]
-        # By its type as well: 1, 1.0 and True are equal, and make other programs.
-        fixed = _Fixed(tree, tuple(_ARRAY if a else (type(x), x) for a, x in zip(arrays, leaves, strict=True)))
-        try:
-            hash(fixed)
-        except TypeError:
-            raise unhashable(self._fn, args, kwargs) from None
-        return fixed, [x for a, x in zip(arrays, leaves, strict=True) if a]
-
-    def _with_fixed(self, fixed: _Fixed, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        leaves = [next(given) if leaf is _ARRAY else leaf[1] for leaf in fixed.leaves]
-        args, kwargs = jax.tree.unflatten(fixed.tree, leaves)
-        return without_fixed(self._fn(*args, **kwargs))
-
-
-@dataclass(frozen=True)
-class _Fixed:
-    """What is no array in the arguments of a call, as a key.
-
-    Attributes:
-      tree: their structure; leaves: (type, value) of each, or `_ARRAY` where an array is.
-    """
-
-    tree: Any
-    leaves: tuple[Any, ...]
-
-
-_ARRAY = "array"
+def _holds_objects(tree: Any) -> bool:
+    return may_be_there() and any(is_object(x) for _, x in flattened(tree, carries=False)[0])
 
 
 def _known(found: PlainFindings, name: str) -> bool:

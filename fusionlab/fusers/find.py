@@ -42,6 +42,10 @@ def find_in(
     """
     certifier = certifier or Certifier(plain_meaning_of)
     with _collector_paused():
+        if graph.numbered is not None and graph.numbered.graph is None:
+            names = ", ".join(graph.numbered.symbols)
+            note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
+            return Findings(graph, tuple(p.name for p, _ in passes), (), (), device=str(device), notes=(note,))
         if graph.numbered is not None:
             found = _find_in(graph.numbered.graph, list(passes), device, implementation, certifier)
             return _declined_for(graph, found)

@@ -19,9 +19,10 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ..errors import ArgumentError
-from .parts import OBJECT, Outcome, Parts, Rest, flattened, is_array, is_hashable, keystr
+from .parts import LostValue, Outcome, Parts, Rest, flattened, is_array, is_hashable, keystr
 from .passed import passed_through
-from .wrappers import Jit, jit_of
+from .state import may_be_there
+from .wrappers import Jit, jit_of, unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +35,10 @@ class Bound:
       positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
       leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
       changed: the names of the values that the function changes in place; () of a function without state.
-      returns_objects: whether its result holds objects with state, which may be those of its arguments.
+      lost: those of them that a transformation would lose which takes objects as pytrees: that are not in the result as well.
       finish: what `fn` gives -> the user's result; where arguments are changed in place, this changes them.
       jit: the jit that the function was passed under, or None.
+      given: how many arguments stand in front of the user's: those of a bound method, or of a `functools.partial`.
     """
 
     fn: Callable
@@ -46,9 +48,10 @@ class Bound:
     total: int
     leaf_names: tuple[str, ...]
     changed: tuple[str, ...] = ()
-    returns_objects: bool = False
+    lost: tuple[str, ...] = ()
     finish: Callable[[Any], Any] = field(default=lambda out: out, repr=False)
     jit: Jit | None = None
+    given: int = 0
 
     def dynamic(self, argnums: Iterable[int], what: str) -> tuple[int, ...]:
         """Positions in the user's call -> positions in `args`.
@@ -73,8 +76,8 @@ class Bound:
         """Positions in `args` that the jit around the function donates."""
         if self.jit is None:
             return ()
-        donated = self.jit.donated(self.total)
-        return tuple(i for i, p in enumerate(self.positions) if p in donated)
+        donated = self.jit.donated(self.total + self.given)
+        return tuple(i for i, p in enumerate(self.positions) if p + self.given in donated)
 
 
 def bind(
@@ -84,6 +87,7 @@ def bind(
     static_argnums: Any = (),
     static_argnames: Any = (),
     numbers: bool | None = None,
+    carries: bool = False,
 ) -> Bound:
     """Binds what is fixed: static arguments, leaves that are no arrays, the structure of objects that hold state.
 
@@ -92,6 +96,7 @@ def bind(
       args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytrees, beside what is fixed.
       static_argnums, static_argnames: as in `jax.jit`.
       numbers: whether Python numbers are arrays; None: as `jax.jit` has it, but where another leaf is none, as `filter_jit` has it.
+      carries: whether Variables of an `nnx.State` are changed in place, as under `nnx.jit`; else the function has to return them.
 
     Raises:
       ArgumentError: `fn` is no function, a static argument does not exist, or `jax.jit` would lose what the function changes in place.
@@ -99,28 +104,50 @@ def bind(
     """
     if not callable(fn):
         raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    fn, head, more = unwrapped(fn)
+    given, total, args, kwargs = len(head), len(args), (*head, *args), {**more, **kwargs}
+    static_argnums = tuple(n + given if n >= 0 else n for n in as_tuple(static_argnums))
     jit = jit_of(fn)
     if jit is not None:
-        static_argnums = (*as_tuple(static_argnums), *jit.static_argnums)
+        static_argnums = (*static_argnums, *jit.static_argnums)
         static_argnames = (*as_tuple(static_argnames), *jit.static_argnames)
-        numbers = False if jit.kind == "filter_jit" else numbers
+        numbers, carries = False if jit.kind == "filter_jit" else numbers, carries or jit.kind == "nnx.jit"
     # A jit that places its arguments says something: it stays in the program.
     inside = fn if jit is None else jit.placed or jit.fn
     call, dyn_args, dyn_kwargs, positions = _without_static(inside, args, kwargs, static_argnums, static_argnames)
-    labels = (*(_label(inside, p) for p in positions), *sorted(dyn_kwargs))
-    parts = Parts.of(call, dyn_args, dyn_kwargs, labels, numbers)
+    labels = (*(label_of(inside, p) for p in positions), *sorted(dyn_kwargs))
+    parts = Parts.of(call, dyn_args, dyn_kwargs, labels, numbers, carries)
     if parts.objects is not None and jit is not None and jit.placed:  # which would lose what it changes in them
         call, *_ = _without_static(jit.fn, args, kwargs, static_argnums, static_argnames)
         parts = replace(parts, fn=call)
-    told = {"positions": positions, "total": len(args), "jit": jit}
-    if parts.objects is None:
-        new_args, new_kwargs = (dyn_args, dyn_kwargs) if parts.are_arrays else parts.arguments(len(dyn_args))
-        run = call if parts.are_arrays else parts.run
-        return Bound(run, new_args, new_kwargs, leaf_names=parts.names, finish=parts.finish, **told)
-    bound = _with_state(parts, len(dyn_args), told)
-    if bound.changed and jit is not None and jit.kind == "jax.jit":
-        raise lost_by("jax.jit", inside, bound.changed[0])
-    return bound
+    told = {"positions": tuple(p - given for p in positions), "total": total, "jit": jit, "given": given}
+    if parts.objects is not None:
+        bound = _with_state(parts, len(dyn_args), told)
+        if bound.lost and jit is not None and jit.kind in ("jax.jit", "filter_jit"):
+            raise lost_by(_SAID[jit.kind], inside, bound.lost[0])
+        return bound
+    if parts.are_arrays and not may_be_there():
+        return Bound(call, dyn_args, dyn_kwargs, leaf_names=parts.names, **told)
+    new_args, new_kwargs = (dyn_args, dyn_kwargs) if parts.are_arrays else parts.arguments(len(dyn_args))
+    return Bound(_run_of(parts), new_args, new_kwargs, leaf_names=parts.names, finish=parts.finish, **told)
+
+
+_SAID = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
+
+
+def _run_of(parts: Parts) -> Callable:
+    @functools.wraps(parts.fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return parts.run(*args, **kwargs)
+        except LostValue as lost:
+            name = getattr(parts.fn, "__name__", type(parts.fn).__name__)
+            raise ArgumentError(
+                f"{name}: changes {lost.args[0]} of an nnx.State in place and does not return it, so that its new value would be "
+                f"lost; needed the state among the results, or the module in its place, under nnx.jit"
+            ) from None
+
+    return run
 
 
 def lost_by(what: str, fn: Callable, value: str) -> ArgumentError:
@@ -135,7 +162,7 @@ def lost_by(what: str, fn: Callable, value: str) -> ArgumentError:
 def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
     """The call traced once, so that only what the function changes is among its results."""
     args, kwargs = parts.arguments(width)
-    closed, shape = jax.make_jaxpr(parts.run, return_shape=True)(*args, **kwargs)
+    closed, shape = jax.make_jaxpr(_run_of(parts), return_shape=True)(*args, **kwargs)
     rest: Rest = shape.rest
     left = rest.left
     assert left is not None
@@ -151,21 +178,27 @@ def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
     rest = replace(rest, new=tuple(new))
 
     def fn(*args: Any, **kwargs: Any) -> Outcome:
-        outs = jex_core.jaxpr_as_fun(closed)(*jax.tree.leaves((args, kwargs)))
+        leaves = jax.tree.leaves((args, kwargs))
+        if [x.shape for x in leaves] == [v.aval.shape for v in closed.jaxpr.invars]:
+            outs = jex_core.jaxpr_as_fun(closed)(*leaves)
+        else:  # symbolic sizes, at numbers
+            outs = _run_of(parts)(*args, **kwargs).arrays
         return Outcome(tuple(outs[i] for i in kept), leaf_names, rest)
 
     fn.__name__ = fn.__qualname__ = getattr(parts.fn, "__name__", "fn")
-    changed = tuple(shape.leaf_names[first + i] for i in new if not left.names[i][0])
+    mine = [i for i in new if not left.names[i][0]]
+    changed = tuple(shape.leaf_names[first + i] for i in mine)
+    lost = tuple(shape.leaf_names[first + i] for i in mine if left.names[i][1:] not in left.returned)
     if left.restructured and not changed:
-        changed = (f"what {parts.labels[parts.owners[0][0]]} is made of",)
-    told |= {"changed": changed, "returns_objects": OBJECT in rest.leaves, "finish": parts.finish}
+        changed = lost = (f"what {parts.labels[parts.owners[0][0]]} is made of",)
+    told |= {"changed": changed, "lost": lost, "finish": parts.finish}
     return Bound(fn, args, kwargs, leaf_names=parts.names, **told)
 
 
 def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:
     """The error for fixed leaves that cannot be told apart from call to call."""
     for i, arg in enumerate((*args, *(kwargs[key] for key in sorted(kwargs)))):
-        label = _label(fn, i) if i < len(args) else sorted(kwargs)[i - len(args)]
+        label = label_of(fn, i) if i < len(args) else sorted(kwargs)[i - len(args)]
         for path, leaf in flattened(arg)[0]:
             if not is_array(leaf, numbers=False) and not is_hashable(leaf):
                 what = f"{label}{keystr(path)}: got {leaf!r:.80} ({type(leaf).__name__})"
@@ -182,7 +215,7 @@ def as_tuple(given: Any) -> tuple:
     return (given,) if isinstance(given, int | str) else tuple(given)
 
 
-def _label(fn: Callable, position: int) -> str:
+def label_of(fn: Callable, position: int) -> str:
     names, _ = positional_names(fn)
     return names[position] if position < len(names) else f"arg{position}"
 

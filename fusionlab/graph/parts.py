@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .state import Left, Objects, is_object
+from .state import Left, Objects, held_by, is_object, is_value, variables_of
 
 keystr = jax.tree_util.keystr
 
@@ -77,10 +77,10 @@ class _Aside:
 
 def is_array(x: Any, numbers: bool = True) -> bool:
     """Whether JAX takes a leaf as an array; a Python number is one, unless `numbers` is False."""
+    if isinstance(x, np.ndarray | np.generic):  # np.float64 is a float as well
+        return x.dtype.kind not in "OSUMm"
     if isinstance(x, int | float | complex):
         return numbers
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
-        return False
     return not isinstance(x, type) and ((hasattr(x, "shape") and hasattr(x, "dtype")) or hasattr(x, "__jax_array__"))
 
 
@@ -112,6 +112,7 @@ class Parts:
       arrays: of each argument, which of its leaves are arrays.
       objects: those with state in all arguments; owners: of each, (which argument, which leaf).
       numbers: whether Python numbers are arrays.
+      carries: whether a change of an `nnx.State` is carried, as that of an object is; else it has to be returned.
     """
 
     fn: Callable
@@ -122,10 +123,13 @@ class Parts:
     objects: Objects | None
     owners: tuple[tuple[int, int], ...]
     numbers: bool
+    carries: bool
 
     @classmethod
-    def of(cls, fn: Callable, args: tuple, kwargs: dict, labels: tuple[str, ...], numbers: bool | None) -> Parts:
-        flat = [flattened(tree) for tree in (*args, *(kwargs[key] for key in sorted(kwargs)))]
+    def of(
+        cls, fn: Callable, args: tuple, kwargs: dict, labels: tuple[str, ...], numbers: bool | None, carries: bool
+    ) -> Parts:
+        flat = [flattened(tree, carries) for tree in (*args, *(kwargs[key] for key in sorted(kwargs)))]
         every = [leaf for leaves, _ in flat for _, leaf in leaves]
         if numbers is None:
             numbers = all(is_array(leaf) or is_object(leaf) for leaf in every)
@@ -136,7 +140,7 @@ class Parts:
         )
         leaves = tuple(tuple((keystr(path), x) for path, x in leaves) for leaves, _ in flat)
         objects = Objects(tuple(leaves[a][i][1] for a, i in owners)) if owners else None
-        return cls(fn, labels, tuple(tree for _, tree in flat), leaves, arrays, objects, owners, numbers)
+        return cls(fn, labels, tuple(tree for _, tree in flat), leaves, arrays, objects, owners, numbers, carries)
 
     @property
     def are_arrays(self) -> bool:
@@ -193,7 +197,9 @@ class Parts:
                 leaves[a][i] = next(values)
             held |= {k: next(values) for k, _ in self._state_of(a)}
         if self.objects is None:
-            return self._outcome(self._called(leaves, len(args)), None)
+            out = self._called(leaves, len(args))
+            made = _objects_in(out, self.carries)
+            return self._outcome(out, Objects(()).call([], lambda _: (None, made))[1] if made else None)
         out, left = self.objects.call([held[k] for k in range(len(held))], partial(self._on_objects, leaves, len(args)))
         return self._outcome(out, left)
 
@@ -201,14 +207,30 @@ class Parts:
         for (a, i), copy in zip(self.owners, copies, strict=True):
             leaves[a][i] = copy
         out = self._called(leaves, width)
-        return out, [x for x in jax.tree.leaves(out, is_leaf=is_object) if is_object(x)]
+        return out, _objects_in(out, self.carries)
 
     def _called(self, leaves: list[list], width: int) -> Any:
         trees = [jax.tree.unflatten(tree, one) for tree, one in zip(self.trees, leaves, strict=True)]
-        return self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
+        given = [] if self.carries else [(v, held_by(v)) for v in _variables_of_values(trees)]
+        out = self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
+        changed = [v for v, held in given if held_by(v) is not held]
+        if changed:
+            returned = {id(v) for v in (*variables_of(out), *_variables_of_values([out]))}
+            lost = [v for v in changed if id(v) not in returned]
+            if lost:
+                raise LostValue(self._name_of(lost[0], trees))
+        return out
+
+    def _name_of(self, variable: Any, trees: list) -> str:
+        """Of a Variable in an `nnx.State` among the arguments."""
+        for label, tree in zip(self.labels, trees, strict=True):
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)[0]:
+                if leaf is variable:
+                    return label + keystr(path)
+        return "a Variable"
 
     def _outcome(self, out: Any, left: Left | None) -> Any:
-        flat, tree = flattened(out)
+        flat, tree = flattened(out, self.carries)
         kinds = tuple(_kind(x, self.numbers) for _, x in flat)
         if left is None and all(kind is _ARRAY for kind in kinds):
             return out
@@ -230,19 +252,35 @@ class Parts:
         rest: Rest = out.rest
         count = sum(kind is _ARRAY for kind in rest.leaves)
         arrays, objects = iter(out.arrays[:count]), iter(())
-        if self.objects is not None and rest.left is not None:
+        # Objects of which nothing has changed are not written to: they may be another trace's, which may only be read.
+        if rest.left is not None and (rest.new or rest.left.restructured or OBJECT in rest.leaves):
+            owned = self.objects if self.objects is not None else Objects(())
             new = dict(zip(rest.new, out.arrays[count:], strict=True))
-            old = dict(zip(self.objects.names, self.objects.arrays, strict=True))
+            old = dict(zip(owned.names, owned.arrays, strict=True))
             values = [new[i] if i in new else old[name[1:]] for i, name in enumerate(rest.left.names)]
-            objects = iter(self.objects.give_back(rest.left, values))
+            objects = iter(owned.give_back(rest.left, values))
         places = {_ARRAY: arrays, OBJECT: objects}
         return jax.tree.unflatten(rest.tree, [k[0] if isinstance(k, tuple) else next(places[k]) for k in rest.leaves])
 
 
+class LostValue(Exception):  # noqa: N818 - binding.py makes a sentence of it
+    """A Variable of an `nnx.State`, by its name, that the function changes and does not return."""
+
+
+def _objects_in(out: Any, carries: bool) -> list[Any]:
+    return [x for _, x in flattened(out, carries)[0] if is_object(x)]
+
+
+def _variables_of_values(trees: Sequence[Any]) -> list[Any]:
+    values = [x for x in jax.tree.leaves(trees, is_leaf=lambda x: is_value(x) or is_object(x)) if is_value(x)]
+    return jax.tree.leaves(values, is_leaf=is_object)
+
+
 def without_fixed(out: Any) -> Any:
-    """A result as a pytree of arrays: itself, or an `Outcome` where it has other leaves, Python numbers among them."""
-    flat, tree = flattened(out)
-    kinds = tuple(_kind(x, numbers=False) for _, x in flat)
+    """A result as a pytree of arrays and objects with state: itself, or an `Outcome` where it has other leaves, Python numbers among
+    them."""
+    flat, tree = flattened(out, carries=True)
+    kinds = tuple(_ARRAY if is_object(x) else _kind(x, numbers=False) for _, x in flat)
     if all(kind is _ARRAY for kind in kinds):
         return out
     mine = [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is _ARRAY]
@@ -257,6 +295,28 @@ def with_fixed(out: Any) -> Any:
     return jax.tree.unflatten(out.rest.tree, [k[0] if isinstance(k, tuple) else next(arrays) for k in out.rest.leaves])
 
 
+def fixed_difference(before: Any, after: Any) -> str | None:
+    """What differs between two results beside their arrays; None where nothing does."""
+    if not (isinstance(before, Outcome) and isinstance(after, Outcome)):
+        return None
+    old, new = before.rest, after.rest
+    if old.tree != new.tree:
+        return f"got a result of structure {new.tree}, needed the original's, {old.tree}"
+    for b, a in zip(old.leaves, new.leaves, strict=True):
+        if (isinstance(b, tuple) or isinstance(a, tuple)) and not _is_same(a, b):
+            return f"got {_told(a)} in the result, needed the original's {_told(b)}"
+    return None
+
+
+def _told(leaf: Any) -> str:
+    return f"{leaf[0]!r:.80}" if isinstance(leaf, tuple) else f"an {leaf}"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """1, 1.0 and True are other results, NaN is the same one."""
+    return type(a) is type(b) and type(a[0]) is type(b[0]) and (repr(a) == repr(b) or a == b)
+
+
 def is_hashable(x: Any) -> bool:
     try:
         hash(x)
@@ -265,8 +325,17 @@ def is_hashable(x: Any) -> bool:
     return True
 
 
-def flattened(tree: Any) -> tuple[list, Any]:
-    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
+def flattened(tree: Any, carries: bool = True) -> tuple[list, Any]:
+    """(path, leaf) of a pytree, and its structure; objects with state are leaves, but for the Variables of an `nnx.State` unless it is
+    carried: that is a value as JAX has it."""
+    within: set[int] = set()
+
+    def is_leaf(x: Any) -> bool:
+        if not carries and is_value(x):  # it is asked of before what is in it
+            within.update(map(id, jax.tree.leaves(x, is_leaf=is_object)))
+        return is_object(x) and id(x) not in within
+
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
 
 
 def _kind(x: Any, numbers: bool) -> Any:

@@ -26,9 +26,51 @@ def _kinds() -> tuple[type, ...]:
     return tuple(k for name in ("Pytree", "Object", "Variable") if isinstance(k := getattr(nnx, name, None), type))
 
 
+def may_be_there() -> bool:
+    """Whether anybody has imported nnx."""
+    return bool(_kinds())
+
+
+def is_value(x: Any) -> bool:
+    """Whether a value is an `nnx.State`: a pytree of Variables, made to be taken and returned."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.State)
+
+
+def variables_of(tree: Any) -> list[Any]:
+    """The Variables in a pytree, and in the objects in it, each once."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    found: dict[int, Any] = {}
+    for x in jax.tree.leaves(tree, is_leaf=is_object):
+        nodes = (node for _, node in nnx.iter_graph(x)) if is_object(x) else ()
+        found |= {id(node): node for node in nodes if isinstance(node, nnx.Variable)}
+    return list(found.values())
+
+
+def are_of_another_trace(tree: Any) -> bool:
+    """Whether objects in a pytree were made outside of the trace that is under way, where they may be read only."""
+    nnx = _nnx()
+    for x in jax.tree.leaves(tree, is_leaf=is_object):
+        nodes = (node for _, node in nnx.iter_graph(x)) if is_object(x) else iter(())
+        variable = next((node for node in nodes if isinstance(node, nnx.Variable)), None)
+        try:
+            if variable is not None:
+                variable.set_raw_value(held_by(variable))
+        except sys.modules["flax.errors"].TraceContextError:
+            return True
+    return False
+
+
+def held_by(variable: Any) -> Any:
+    """What a Variable holds."""
+    return variable.get_raw_value()
+
+
 def named(path: Sequence[Any]) -> str:
     """The path of an array in an object as a reader would write it: ".layers[0].kernel"."""
-    keys = [next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)) for key in path]
+    keys = [next((getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)), key) for key in path]
     text = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys)
     return text.removesuffix(".value")
 
@@ -67,11 +109,12 @@ class Objects:
                 copies = inside.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays))
             out, returned = fn(copies)
             after = nnx.graphdef(copies)
+            kept = _places(copies, returned)
             with nnx.split_context(tag) as inside:
                 graph, state = inside.split((copies, tuple(returned)))
         flat, tree = jax.tree_util.tree_flatten_with_path(state)
         names = tuple((path[0].key, path[1].key, named(path[2:])) for path, _ in flat)
-        return out, Left(tuple(x for _, x in flat), names, graph, tree, before != after)
+        return out, Left(tuple(x for _, x in flat), names, graph, tree, before != after, kept)
 
     def give_back(self, left: Left, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Changes the objects into what a call has left in them; the objects in its result."""
@@ -91,6 +134,7 @@ class Left:
       arrays: theirs.
       names: of each array: (0 for an argument's object and 1 for one of the result, which, path in it).
       graph, tree: nnx's description of the objects, and how their arrays are kept.
+      returned: (which, path in it) of the arrays of an argument's objects that the result holds as well.
       restructured: whether an argument's object has got or lost Variables, or an attribute that is no array has changed.
     """
 
@@ -99,6 +143,14 @@ class Left:
     graph: Any
     tree: Any
     restructured: bool
+    returned: frozenset[tuple[int, str]] = frozenset()
+
+
+def _places(objects: tuple, returned: Sequence[Any]) -> frozenset[tuple[int, str]]:
+    """Where in the objects those Variables are that the result holds as well."""
+    kept = {id(v) for v in variables_of(returned)}
+    nodes = _nnx().iter_graph(objects) if kept else ()
+    return frozenset((path[0], named(path[1:])) for path, node in nodes if id(node) in kept)
 
 
 def _nnx() -> Any:

@@ -6,6 +6,7 @@ the same operations in the same order, but for what computes with a size: what i
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from ..errors import ArgumentError
 from .ir import Graph
 
 _FUNCTIONS = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b, "max": max, "min": min}
+_OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Pow: int.__pow__}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +28,11 @@ class Numbered:
     """A program of symbolic sizes at numbers.
 
     Attributes:
-      graph: traced at numbers; symbols: what those are for.
+      graph: traced at numbers, None where it does not trace at any that were tried; symbols: what those are for.
       nodes: of each node there, the node of the program that it is; those that are none are left out.
     """
 
-    graph: Graph
+    graph: Graph | None
     symbols: tuple[str, ...]
     nodes: dict[int, int]
 
@@ -49,36 +51,50 @@ def symbols_of(avals: Iterable[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def at_numbers(arrays: Any, symbols: tuple[str, ...]) -> Any:
-    """Shapes as those of a pytree of arrays, with a number for each symbol."""
-    numbers = dict(zip(symbols, _numbers(), strict=False))
-    names = _FUNCTIONS | numbers | {"__builtins__": {}}
+def at_numbers(arrays: Any, numbers: dict[str, int]) -> Any:
+    """Shapes as those of a pytree of arrays, with these numbers for the symbols."""
+
+    def number(node: ast.AST) -> int:
+        match node:
+            case ast.Name(id=name):
+                return numbers[name]
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.UnaryOp(operand=operand):  # JAX writes no other than a minus
+                return -number(operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return _OPERATORS[type(op)](number(left), number(right))
+            case ast.Call(func=ast.Name(id=name), args=args):
+                return _FUNCTIONS[name](*map(number, args))
+        raise ValueError(f"{ast.dump(node)} is no part of a size")
 
     def shape(x: Any) -> Any:
         aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-        # A size is an expression of JAX's own making, of names, integers, + - * and the functions above.
-        sizes = (int(eval(str(n), names)) if is_symbolic_dim(n) else n for n in aval.shape)
-        return jax.ShapeDtypeStruct(tuple(sizes), aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        sizes = tuple(number(ast.parse(str(n), mode="eval").body) if is_symbolic_dim(n) else n for n in aval.shape)
+        return jax.ShapeDtypeStruct(sizes, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
     return jax.tree.map(shape, arrays)
 
 
-def _numbers() -> Iterator[int]:
-    """Unlike each other, and multiples of 8: what divides a size in practice divides these."""
-    n = 3
-    while True:
-        yield 8 * n
-        n += 2
+def choices(symbols: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Numbers for the symbols, the likeliest first: unlike each other, and multiples of 8, which what divides a size in practice divides;
+    rising and falling, large and small, since a program may ask for sizes in an order or below a limit."""
+    count = len(symbols)
+    rising = [8 * (3 + 2 * i) for i in range(count)]
+    for numbers in (rising, rising[::-1], [8 * (1 + i) for i in range(count)], [8 * (count - i) for i in range(count)]):
+        yield dict(zip(symbols, numbers, strict=True))
+    for size in (64, 512, 8, 4, 2, 1):
+        yield dict.fromkeys(symbols, size)
 
 
-def numbered(graph: Graph, symbols: tuple[str, ...], own: Graph) -> Numbered:
+def numbered(graph: Graph, symbols: tuple[str, ...], own: Graph | None) -> Numbered:
     """`own` is the program of `graph` at numbers. Its nodes are told by their primitive and how many of it came before."""
     places: dict[str, list[int]] = defaultdict(list)
     for node in graph.nodes():
         places[node.primitive].append(node.id)
     seen: dict[str, int] = defaultdict(int)
     nodes = {}
-    for node in own.nodes():
+    for node in own.nodes() if own is not None else ():
         if seen[node.primitive] < len(places[node.primitive]):
             nodes[node.id] = places[node.primitive][seen[node.primitive]]
         seen[node.primitive] += 1

@@ -18,7 +18,7 @@ from .compat import child_jaxprs, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
 from .meshes import sharding_of
 from .scopes import source_of_error
-from .symbolic import at_numbers, numbered, symbols_of
+from .symbolic import at_numbers, choices, numbered, symbols_of
 
 _ERROR_LENGTH = 600  # of a message of JAX's; the longest that says something useful throughout
 
@@ -63,12 +63,22 @@ def graph_of(bound: Bound, name: str) -> Graph:
     symbols = symbols_of(v.aval for v in graph.top.inputs)
     if not symbols:
         return graph
-    args, kwargs = at_numbers((bound.args, bound.kwargs), symbols)
-    return replace(graph, numbered=numbered(graph, symbols, _graph_at(bound, name, args, kwargs)))
+    for numbers in choices(symbols):
+        args, kwargs = at_numbers((bound.args, bound.kwargs), numbers)
+        found = None
+        with contextlib.suppress(TraceError), users_code(bound.fn):  # a program may refuse some numbers
+            found = jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs)
+        if found is not None:
+            return replace(graph, numbered=numbered(graph, symbols, _graph_of(bound, name, args, kwargs, found)))
+    return replace(graph, numbered=numbered(graph, symbols, None))
 
 
 def _graph_at(bound: Bound, name: str, args: tuple, kwargs: dict) -> Graph:
-    closed, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs)
+    return _graph_of(bound, name, args, kwargs, jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs))
+
+
+def _graph_of(bound: Bound, name: str, args: tuple, kwargs: dict, found: tuple[Any, Any]) -> Graph:
+    closed, out_shape = found
     flat, in_tree = jax.tree_util.tree_flatten((args, kwargs))
     if len(split_closed(closed)[0].invars) != len(flat):
         raise AssertionError("JAX flattened the arguments differently")

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from .compat import jit_options
+from .state import is_object
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,14 @@ class Jit:
         """As keyword arguments of `jax.jit`."""
         return {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
 
+    def behind(self, fn: Callable, given: int) -> Jit:
+        """This jit, around `fn`, which takes what stands behind the first `given` arguments."""
+        nums = {
+            name: tuple(n - given if n >= given else n for n in getattr(self, name) if n < 0 or n >= given)
+            for name in ("static_argnums", "donate_argnums")
+        }
+        return replace(self, fn=fn, **nums, keeps_first=self.keeps_first and not given)
+
     def donated(self, total: int) -> tuple[int, ...]:
         """Which of so many positional arguments it donates."""
         nums = range(total) if self.donates_rest else self.donate_argnums
@@ -75,6 +85,31 @@ def jit_of(fn: Any) -> Jit | None:
     if kind.__module__ == "equinox._jit" and hasattr(fn, "donate_rest"):
         return _of_equinox(fn)
     return None
+
+
+def unwrapped(fn: Any) -> tuple[Callable, tuple, dict[str, Any]]:
+    """A function and what it was given already: of a bound method, a `functools.partial` or a module that is called, where that hides a jit
+    or an object with state; else `fn` itself, with nothing."""
+    inside: Any = fn
+    args: tuple = ()
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(inside, types.MethodType):
+            inside, args = inside.__func__, (inside.__self__, *args)
+        elif is_object(inside):
+            inside, args = type(inside).__call__, (inside, *args)
+        elif isinstance(inside, functools.partial) or _is_partial_of_equinox(inside):
+            inside, args, kwargs = inside.func, (*inside.args, *args), {**inside.keywords, **kwargs}
+        else:
+            break
+    hides = inside is not fn and (
+        jit_of(inside) is not None or any(map(is_object, jax.tree.leaves((args, kwargs), is_leaf=is_object)))
+    )
+    return (inside, args, kwargs) if hides else (fn, (), {})
+
+
+def _is_partial_of_equinox(fn: Any) -> bool:
+    return type(fn).__module__.startswith("equinox") and type(fn).__name__ == "Partial"
 
 
 def _of_jax(fn: Callable, options: Mapping[str, Any]) -> Jit:

@@ -150,8 +150,6 @@ def cotangent(
     by_row = {"q": heads(query, wide) * form.scale, "ct": heads(ct, wide)}
     by_row |= {n: saved[n].reshape(-1, t) for n in residual_names(saves, None)}
     by_key = {"k": heads(key, wide)}
-    if {"query", "key", "bias"} & set(wanted):
-        by_row["delta"] = jnp.sum(heads(saved["out"], wide) * by_row["ct"], axis=-1)
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
     kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors")})
@@ -199,9 +197,12 @@ def _backward_step(
         dw = _by_key(part["ct"], _t(keys["v"]), form)
         if "factors" in wanted:
             found["factors"] = cut.add("factors", sums["factors"], weigh(p, dw, form), corner)
-        if "delta" not in part:
+        if not {"query", "key", "bias"} & set(wanted):
             return found
-        ds = _seen(p * (weigh(dw, factors, form) - part["delta"][..., None]), corner, cut, form)
+        # The sum is taken of these very numbers, not as rowsum(ct * out): of a saturated softmax dp cancels to nothing, and what
+        # out was rounded by would be left.
+        dp = weigh(dw, factors, form)
+        ds = _seen(p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)), corner, cut, form)
         if "bias" in wanted:
             found["bias"] = cut.add("bias", sums["bias"], ds, corner)
         ds = through_softcap(ds, tanh)
@@ -288,9 +289,13 @@ def _softmax(scores: Array, can_be_blind: bool) -> tuple[Array, Array, Array]:
 
 
 def _probabilities(scores: Array, part: Mapping[str, Array]) -> Array:
+    """Of rows with all their keys; scaled to 1, since a logsumexp of 1e3 is rounded by 1e-4, which each of them would carry."""
     if "logsumexp" in part:
-        return jnp.exp(scores - part["logsumexp"][..., None])
-    return jnp.exp(scores - part["row_max"][..., None] - part["log_sum"][..., None])
+        p = jnp.exp(scores - part["logsumexp"][..., None])
+    else:
+        p = jnp.exp(scores - part["row_max"][..., None] - part["log_sum"][..., None])
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    return p * (1 / jnp.where(total == 0, 1.0, total))
 
 
 def _seen(ds: Array, corner: Corner, cut: Cut, form: Form) -> Array:
