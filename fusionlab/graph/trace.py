@@ -47,8 +47,8 @@ def trace(
       ArgumentError: `fn` is not callable, or a static argument does not exist.
       TraceError: the function raised while JAX traced it; the original error is the cause.
     """
-    with users_code(fn):
-        return graph_of(bind(fn, args, kwargs, static_argnums, static_argnames), name_of(fn))
+    bound = bind_users(fn, args, kwargs, static_argnums, static_argnames)
+    return graph_of(bound, name_of(fn), lambda: users_code(fn))
 
 
 def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Bound:
@@ -57,9 +57,13 @@ def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = ()
         return bind(fn, args, kwargs, static_argnums, static_argnames)
 
 
-def graph_of(bound: Bound, name: str) -> Graph:
-    """The raw Graph of a call that is bound already; what the user's function raises comes through."""
-    graph = _graph_at(bound, name, bound.args, bound.kwargs)
+def graph_of(
+    bound: Bound, name: str, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Graph:
+    """The raw Graph of a call that is bound already; what the user's function raises comes through `around`."""
+    with around():
+        found = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
+    graph = _graph_of(bound, name, bound.args, bound.kwargs, found)
     symbols = symbols_of(v.aval for v in graph.top.inputs)
     if not symbols:
         return graph
@@ -71,10 +75,6 @@ def graph_of(bound: Bound, name: str) -> Graph:
         if found is not None:
             return replace(graph, numbered=numbered(graph, symbols, _graph_of(bound, name, args, kwargs, found)))
     return replace(graph, numbered=numbered(graph, symbols, None))
-
-
-def _graph_at(bound: Bound, name: str, args: tuple, kwargs: dict) -> Graph:
-    return _graph_of(bound, name, args, kwargs, jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs))
 
 
 def _graph_of(bound: Bound, name: str, args: tuple, kwargs: dict, found: tuple[Any, Any]) -> Graph:
