@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from ..device import Device
 from ..errors import unknown_name
@@ -20,10 +21,12 @@ from ..graph.rewrite import Replacement
 from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
+from ..graph.wide import arithmetic_of, wider_in
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
+WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -151,6 +154,11 @@ def propose(
     problem = _unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
+    arithmetic = arithmetic_of(region.root.dtype)
+    wide = wider_in(region, arithmetic)
+    if wide is not None:
+        sentence, edit = wider_text(wide, arithmetic), WIDER_EDIT.format(jnp.dtype(arithmetic).name)
+        return reject(search, name, "dtype", sentence, anchor, [wide], region.nodes, None, edit, concepts)
     key = (
         "site",
         region_signature(region),
@@ -230,6 +238,12 @@ def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
                 f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there",
             )
     return None
+
+
+def wider_text(node: Node, dtype: Any) -> str:
+    """The sentence for a node that computes wider than the fused op would, in `dtype`."""
+    made = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
+    return f"{anchor_text(node)} computes in {made} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
 
 
 def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:

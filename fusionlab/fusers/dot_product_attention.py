@@ -337,8 +337,10 @@ class _Site(Site):
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
             plan = plan_of(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
-            if not isinstance(outcome, Candidate):
-                return problem or outcome
+            if not isinstance(
+                outcome, Candidate
+            ):  # its dtypes stand in the way of a fusion before it is differentiated, too
+                return outcome if problem is None or outcome.code == "dtype" else problem
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:
