@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
-from ..graph.certify import Certifier, Verdict
+from ..graph.certify import Certifier, Verdict, weak_gradients
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
@@ -178,9 +178,8 @@ def propose(
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
-    replacement = Replacement(
-        region.block.path, region.nodes, region.root, region.inputs, plan_call, others=region.others
-    )
+    place = region.block.path, region.nodes, region.root, region.inputs
+    replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
     return Candidate(
         id=f"{name}@{anchor.scope}",
         pass_name=name,

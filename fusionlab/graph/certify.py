@@ -19,7 +19,7 @@ from .compat import varies, varying_axes
 from .devices import COUNT, evaluate_together
 from .draws import STEPS, Reduction, inputs_of, is_number, summed_with
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float, traced_once
-from .manual import Sums, as_varying, make_jaxpr
+from .manual import Sums, as_varying, is_weak, make_jaxpr
 from .reducing import SOON, at_sizes, elements
 from .region import Region
 from .signature import Memo, region_signature
@@ -302,10 +302,11 @@ def with_vjp(
     out: Any,
     wanted: Sequence[int] | None = None,
     sums: Sums | None = None,
+    weak: bool = False,
 ) -> Any:
     """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
 
-    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over.
+    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over; `weak` as of `make_jaxpr`.
     """
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
 
@@ -321,7 +322,18 @@ def with_vjp(
         value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
         return [value, *pull(ct)]
 
-    return make_jaxpr(joint, [*avals, out], sums=sums)
+    return make_jaxpr(joint, [*avals, out], sums=sums, weak=weak)
+
+
+def weak_gradients(region: Region) -> frozenset[int]:
+    """The numbers of the region's inputs that are weakly typed, as Python numbers are, and whose gradients in the program are so, too."""
+    avals = [v.aval for v in region.inputs]
+    weak = [i for i, a in enumerate(avals) if is_weak(a) and is_float(a.dtype)]
+    if not weak:
+        return frozenset()
+    fn = jex_core.jaxpr_as_fun(region.jaxpr())
+    made = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval, weak, region.sums, weak=True).out_avals[1:]
+    return frozenset(i for i, aval in zip(weak, made, strict=True) if is_weak(aval))
 
 
 def _float_names(region: Region) -> list[str]:
