@@ -24,6 +24,7 @@ from ..graph.trace import block_of_jaxpr
 from ..graph.wide import arithmetic_of, wider_in
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
+from .other_numbers import notes_of
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
@@ -171,6 +172,10 @@ def propose(
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
+    told = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
+    if isinstance(told, str):
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {told}"
+        return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
     if facts.left_alone is not None:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
         able = reversed([b.name for b in facts.backends if b.verdict != "unavailable"])
@@ -198,7 +203,7 @@ def propose(
         residuals=facts.residuals,
         backends=facts.backends,
         idle=idle,
-        notes=(*notes, f"left as it is unless asked for: {idle}") if idle else tuple(notes),
+        notes=(*told, f"left as it is unless asked for: {idle}") if idle else told,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
@@ -274,6 +279,8 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     """Whether a plan gives every root of a region, in values and in gradients."""
     if not region.others:
         return search.certifier.region(region, plan.call, what)
+    lost: dict[str, None] = {}
+    edge: dict[str, None] = {}
     for i, root in enumerate(region.roots):
 
         def one(*inputs: Any, i: int = i) -> Any:
@@ -282,7 +289,9 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
         verdict = search.certifier.region(region.of(root), one, (*what, i, len(region.roots)))
         if not verdict.ok:
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
-    return Verdict(None)
+        lost.update(dict.fromkeys(verdict.lost))
+        edge.update(dict.fromkeys(verdict.edge))
+    return Verdict(None, lost=tuple(lost), edge=tuple(edge))
 
 
 def reject(
