@@ -27,6 +27,7 @@ from .findings import Backend, Candidate, Rejection, Residual
 from .other_numbers import notes_of
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
+IDLE = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
 WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
@@ -203,7 +204,7 @@ def propose(
         residuals=facts.residuals,
         backends=facts.backends,
         idle=idle,
-        notes=(*told, f"left as it is unless asked for: {idle}") if idle else told,
+        notes=(*told, IDLE + idle) if idle else told,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
@@ -280,7 +281,7 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     if not region.others:
         return search.certifier.region(region, plan.call, what)
     lost: dict[str, None] = {}
-    edge: dict[str, None] = {}
+    edge = False
     for i, root in enumerate(region.roots):
 
         def one(*inputs: Any, i: int = i) -> Any:
@@ -290,8 +291,8 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
         if not verdict.ok:
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
         lost.update(dict.fromkeys(verdict.lost))
-        edge.update(dict.fromkeys(verdict.edge))
-    return Verdict(None, lost=tuple(lost), edge=tuple(edge))
+        edge = edge or verdict.edge
+    return Verdict(None, lost=tuple(lost), edge=edge)
 
 
 def reject(

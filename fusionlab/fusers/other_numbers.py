@@ -18,12 +18,12 @@ _EDGE = "near the edge of"
 _ATTENDS = frozenset({"dot_product_attention", "multi_transformer"})  # ops that are 0 for a query that sees no key
 
 
-def edge_note(dtype: Any, what: Sequence[str] = ()) -> str:
-    """The note for numbers that overflow in the op and not in the program; `what` are the results that do, of which none stands for all."""
-    only = "" if not what or "value" in what else f" in the {' and the '.join(what)}"
+def edge_note(dtype: Any) -> str:
+    """The note for numbers that overflow in the op and not in the program."""
+    largest = float(jnp.finfo(dtype).max)
     return (
-        f"infinities may become NaN, and numbers {_EDGE} {jnp.dtype(dtype).name} ({float(jnp.finfo(dtype).max):.1e}) infinities{only}, "
-        "where the program has none"
+        f"infinities may become NaN, and finite numbers {_EDGE} {jnp.dtype(dtype).name} ({largest:.1e}) infinities or NaN, "
+        "where they do not in the program"
     )
 
 
@@ -38,5 +38,5 @@ def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequen
             return f"{NOTE}, and {asked!r} asks where the NaN are"
         found.append(NOTE)
     if verdict.edge and not any(_EDGE in note for note in found):
-        found.append(edge_note(region.root.dtype, verdict.edge))
+        found.append(edge_note(region.root.dtype))
     return tuple(found)

@@ -31,13 +31,13 @@ class Verdict:
     Attributes:
       code: None when the proof succeeded, else a rejection code; `detail` says why.
       lost: the results (the value, gradients) that are NaN in the program where a mask hides everything, and numbers in what replaces it.
-      edge: those that are numbers near the dtype's edge, or infinite, and that are infinite there, or NaN, in what replaces it.
+      edge: whether numbers near the dtype's edge become infinities in what replaces it, or infinities NaN.
     """
 
     code: str | None
     detail: str = ""
     lost: tuple[str, ...] = ()
-    edge: tuple[str, ...] = ()
+    edge: bool = False
 
     @property
     def ok(self) -> bool:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from .agreement import Pair, Results, Verdict
-from .compat import varies, varying_axes
+from .compat import rebuild, split_closed, varies, varying_axes
 from .devices import COUNT, evaluate_together
 from .draws import Reduction, inputs_of, summed_with
+from .emit import live
 from .evaluate import Inline, Sizes, evaluate, is_float
 from .reducing import elements
-from .special import compared, specials
+from .special import at_edge, compared, overflows, specials
 
 FEW = 256  # elements: such a site is looked at with several draws, as one may miss a whole branch
 _NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
@@ -61,15 +62,8 @@ class Programs:
         first = drawn(0)
         again = (drawn(n) for n in range(1, _REDRAWS)) if not all(map(_finite, first[1])) else ()
         (sizes, args), want = next((d for d in again if all(map(_finite, d[1]))), first)
-
-        def nudged(number: int) -> Pair:
-            rng = np.random.default_rng(number)
-            moved = [
-                [a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args
-            ]
-            return self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)
-
-        return Results((want, self._run(self.new, sizes, args)), nudged, (sizes, args))
+        pair = want, self._run(self.new, sizes, args)
+        return Results(pair, lambda number: self._nudged(number, sizes, args), (sizes, args))
 
     def beyond(
         self, given: Given, names: Sequence[str], tolerance: float, of: Callable[[Pair], Pair] = lambda pair: pair
@@ -79,24 +73,41 @@ class Programs:
         """
         sizes, args = given
         lost: dict[str, None] = {}
-        edge: dict[str, None] = {}
-        for special in specials(self.avals, elements(self.avals) <= FEW):
-            if special.rounded and self.axes:
-                continue  # devices are not evaluated in the program's dtypes
+        for special in specials(self.avals):
             moved = [special.of(own) for own in args]
             with np.errstate(all="ignore"):
-                old, new = (self._run(p, sizes, moved, special.rounded) for p in (self.old, self.new))
-                verdict = compared(special, names, of((old, new)), tolerance)
+                pair = of((self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)))
+                found = Results(pair, lambda n, moved=moved: of(self._nudged(n, sizes, moved)))
+                verdict = compared(special, names, found, tolerance)
             if not verdict.ok:
                 return verdict
             lost.update(dict.fromkeys(verdict.lost))
-            edge.update(dict.fromkeys(verdict.edge))
-        return Verdict(None, lost=tuple(lost), edge=tuple(edge))
+        return Verdict(None, lost=tuple(lost), edge="value" in names and self._overflows(sizes, args[0]))
 
-    def _run(self, program: Any, sizes: Sizes, args: list[list[Any]], rounded: bool = False) -> list[np.ndarray]:
+    def _overflows(self, sizes: Sizes, args: Sequence[Any]) -> bool:
+        """Whether the new value is infinite or NaN near the dtypes' edge, computed in them, where the old is not.
+
+        Not asked of what several devices compute, and not of gradients: those of a softmax overflow in many an order.
+        """
+        if self.axes:
+            return False
+        old, new = map(_value_of, (self.old, self.new))
+        few = elements(self.avals) <= FEW
+        return any(
+            overflows(*(evaluate(p, moved, sizes, self.inline, rounded=True)[0] for p in (old, new)))
+            for moved in at_edge(args, self.avals, few)
+        )
+
+    def _nudged(self, number: int, sizes: Sizes, args: list[list[Any]]) -> Pair:
+        """What both make of inputs that are moved a little."""
+        rng = np.random.default_rng(number)
+        moved = [[a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args]
+        return self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)
+
+    def _run(self, program: Any, sizes: Sizes, args: list[list[Any]]) -> list[np.ndarray]:
         if self.axes:
             return evaluate_together(program, args, self.axes, sizes, self.inline)
-        return evaluate(program, args[0], sizes, self.inline, rounded)
+        return evaluate(program, args[0], sizes, self.inline)
 
     def _drawn(self, first: int, reduction: Reduction, true: float, weights: Any) -> Given:
         sizes, args = inputs_of(self.avals, self.out, reduction, first, true, weights)
@@ -115,6 +126,15 @@ def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
     """Which values may be others on each device along some mesh axes: where types do not tell, every float."""
     typed = any(map(varies, avals))
     return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
+
+
+def _value_of(closed: Any) -> Any:
+    """A jaxpr of the first result alone."""
+    jaxpr, consts = split_closed(closed)
+    value = list(jaxpr.outvars[:1])
+    return rebuild(
+        closed, list(jaxpr.constvars), list(jaxpr.invars), value, live(list(jaxpr.eqns), value), list(consts)
+    )
 
 
 def _is_float64(a: Any) -> bool:
