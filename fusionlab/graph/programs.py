@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from .draws import Reduction, inputs_of, summed_with
 from .emit import live
 from .evaluate import Inline, Sizes, evaluate, is_float
 from .reducing import elements
-from .special import at_edge, compared, overflows, specials
+from .special import Special, at_edge, compared, overflows, specials
 
 FEW = 256  # elements: such a site is looked at with several draws, as one may miss a whole branch
 _NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
@@ -73,16 +73,33 @@ class Programs:
         """
         sizes, args = given
         lost: dict[str, None] = {}
+        values = replace(self, old=_value_of(self.old), new=_value_of(self.new)) if "value" in names else None
         for special in specials(self.avals):
-            moved = [special.of(own) for own in args]
-            with np.errstate(all="ignore"):
-                pair = of((self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)))
-                found = Results(pair, lambda n, moved=moved: of(self._nudged(n, sizes, moved)))
-                verdict = compared(special, names, found, tolerance)
+            if special.exact:
+                verdict = self._told(special, given, names, tolerance, of)
+            elif values is not None:
+                verdict = values._told(special, given, names[:1], tolerance)
+            else:
+                continue
             if not verdict.ok:
                 return verdict
             lost.update(dict.fromkeys(verdict.lost))
-        return Verdict(None, lost=tuple(lost), edge="value" in names and self._overflows(sizes, args[0]))
+        return Verdict(None, lost=tuple(lost), edge=values is not None and values._overflows(sizes, args[0]))
+
+    def _told(
+        self,
+        special: Special,
+        given: Given,
+        names: Sequence[str],
+        tolerance: float,
+        of: Callable[[Pair], Pair] = lambda pair: pair,
+    ) -> Verdict:
+        """What both make of inputs that are changed."""
+        sizes, args = given
+        moved = [special.of(own) for own in args]
+        with np.errstate(all="ignore"):
+            pair = of((self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)))
+            return compared(special, names, Results(pair, lambda n: of(self._nudged(n, sizes, moved))), tolerance)
 
     def _overflows(self, sizes: Sizes, args: Sequence[Any]) -> bool:
         """Whether the new value is infinite or NaN near the dtypes' edge, computed in them, where the old is not.
@@ -91,10 +108,9 @@ class Programs:
         """
         if self.axes:
             return False
-        old, new = map(_value_of, (self.old, self.new))
         few = elements(self.avals) <= FEW
         return any(
-            overflows(*(evaluate(p, moved, sizes, self.inline, rounded=True)[0] for p in (old, new)))
+            overflows(*(evaluate(p, moved, sizes, self.inline, rounded=True)[0] for p in (self.old, self.new)))
             for moved in at_edge(args, self.avals, few)
         )
 

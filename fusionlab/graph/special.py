@@ -26,8 +26,8 @@ _AGAIN = 3  # draws of each for a site of few elements
 class Special:
     """Drawn inputs, changed: `told` says how.
 
-    Attributes: `exact` (numbers that are made of them are compared; else only where there are any), `hides` (masks alone are changed, so
-    that queries may see no key).
+    Attributes: `exact` (numbers that are made of them are compared; else only where the value is one), `hides` (masks alone are changed,
+    so that queries may see no key).
     """
 
     told: str

@@ -108,7 +108,7 @@ def test_a_pass_of_ones_own_loses_no_nan_either(own):
 # -- rows that see no key -------------------------------------------------------------------------------------------------
 
 NAMES = ("multi_transformer_encoder", "multi_transformer_encoder_fuse_qkv")
-WEIGHTS = dict(
+WEIGHTS: dict[str, jax.Array] = dict(
     zip(
         ("q", "k", "v", "out", "up", "down"),
         (0.2 * a for a in normal(*[(32, 32)] * 4, (32, 64), (64, 32), seed=7)),

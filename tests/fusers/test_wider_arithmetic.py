@@ -173,8 +173,8 @@ def test_numbers_of_64_bits_make_no_program_a_wider_one(name):
 
 def test_a_layer_with_a_wider_sum_or_a_wider_part_is_none():
     width = 16
-    keys = ("q", "k", "v", "o", "up", "down")
-    p = dict(zip(keys, normal(*[(width, width)] * 4, (width, 32), (32, width), seed=5), strict=True))
+    made = (0.2 * a for a in normal(*[(width, width)] * 4, (width, 32), (32, width), seed=5))
+    p: dict[str, jax.Array] = dict(zip(("q", "k", "v", "o", "up", "down"), made, strict=True))
     passes = "multi_transformer_encoder"
 
     def layer(x, wide_sum, wide_norm):
