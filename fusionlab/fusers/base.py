@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
-from ..graph.certify import Certifier, Verdict
+from ..graph.certify import Certifier, Verdict, weak_gradients
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
@@ -20,10 +21,14 @@ from ..graph.rewrite import Replacement
 from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
+from ..graph.wide import arithmetic_of, wider_in
 from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
+from .other_numbers import notes_of
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
+IDLE = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
+WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -151,6 +156,11 @@ def propose(
     problem = _unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
+    arithmetic = arithmetic_of(region.root.dtype)
+    wide = wider_in(region, arithmetic)
+    if wide is not None:
+        sentence, edit = wider_text(wide, arithmetic), WIDER_EDIT.format(jnp.dtype(arithmetic).name)
+        return reject(search, name, "dtype", sentence, anchor, [wide], region.nodes, None, edit, concepts)
     key = (
         "site",
         region_signature(region),
@@ -163,6 +173,10 @@ def propose(
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
+    told = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
+    if isinstance(told, str):
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {told}"
+        return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
     if facts.left_alone is not None:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
         able = reversed([b.name for b in facts.backends if b.verdict != "unavailable"])
@@ -170,9 +184,8 @@ def propose(
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
-    replacement = Replacement(
-        region.block.path, region.nodes, region.root, region.inputs, plan_call, others=region.others
-    )
+    place = region.block.path, region.nodes, region.root, region.inputs
+    replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
     return Candidate(
         id=f"{name}@{anchor.scope}",
         pass_name=name,
@@ -191,7 +204,7 @@ def propose(
         residuals=facts.residuals,
         backends=facts.backends,
         idle=idle,
-        notes=(*notes, f"left as it is unless asked for: {idle}") if idle else tuple(notes),
+        notes=(*told, IDLE + idle) if idle else told,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
@@ -232,6 +245,12 @@ def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
     return None
 
 
+def wider_text(node: Node, dtype: Any) -> str:
+    """The sentence for a node that computes wider than the fused op would, in `dtype`."""
+    made = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
+    return f"{anchor_text(node)} computes in {made} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
+
+
 def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
     """The nodes and those of their child blocks."""
     for node in nodes:
@@ -261,6 +280,8 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     """Whether a plan gives every root of a region, in values and in gradients."""
     if not region.others:
         return search.certifier.region(region, plan.call, what)
+    lost: dict[str, None] = {}
+    edge = False
     for i, root in enumerate(region.roots):
 
         def one(*inputs: Any, i: int = i) -> Any:
@@ -269,7 +290,9 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
         verdict = search.certifier.region(region.of(root), one, (*what, i, len(region.roots)))
         if not verdict.ok:
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
-    return Verdict(None)
+        lost.update(dict.fromkeys(verdict.lost))
+        edge = edge or verdict.edge
+    return Verdict(None, lost=tuple(lost), edge=edge)
 
 
 def reject(

@@ -46,6 +46,7 @@ from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .repeated_heads import Repeated, without_repeats
 from .site import Site, with_concepts
 
+MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
 _ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
@@ -337,8 +338,10 @@ class _Site(Site):
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
             plan = plan_of(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
-            if not isinstance(outcome, Candidate):
-                return problem or outcome
+            if not isinstance(
+                outcome, Candidate
+            ):  # its dtypes stand in the way of a fusion before it is differentiated, too
+                return outcome if problem is None or outcome.code == "dtype" else problem
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:
@@ -456,7 +459,7 @@ class _Site(Site):
 def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
     """What the fused op does otherwise than the site on numbers a model is not meant to see."""
     if masks.causal_outside:
-        yield "its mask is causal, but made outside the loop, so that the fused op takes it as data"
+        yield MADE_OUTSIDE
     if masks.row is not None and masks.fill > _SAFE_FILL:
         yield f"masked scores become {masks.fill:g}: right while no score is as low"
     if read.tail.softmax == WITHOUT_MAX:

@@ -42,6 +42,7 @@ _CANCELS = (
     "the mean of (x - mean)^2, and is right there"
 )
 _BY_COUNT = "divide the sums by the number of entries (ddof=0)"
+_ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
 _HELD = {
     "stop_gradient": (
@@ -262,7 +263,13 @@ class _Site(Site):
             edit = "move the normalised axes to the end first, with jnp.moveaxis"
             return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
         notes = (_CANCELS,) if "mean(x^2) - mean(x)^2" in found.pattern.example.name else ()
-        return propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
+        outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
+        # A root that is squared again is the number under it, with a gradient of NaN at 0.
+        return (
+            replace(outcome, edit=_ROOT_EDIT)
+            if isinstance(outcome, Rejection) and outcome.code == "gradient"
+            else outcome
+        )
 
     def scalars(self, found: Match) -> Rejection | None:
         size = math.prod(found.sizes[c] for c in found.letters["n"])

@@ -20,6 +20,7 @@ from .base import Pass, Plan, Search, anchor_text, option, propose
 from .blends import Blend, blends
 from .findings import Candidate, Rejection
 from .layout import arrange_thin, axes_of, restore
+from .other_numbers import edge_note
 from .site import Site
 
 _DIGITS = "the number w is taken to 12 digits"
@@ -38,7 +39,7 @@ class LerpPass:
     options: Any = None
 
     def __post_init__(self) -> None:
-        told = "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently"
+        told = "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge"
         object.__setattr__(self, "options", {"reassociate": (False, told)})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
@@ -84,7 +85,7 @@ class _Site(Site):
         told = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
         notes = (
             *told,
-            *(f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does",) * reassociated,
+            *self.otherwise(region.root.dtype) * reassociated,
         )
 
         def proposed() -> Candidate | Rejection:
@@ -96,6 +97,10 @@ class _Site(Site):
             edit = "compute the outside use from x and y again"
             return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
         return proposed()
+
+    def otherwise(self, dtype: Any) -> tuple[str, ...]:
+        """What another spelling makes of the same numbers: y - x is larger than x and y where they differ in sign."""
+        return f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does", edge_note(dtype)
 
     def dtypes(self, region: Region) -> Rejection | None:
         """The rejection for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""

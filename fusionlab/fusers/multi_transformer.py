@@ -16,8 +16,8 @@ from ..graph.certify import Verdict
 from ..graph.compat import names_an_axis
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
-from .base import Pass, Plan, Search, anchor_text, found_at, option, propose, reject
-from .dot_product_attention import DotProductAttentionPass
+from .base import IDLE, Pass, Plan, Search, anchor_text, found_at, option, propose, reject
+from .dot_product_attention import MADE_OUTSIDE, DotProductAttentionPass
 from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
 from .layer_axes import Unread
@@ -185,7 +185,7 @@ class MultiTransformerPass:
             region,
             plan_of(plan, search.implementation),
             anchor,
-            _notes(plan.site),
+            _notes(found.view, plan.site),
             ("transformer_layer",),
             sums=self.spread,
         )
@@ -295,9 +295,16 @@ def _common_scope(region: Region) -> str:
     return "/".join(shared or ())
 
 
-def _notes(site: LayerSite) -> tuple[str, ...]:
+def _notes(view: View, site: LayerSite) -> tuple[str, ...]:
+    """Of the layer, and of its attention and norms: what those make of some numbers, the layer makes of them too."""
     one = "one weight" if site.layer.fused else "three weights"
-    return (f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",)
+    norms = (view.tiles_at.get(norm.nid, ()) for norm in (site.layer.norm1, site.layer.norm2))
+    pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
+    told = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(IDLE))
+    return (
+        f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",
+        *dict.fromkeys(told),
+    )
 
 
 _ON_DEVICES: dict[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..graph.canonical import View
@@ -19,9 +21,11 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import ScalarEdge, pattern_of
 from ..graph.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
 from ..graph.scopes import is_backward
+from ..graph.trace import block_of_jaxpr
+from ..graph.wide import wider_in
 from ..kernels.arrays import is_explicitly_sharded
 from ..kernels.own import DTYPES, REFUSALS
-from .base import Plan, Search, anchor_text
+from .base import WIDER_EDIT, Plan, Search, all_nodes, anchor_text, wider_text
 from .findings import Candidate, Rejection
 from .layout import arrange, axes_of, in_order, restore
 from .site import Site, with_concepts
@@ -225,6 +229,9 @@ class OwnSite(Site):
             return self.rejection(
                 "structure", sentence, edit=f"make {op.name} compute with these operands", site=region.nodes
             )
+        problem = self.wider(region, plan, given)
+        if problem is not None:
+            return problem
         verdict = self.verdict(region, plan, given)
         if not verdict.ok:
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
@@ -236,6 +243,19 @@ class OwnSite(Site):
         """The types of the op's operands here."""
         types = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs)
         return dict(zip(self.pattern_pass.fused_op.slots, jax.eval_shape(plan.operands, *types), strict=True))
+
+    def wider(self, region: Region, plan: Plan, given: Mapping[str, Any]) -> Rejection | None:
+        """The rejection for what is computed wider than the op's meaning does, which may be of 16 bits throughout."""
+        op = self.pattern_pass.fused_op
+        numbers, types = op.numbers(plan.attrs), [given[slot] for slot in op.slots]
+        program = block_of_jaxpr(jax.make_jaxpr(lambda *leaves: op.meaning_fn(*leaves, *numbers))(*types))
+        made = [v.dtype for n in all_nodes(program.nodes) for v in n.outputs if is_float(v.dtype)]
+        dtype = functools.reduce(jnp.promote_types, made, region.root.dtype)
+        wide = wider_in(region, dtype)
+        if wide is None:
+            return None
+        edit = WIDER_EDIT.format(jnp.dtype(dtype).name)
+        return self.rejection("dtype", wider_text(wide, dtype), [wide], edit=edit, site=region.nodes)
 
     def verdict(self, region: Region, plan: Plan, given: Mapping[str, Any]) -> Verdict:
         """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""

@@ -26,10 +26,18 @@ Pair = tuple[Sequence[Any], Sequence[Any]]  # results of the old program, and of
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a certification. `code` is None when the proof succeeded, else a rejection code."""
+    """The outcome of a certification.
+
+    Attributes:
+      code: None when the proof succeeded, else a rejection code; `detail` says why.
+      lost: the results (the value, gradients) that are NaN in the program where a mask hides everything, and numbers in what replaces it.
+      edge: whether numbers near the dtype's edge become infinities in what replaces it, or infinities NaN.
+    """
 
     code: str | None
     detail: str = ""
+    lost: tuple[str, ...] = ()
+    edge: bool = False
 
     @property
     def ok(self) -> bool:
@@ -38,10 +46,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Results:
-    """What two programs make of the same inputs: `pair`; `nudged(n)` is what they make of inputs that are moved a little, one way per n."""
+    """What two programs make of the same inputs: `pair`; `nudged(n)` is what they make of inputs that are moved a little, one way per n;
+    `given` the inputs, with the sizes that they are reduced to.
+    """
 
     pair: Pair
     nudged: Callable[[int], Pair]
+    given: Any = None
 
 
 def tolerance_of(values: Sequence[Any]) -> float:

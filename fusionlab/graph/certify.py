@@ -15,27 +15,17 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
-from .compat import varies, varying_axes
-from .devices import COUNT, evaluate_together
-from .draws import STEPS, Reduction, inputs_of, is_number, summed_with
-from .evaluate import CannotEvaluate, Inline, Sizes, evaluate, is_float, traced_once
-from .manual import Sums, as_varying, make_jaxpr
+from .draws import STEPS, Reduction, inputs_of, is_number
+from .evaluate import CannotEvaluate, Inline, Sizes, is_float, traced_once
+from .manual import Sums, as_varying, is_weak, make_jaxpr
+from .programs import FEW, Programs
 from .reducing import SOON, at_sizes, elements
 from .region import Region
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 from .trials import try_out
 
-_FEW, _DRAWS = 256, 8  # a site of few elements is looked at with several draws: one may miss a whole branch
-_NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
-_REDRAWS, _SEEDS = 30, 1000
-_TRUE = (
-    0.5,
-    0.7,
-    0.85,
-    0.3,
-    0.15,
-)  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
+_DRAWS = 8  # of a site of few elements
 _OWN_SIZE_LIMIT = 1 << 22  # elements, where a replacement that is not this package's is compared once as it stands
 
 
@@ -88,7 +78,8 @@ def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> Verd
     if elements((*avals, out)) > _OWN_SIZE_LIMIT:
         return Verdict(None)
     try:
-        return _agree(region, _evaluated(old, new, avals, out, inline, 0, replace(_REAL, most=SOON)))
+        programs = Programs(old, new, avals, out, inline)
+        return _agree(region, programs.results(0, replace(_REAL, most=SOON)))
     except CannotEvaluate:
         return Verdict(None)  # it was told at reduced sizes
 
@@ -124,7 +115,8 @@ def prove_function(
 
     inline = traced_once(inline)
     try:
-        found = [_evaluated(given, new_ones, avals, outs[0], inline, seed, _REAL) for seed in range(draws)]
+        programs = Programs(given, new_ones, avals, outs[0], inline)
+        found = [programs.results(seed, _REAL) for seed in range(draws)]
         wrong = next((v for one in found if not (v := agree(tolerance, told, one)).ok), None)
     except CannotEvaluate as error:
         return Verdict("uncertified", f"it cannot be told: {error}")
@@ -160,7 +152,7 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
         return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
     new = with_vjp(replacement, avals, out, sums=sums)
-    return _same(old, new, avals, out, inline, lambda found: _agree(region, found), sums.axes)
+    return _same(region, _names(region), Programs(old, new, avals, out, inline, sums.axes))
 
 
 def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums) -> frozenset[str]:
@@ -182,40 +174,37 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
         terms = iter(pair[0])
         return [sum(next(terms) for _ in range(n)) for _, n in groups], pair[1][1:]
 
-    def close(found: Results) -> Verdict:
-        sums = Results(summed(found.pair), lambda number: summed(found.nudged(number)))
-        return _close(region, [f"gradient of {name}" for name, _ in groups], sums)
-
-    return _same(old, new, [v.aval for v in region.inputs], region.root.aval, inline, close)
+    programs = Programs(old, new, [v.aval for v in region.inputs], region.root.aval, inline)
+    return _same(region, [f"gradient of {name}" for name, _ in groups], programs, summed)
 
 
 def _same(
-    old: Any,
-    new: Any,
-    avals: Sequence[Any],
-    out: Any,
-    inline: Inline,
-    close: Callable[[Results], Verdict],
-    axes: frozenset[str] = frozenset(),
+    region: Region, names: Sequence[str], programs: Programs, of: Callable[[Pair], Pair] = lambda pair: pair
 ) -> Verdict:
-    """Whether two programs of (arguments, cotangent) agree, evaluated at reduced sizes; at the real ones where those will not do.
+    """Whether two programs agree, evaluated at reduced sizes; at the real ones where those will not do.
 
-    Those that sum over mesh axes are evaluated on several devices.
+    `of` makes results of these names of what the programs give. Those that sum over mesh axes are evaluated on several devices.
     """
-    inline = traced_once(inline if axes else _on_one_device(inline))
-    draws = _draws(avals)
+    inline = traced_once(programs.inline if programs.axes else _on_one_device(programs.inline))
+    programs = replace(programs, inline=inline)
+    avals, tolerance = programs.avals, tolerance_of((*region.inputs, region.root))
 
     def attempt(reduction: Reduction) -> list[Results]:
-        return [_evaluated(old, new, avals, out, inline, seed, reduction, axes) for seed in range(draws)]
+        return [programs.results(seed, reduction) for seed in range(_draws(avals))]
 
     try:
-        return next((v for one in at_sizes(attempt, avals) if not (v := close(one)).ok), Verdict(None))
+        found = at_sizes(attempt, avals)
+        for one in found:
+            verdict = agree(tolerance, names, Results(of(one.pair), lambda n, one=one: of(one.nudged(n))))
+            if not verdict.ok:
+                return verdict
+        return programs.beyond(found[0].given, names, tolerance, of)
     except CannotEvaluate as error:
         return Verdict("uncertified", str(error))
 
 
 def _draws(avals: Sequence[Any]) -> int:
-    return _DRAWS if elements(avals) <= _FEW else STEPS if any(map(is_number, avals)) else 1
+    return _DRAWS if elements(avals) <= FEW else STEPS if any(map(is_number, avals)) else 1
 
 
 def _on_one_device(inline: Inline) -> Inline:
@@ -229,71 +218,12 @@ def _on_one_device(inline: Inline) -> Inline:
     return known
 
 
-def _evaluated(
-    old: Any,
-    new: Any,
-    avals: Sequence[Any],
-    out: Any,
-    inline: Inline,
-    seed: int,
-    reduction: Reduction,
-    axes: frozenset[str] = frozenset(),
-) -> Results:
-    """Both programs on the same random inputs: the first drawn on which the old one makes no NaN or infinity, if any is. Those prove
-    little (one row of NaN is a gradient full of them), and what a fused op does with them is told by its own tests.
-    """
-    weights = summed_with(old)
-
-    def run(program: Any, sizes: Sizes, args: list[list[np.ndarray]]) -> list[np.ndarray]:
-        if axes:
-            return evaluate_together(program, args, axes, sizes, inline)
-        return evaluate(program, args[0], sizes, inline)
-
-    def drawn(number: int) -> tuple[Sizes, list[list[np.ndarray]], list[np.ndarray]]:
-        first = seed + _SEEDS * number
-        true = _TRUE[number % len(_TRUE)]
-        sizes, args = inputs_of(avals, out, reduction, first, true, weights)
-        every = [args]
-        if axes:
-            others = (
-                inputs_of(avals, out, reduction, first + _SEEDS // 2 + n, true, weights)[1] for n in range(1, COUNT)
-            )
-            own = _differing([*avals, out], axes)
-            every += [[b if differs else a for differs, a, b in zip(own, args, other, strict=True)] for other in others]
-        return sizes, every, run(old, sizes, every)
-
-    first = drawn(0)
-    again = (drawn(n) for n in range(1, _REDRAWS)) if not all(map(_finite, first[2])) else ()
-    sizes, args, want = next((d for d in again if all(map(_finite, d[2]))), first)
-
-    def nudged(number: int) -> Pair:
-        rng = np.random.default_rng(number)
-        moved = [[a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args]
-        return run(old, sizes, moved), run(new, sizes, moved)
-
-    return Results((want, run(new, sizes, args)), nudged)
-
-
-def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
-    """Which values may be others on each device along some mesh axes: where types do not tell, every float."""
-    typed = any(map(varies, avals))
-    return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
-
-
-def _is_float64(a: Any) -> bool:
-    return isinstance(a, np.ndarray) and a.dtype == np.float64
-
-
-def _finite(a: np.ndarray) -> bool:
-    return not is_float(a.dtype) or bool(np.isfinite(a).all())
-
-
 def _agree(region: Region, found: Results) -> Verdict:
-    return _close(region, ["value", *(f"gradient of {n}" for n in _float_names(region))], found)
+    return agree(tolerance_of((*region.inputs, region.root)), _names(region), found)
 
 
-def _close(region: Region, names: Sequence[str], found: Results) -> Verdict:
-    return agree(tolerance_of((*region.inputs, region.root)), names, found)
+def _names(region: Region) -> list[str]:
+    return ["value", *(f"gradient of {n}" for n in _float_names(region))]
 
 
 def with_vjp(
@@ -302,10 +232,11 @@ def with_vjp(
     out: Any,
     wanted: Sequence[int] | None = None,
     sums: Sums | None = None,
+    weak: bool = False,
 ) -> Any:
     """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
 
-    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over.
+    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over; `weak` as of `make_jaxpr`.
     """
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
 
@@ -321,7 +252,18 @@ def with_vjp(
         value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
         return [value, *pull(ct)]
 
-    return make_jaxpr(joint, [*avals, out], sums=sums)
+    return make_jaxpr(joint, [*avals, out], sums=sums, weak=weak)
+
+
+def weak_gradients(region: Region) -> frozenset[int]:
+    """The numbers of the region's inputs that are weakly typed, as Python numbers are, and whose gradients in the program are so, too."""
+    avals = [v.aval for v in region.inputs]
+    weak = [i for i, a in enumerate(avals) if is_weak(a) and is_float(a.dtype)]
+    if not weak:
+        return frozenset()
+    fn = jex_core.jaxpr_as_fun(region.jaxpr())
+    made = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval, weak, region.sums, weak=True).out_avals[1:]
+    return frozenset(i for i, aval in zip(weak, made, strict=True) if is_weak(aval))
 
 
 def _float_names(region: Region) -> list[str]:

@@ -103,10 +103,19 @@ def names_an_axis(eqn: Any) -> bool:
 
 def explicit_axes(aval: Any) -> bool:
     """Whether a value is typed as laid out over explicit mesh axes."""
-    sharding = getattr(aval, "sharding", None)
-    types_of = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
-    spec = getattr(sharding, "spec", None) or ()
-    return any("Explicit" in str(t) for t in types_of) and any(s is not None for s in spec)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    return has_explicit_axes(aval) and any(s is not None for s in spec)
+
+
+def has_explicit_axes(aval: Any) -> bool:
+    """Whether a value's type tells how it is laid out, be it over no axis of its mesh."""
+    types_of = getattr(getattr(getattr(aval, "sharding", None), "mesh", None), "axis_types", None) or ()
+    return any("Explicit" in str(t) for t in types_of)
+
+
+def with_weakness(x: Any, weak: bool) -> Any:
+    """`x` in its own dtype, weakly typed or not. `jax.lax.convert_element_type` makes nothing weak."""
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
 
 
 def without_dead_code(closed: Any) -> Any:

@@ -15,6 +15,7 @@ from .emit import Constants, Env, inlined, kind, source_info
 from .ir import Block, Node, Value
 from .manual import make_jaxpr
 from .split import Split, Taken
+from .typed import as_typed
 
 # What travels from a site's block to its backward pass: (number of the pair, "residual", number), or ("value", id).
 Key = tuple[Any, ...]
@@ -151,8 +152,8 @@ def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | 
     eqns, (out,) = inlined(closed, atoms, source_info(at), extra)
     if kind(out.aval) != kind(value.aval):
         raise RewriteError(f"the gradient {value!r} came out as {out.aval.str_short()}; this is a bug")
-    env[value.id] = out
-    return eqns
+    last, (env[value.id],) = as_typed([out], [value], source_info(at))
+    return eqns + last
 
 
 def first_gradients(block: Block, pairs: Pairs) -> dict[int, list[tuple[int, BackwardPart]]]:

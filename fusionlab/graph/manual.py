@@ -36,7 +36,9 @@ class Sums:
         return cls(axes, next((a.sharding.mesh for a in values if varies(a)), None))
 
 
-def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: Sums | None = None) -> Any:
+def make_jaxpr(
+    fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: Sums | None = None, weak: bool = False
+) -> Any:
     """`jax.make_jaxpr` at the shapes, dtypes and varying mesh axes of avals; outside every shard_map where none varies.
 
     Args:
@@ -45,6 +47,7 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None,
       result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
         to vary along all of those.
       sums: what `fn` sums over, if it does: the types of its arguments may not tell.
+      weak: weakly typed arguments stay weak; else all are strong.
     """
     results = result if isinstance(result, list) else [] if result is None else [result]
 
@@ -60,10 +63,16 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None,
     mesh = next((a.sharding.mesh for a in types if varies(a)), None) or (sums and sums.mesh)
     if mesh is None:
         bound = [(axis, _ANY) for axis in sorted(sums.axes if sums else ())]
-        return jax.make_jaxpr(call, axis_env=bound)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        given = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=weak and is_weak(a)) for a in avals)
+        return jax.make_jaxpr(call, axis_env=bound)(*given)
     # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
-    plain = [a.update(weak_type=False, sharding=_unsharded(mesh, a)) for a in avals]
+    plain = [a.update(weak_type=weak and is_weak(a), sharding=_unsharded(mesh, a)) for a in avals]
     return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))
+
+
+def is_weak(aval: Any) -> bool:
+    """Whether a value is weakly typed, as a Python number is: beside another dtype it gives way."""
+    return bool(getattr(aval, "weak_type", False))
 
 
 def as_varying(x: Any, aval: Any) -> Any:

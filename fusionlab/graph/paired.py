@@ -18,6 +18,7 @@ from .region import Region
 from .signature import node_signature, region_signature
 from .split import Split, split_vjp
 from .travel import CROSSED, Tree
+from .wide import arithmetic_of, computed_wider
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +118,9 @@ class Pairer:
         terms = [_values(block, share) for _, _, share in placed]
         flat = [v for group in terms for v in group]
         nodes = _slice(found.view, flat, {v.id for v in (*inputs, found.cotangent)})
+        wide = computed_wider(nodes, (*inputs, found.cotangent), arithmetic_of(region.root.dtype))
+        if wide is not None:
+            raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
         number: dict[int, Any] = {i: ("known", c) for i, c in found.view.known_inputs.items()}
         number.update((v.id, ("const", id(c))) for v, c in block.consts)
         number.update((v.id, i) for i, v in enumerate((*inputs, found.cotangent)))

@@ -22,6 +22,7 @@ from .manual import Sums, make_jaxpr
 from .neighbours import with_neighbours
 from .order import in_order, last_of
 from .travel import Tree, more_operands, more_results
+from .typed import as_typed, shardings_of, strong
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class Replacement:
       fn: arrays -> array of the root's shape and dtype; where there are `others`, a tuple of that and theirs.
       backward: its backward pass, where that is replaced with it; never one of a site with `others`.
       others: further values they made, which `fn` makes too.
+      weak: the numbers of the leaves whose gradients are weakly typed in the program.
     """
 
     block_path: str
@@ -45,6 +47,7 @@ class Replacement:
     fn: Callable[..., Any]
     backward: BackwardPart | None = None
     others: tuple[Value, ...] = ()
+    weak: frozenset[int] = frozenset()
 
     @property
     def roots(self) -> tuple[Value, ...]:
@@ -198,7 +201,9 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
     else:
         types = [v.aval for v in r.roots] if r.others else r.root.aval
         closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
-    eqns, made = inlined(closed, [env[v.id] for v in r.leaves], source_info(at), extra)
+    info = source_info(at)
+    eqns, given = strong([env[v.id] for v in r.leaves], r.weak, info)
+    more, made = inlined(closed, given, info, extra)
     residuals = made[len(r.roots) :]
     if len(made) < len(r.roots) or (residuals and r.backward is None):
         raise RewriteError(f"the replacement for {r.roots!r} gives {len(made)} arrays; this is a bug")
@@ -208,9 +213,10 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
                 f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "
                 "shard_map, varying along the same mesh axes); this is a bug"
             )
-        env[value.id] = atom
+    last, results = as_typed(made[: len(r.roots)], r.roots, info, shardings_of(r.fn, r.leaves, r.roots))
+    env.update((value.id, atom) for value, atom in zip(r.roots, results, strict=True))
     env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
-    return eqns
+    return [*eqns, *more, *last]
 
 
 def _grouped(items: Iterable[tuple[str, int, Any]]) -> dict[str, list[tuple[int, Any]]]:

@@ -1,0 +1,161 @@
+"""Two programs of the same arguments, on the same drawn inputs: what certification compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .agreement import Pair, Results, Verdict
+from .compat import rebuild, split_closed, varies, varying_axes
+from .devices import COUNT, evaluate_together
+from .draws import Reduction, inputs_of, summed_with
+from .emit import live
+from .evaluate import Inline, Sizes, evaluate, is_float
+from .reducing import elements
+from .special import Special, at_edge, compared, overflows, specials
+
+FEW = 256  # elements: such a site is looked at with several draws, as one may miss a whole branch
+_NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
+_REDRAWS, _SEEDS = 30, 1000
+_TRUE = (
+    0.5,
+    0.7,
+    0.85,
+    0.3,
+    0.15,
+)  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
+
+Given = tuple[Sizes, list[list[Any]]]  # drawn inputs, of each device
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """Two jaxprs of (arguments, cotangent).
+
+    Attributes:
+      old, new: what is to be replaced, and what would be.
+      avals, out: the types of the arguments and of the cotangent.
+      inline: the plain meaning of primitives that JAX does not know.
+      axes: the mesh axes that they sum over; such programs are evaluated on several devices.
+    """
+
+    old: Any
+    new: Any
+    avals: Sequence[Any]
+    out: Any
+    inline: Inline
+    axes: frozenset[str] = frozenset()
+
+    def results(self, seed: int, reduction: Reduction) -> Results:
+        """What both make of the same random inputs: the first drawn on which the old one makes no NaN or infinity, if any is. Those prove
+        little (one row of NaN is a gradient full of them); what a fused op does with them is asked by `beyond`.
+        """
+        weights = summed_with(self.old)
+
+        def drawn(number: int) -> tuple[Given, list[np.ndarray]]:
+            given = self._drawn(seed + _SEEDS * number, reduction, _TRUE[number % len(_TRUE)], weights)
+            return given, self._run(self.old, *given)
+
+        first = drawn(0)
+        again = (drawn(n) for n in range(1, _REDRAWS)) if not all(map(_finite, first[1])) else ()
+        (sizes, args), want = next((d for d in again if all(map(_finite, d[1]))), first)
+        pair = want, self._run(self.new, sizes, args)
+        return Results(pair, lambda number: self._nudged(number, sizes, args), (sizes, args))
+
+    def beyond(
+        self, given: Given, names: Sequence[str], tolerance: float, of: Callable[[Pair], Pair] = lambda pair: pair
+    ) -> Verdict:
+        """What both make of inputs that are no ordinary numbers; see special.py. `given` are ordinary ones; `of` makes results of these
+        names of what they give.
+        """
+        sizes, args = given
+        lost: dict[str, None] = {}
+        values = replace(self, old=_value_of(self.old), new=_value_of(self.new)) if "value" in names else None
+        for special in specials(self.avals):
+            if special.exact:
+                verdict = self._told(special, given, names, tolerance, of)
+            elif values is not None:
+                verdict = values._told(special, given, names[:1], tolerance)
+            else:
+                continue
+            if not verdict.ok:
+                return verdict
+            lost.update(dict.fromkeys(verdict.lost))
+        return Verdict(None, lost=tuple(lost), edge=values is not None and values._overflows(sizes, args[0]))
+
+    def _told(
+        self,
+        special: Special,
+        given: Given,
+        names: Sequence[str],
+        tolerance: float,
+        of: Callable[[Pair], Pair] = lambda pair: pair,
+    ) -> Verdict:
+        """What both make of inputs that are changed."""
+        sizes, args = given
+        moved = [special.of(own) for own in args]
+        with np.errstate(all="ignore"):
+            pair = of((self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)))
+            return compared(special, names, Results(pair, lambda n: of(self._nudged(n, sizes, moved))), tolerance)
+
+    def _overflows(self, sizes: Sizes, args: Sequence[Any]) -> bool:
+        """Whether the new value is infinite or NaN near the dtypes' edge, computed in them, where the old is not.
+
+        Not asked of what several devices compute, and not of gradients: those of a softmax overflow in many an order.
+        """
+        if self.axes:
+            return False
+        few = elements(self.avals) <= FEW
+        return any(
+            overflows(*(evaluate(p, moved, sizes, self.inline, rounded=True)[0] for p in (self.old, self.new)))
+            for moved in at_edge(args, self.avals, few)
+        )
+
+    def _nudged(self, number: int, sizes: Sizes, args: list[list[Any]]) -> Pair:
+        """What both make of inputs that are moved a little."""
+        rng = np.random.default_rng(number)
+        moved = [[a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args]
+        return self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)
+
+    def _run(self, program: Any, sizes: Sizes, args: list[list[Any]]) -> list[np.ndarray]:
+        if self.axes:
+            return evaluate_together(program, args, self.axes, sizes, self.inline)
+        return evaluate(program, args[0], sizes, self.inline)
+
+    def _drawn(self, first: int, reduction: Reduction, true: float, weights: Any) -> Given:
+        sizes, args = inputs_of(self.avals, self.out, reduction, first, true, weights)
+        every = [args]
+        if self.axes:
+            others = (
+                inputs_of(self.avals, self.out, reduction, first + _SEEDS // 2 + n, true, weights)[1]
+                for n in range(1, COUNT)
+            )
+            own = _differing([*self.avals, self.out], self.axes)
+            every += [[b if differs else a for differs, a, b in zip(own, args, other, strict=True)] for other in others]
+        return sizes, every
+
+
+def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
+    """Which values may be others on each device along some mesh axes: where types do not tell, every float."""
+    typed = any(map(varies, avals))
+    return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
+
+
+def _value_of(closed: Any) -> Any:
+    """A jaxpr of the first result alone."""
+    jaxpr, consts = split_closed(closed)
+    value = list(jaxpr.outvars[:1])
+    return rebuild(
+        closed, list(jaxpr.constvars), list(jaxpr.invars), value, live(list(jaxpr.eqns), value), list(consts)
+    )
+
+
+def _is_float64(a: Any) -> bool:
+    return isinstance(a, np.ndarray) and a.dtype == np.float64
+
+
+def _finite(a: np.ndarray) -> bool:
+    return not is_float(a.dtype) or bool(np.isfinite(a).all())
