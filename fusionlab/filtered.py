@@ -25,10 +25,14 @@ class Filtered:
 
     Args:
       static: arguments that are fixed as a whole, as keyword arguments of `jax.jit`.
+      objects: whether `under` takes objects of nnx, which then are no pytrees.
+      numbers: whether Python numbers are fixed where nothing else is.
     """
 
-    def __init__(self, fn: Callable, static: Mapping[str, Any], under: Callable) -> None:
-        self._fn = fn
+    def __init__(
+        self, fn: Callable, static: Mapping[str, Any], under: Callable, objects: bool, numbers: bool = False
+    ) -> None:
+        self._fn, self._is_leaf, self._numbers = fn, is_object if objects else None, numbers
         names, _ = positional_names(fn)
         nums = {n % max(len(names), 1) for n in as_tuple(static.get("static_argnums", ()))}
         self._names = {*as_tuple(static.get("static_argnames", ())), *(names[n] for n in nums if n < len(names))}
@@ -48,18 +52,19 @@ class Filtered:
         return with_fixed(self._jitted.eval_shape(*self._split(args, kwargs)))
 
     def _split(self, args: tuple, kwargs: dict) -> tuple[_Fixed, list[Any]]:
-        args = tuple(_Whole(a) if i in self._nums else a for i, a in enumerate(args))
-        kwargs = {key: _Whole(a) if key in self._names else a for key, a in kwargs.items()}
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-        moving = [is_object(x) or is_array(x, numbers=False) for x in leaves]
-        for x in leaves:
-            if _may_change(x):
+        if self._nums or self._names:
+            args = tuple(_Whole(a) if i in self._nums else a for i, a in enumerate(args))
+            kwargs = {key: _Whole(a) if key in self._names else a for key, a in kwargs.items()}
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=self._is_leaf)
+        kinds = [_ARRAY if type(x) in _ARRAYS else _kind_of(x) for x in leaves]
+        # Numbers are fixed beside what has to be, as filter_jit has it; alone they are arrays, as jax.jit has it.
+        others = self._numbers or _OTHER in kinds
+        moving = [kind is _ARRAY or (kind is _NUMBER and not others) for kind in kinds]
+        for kind, x in zip(kinds, leaves, strict=True):
+            if kind is _OTHER and _may_change(x):
                 raise self._may_change(x, args, kwargs)
-        fixed = _Fixed(
-            tree,
-            tuple("array" if m else _key(x) for m, x in zip(moving, leaves, strict=True)),
-            tuple(None if m else x for m, x in zip(moving, leaves, strict=True)),
-        )
+        keys = tuple(_ARRAY if m else _key(x) for m, x in zip(moving, leaves, strict=True))
+        fixed = _Fixed(tree, keys, tuple(x for m, x in zip(moving, leaves, strict=True) if not m))
         try:
             hash(fixed)
         except TypeError:
@@ -67,8 +72,8 @@ class Filtered:
         return fixed, [x for m, x in zip(moving, leaves, strict=True) if m]
 
     def _with_fixed(self, fixed: _Fixed, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        leaves = [next(given) if key == "array" else x for key, x in zip(fixed.keys, fixed.values, strict=True)]
+        given, held = iter(arrays), iter(fixed.values)
+        leaves = [next(given) if key is _ARRAY else next(held) for key in fixed.keys]
         args, kwargs = jax.tree.unflatten(fixed.tree, leaves)
         args, kwargs = map(_bare, args), {key: _bare(a) for key, a in kwargs.items()}
         return without_fixed(self._fn(*args, **kwargs))
@@ -93,7 +98,7 @@ class _Fixed:
     """What is no array in the arguments of a call.
 
     Attributes:
-      tree: their structure; keys: of each leaf, "array" or what its value is told by; values: of each leaf that is fixed.
+      tree: their structure; keys: of each leaf, `_ARRAY` or what its value is told by; values: of each leaf that is fixed.
     """
 
     tree: Any
@@ -128,12 +133,29 @@ _FUNCTIONS = (
 )
 
 
+@functools.cache
+def _is_compared_by_identity(kind: type) -> bool:
+    return kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__ and not issubclass(kind, _FUNCTIONS)
+
+
 def _may_change(x: Any) -> bool:
     """Whether a leaf is an ordinary object with attributes, compared by identity alone."""
-    kind = type(x)
-    by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
-    ordinary = by_identity and bool(getattr(x, "__dict__", None)) and not isinstance(x, _FUNCTIONS)
-    return ordinary and not hasattr(x, "__wrapped__") and not is_object(x) and not is_array(x)
+    ordinary = _is_compared_by_identity(type(x)) and bool(getattr(x, "__dict__", None))
+    return ordinary and not hasattr(x, "__wrapped__")
+
+
+_ARRAY, _NUMBER, _OTHER = "array", "number", "other"
+_ARRAYS: set[type] = set()  # the classes all of whose objects are arrays, as they come
+
+
+def _kind_of(x: Any) -> str:
+    if is_object(x):
+        return _ARRAY
+    if is_array(x, numbers=False):
+        if isinstance(x, jax.Array):
+            _ARRAYS.add(type(x))
+        return _ARRAY
+    return _NUMBER if is_array(x) else _OTHER
 
 
 class _Staged:

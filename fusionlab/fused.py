@@ -52,6 +52,7 @@ class _Objects(Exception):  # noqa: N818 - an answer to the call, which takes an
 
 # How a call treats what is changed in place: as nnx.jit does; asks for that as soon as there is any; else the name of what drops it.
 CARRIES, ASKS = "carries", "asks"
+NOTHING, LEAVES, NUMBERS = "", "leaves that are no arrays", "numbers, too"  # what a call holds fixed
 # Who calls a function and drops what it changes in objects of nnx: transformations of these libraries, which take them for pytrees.
 _DROPPING = {"jax": "a transformation of JAX's own", "equinox": "a transformation of equinox's"}
 _WANTS_A_NUMBER = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -84,8 +85,10 @@ class Fused:
         # jit infers the one from the other only where the other is not given at all.
         self.static: Mapping[str, Any] = {k: v for k, v in ((k, (*v, *own.get(k, ()))) for k, v in asked.items()) if v}
         self._way = {"nnx.jit": CARRIES}.get(self._jit.kind, self._jit.kind) if self._jit is not None else ASKS
-        self._runners: dict[tuple[str, bool], Any] = {}
-        self._usual = self._runner(self._way, False) if self._jit is None else self._jit.again(self._traced(self._way))
+        self._runners: dict[tuple[str, str], Any] = {}
+        self._usual = (
+            self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))
+        )
         # What calls have had so far, each of which takes another way: objects of nnx, leaves that are no arrays, fixed numbers.
         self._objects = self._leaves = self._numbers = False
         self._is_off: bool | None = None
@@ -99,12 +102,14 @@ class Fused:
 
         return rewritten
 
-    def _runner(self, way: str, fixed: bool) -> Any:
-        """The function under a jit that treats objects in this way, and holds fixed what is no array, or nothing."""
+    def _runner(self, way: str, fixed: str) -> Any:
+        """The function under a jit that treats objects in this way, and holds fixed nothing, what is no array, or every number too."""
         if (way, fixed) not in self._runners:
             under = sys.modules["flax.nnx"].jit if way == CARRIES else jax.jit
             traced = self._traced(way)
-            run = Filtered(traced, self.static, under) if fixed else under(traced, **self.static)
+            run = under(traced, **self.static)
+            if fixed:
+                run = Filtered(traced, self.static, under, way == CARRIES, fixed == NUMBERS)
             self._runners.setdefault((way, fixed), run)
         return self._runners[way, fixed]
 
@@ -171,7 +176,9 @@ class Fused:
         return _DROPPING.get(library, CARRIES) if self._objects else ASKS
 
     def _by(self, caller: Any, args: tuple, kwargs: dict) -> Any:
-        fixed = (self._leaves and _holds_others(args, kwargs)) or (self._numbers and _are_traced(args, kwargs))
+        fixed = LEAVES if self._leaves else NOTHING
+        if self._numbers and _are_traced(args, kwargs):
+            fixed = NUMBERS
         return self._runner(self._way_of(caller), fixed)
 
     def _learn(self, error: Exception, args: tuple, kwargs: dict) -> None:
@@ -195,7 +202,7 @@ class Fused:
 
     @property
     def _without_donation(self) -> Callable:
-        fixed = self._way == "filter_jit"
+        fixed = NUMBERS if self._way == "filter_jit" else NOTHING
 
         @functools.wraps(self._inside)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +249,9 @@ class Fused:
     def clear_cache(self) -> None:
         """As `jax.jit(fn).clear_cache`: the next call searches again."""
         self._runners.clear()
-        self._usual = self._runner(self._way, False) if self._jit is None else self._jit.again(self._traced(self._way))
+        self._usual = (
+            self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(p.name for p, _ in self._options["passes"])
