@@ -98,7 +98,7 @@ REJECTIONS: dict[str, str] = {
     "region": "the site crosses the boundary of a region (scan, remat, custom rule) and cannot be replaced as one",
     "overlap": "another, larger fusion claims the same nodes",
     "order": "the site gives several results, and something it reads has to wait for one of them",
-    "uncertified": "the site holds a primitive that certification cannot evaluate",
+    "uncertified": "the site holds a primitive that certification cannot evaluate, or FusionLab itself failed on it (`origin` says where)",
     "slower": "on this device nothing was measured faster than the code that XLA makes of the site as it is written",
     "implementation": "the implementation that was asked for cannot run it here",
     "gelu_form": "the model computes a different GELU from the one asked for",

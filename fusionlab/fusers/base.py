@@ -10,6 +10,7 @@ import jax
 
 from ..device import Device
 from ..errors import unknown_name
+from ..graph.boundary import Fault, guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
 from ..graph.evaluate import is_float, narrows
@@ -39,6 +40,8 @@ class Pass(Protocol):
       whole: where it is there and true, the pass is searched after those that have none, whatever the order they were asked in.
       named_only: where it is there and true, the pass is asked only by name.
       forward_only: likewise, that it has no `_grad`.
+      check(options): where it is there, raises ArgumentError or UnknownNameError for the value of an option that it does not take. Any
+        other error, and one raised during the search, is told as a rejection `uncertified`.
       sample(): a small function and arguments in which it finds a site (for the before/after picture).
     """
 
@@ -159,7 +162,12 @@ def propose(
         search.implementation,
         search.device,
     )
-    facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan, proof))
+    facts = guarded(
+        lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
+        lambda fault: faulty(search, name, fault, anchor, region.nodes),
+    )
+    if isinstance(facts, Rejection):
+        return facts
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
@@ -301,6 +309,24 @@ def reject(
         edit,
         concepts=tuple(concepts),
     )
+
+
+def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
+    """The rejection of a place that FusionLab failed at."""
+    told = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
+    return replace(told, origin=fault.origin)
+
+
+def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
+    """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
+
+    def found() -> list[Candidate | Rejection]:
+        made = examine()
+        if made is None:
+            return []
+        return [made] if isinstance(made, Candidate | Rejection) else list(made)
+
+    return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
 
 
 def anchor_text(node: Node) -> str:

@@ -38,7 +38,7 @@ from .attention_forms import (
     whole_example,
 )
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
-from .base import Search, all_nodes, anchor_text, option, propose
+from .base import Search, all_nodes, anchor_text, examined, option, propose
 from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
@@ -95,7 +95,7 @@ class DotProductAttentionPass:
                 continue  # the products of a backward pass read the same exponentials as their forward
             done.add(exponentials)
             site = _Site(self, search, node)
-            yield site.own_rule(exponentials) or site.examine()
+            yield from examined(search, self.name, node, lambda s=site, e=exponentials: s.own_rule(e) or s.examine())
 
 
 def _exponentials(view: View, dot: CNode) -> int | None:

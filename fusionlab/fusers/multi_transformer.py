@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..graph.boundary import guarded
 from ..graph.canonical import Tile, View
 from ..graph.certify import Verdict
 from ..graph.compat import names_an_axis
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
-from .base import Pass, Plan, Search, anchor_text, found_at, option, propose, reject
+from .base import Pass, Plan, Search, anchor_text, faulty, found_at, option, propose, reject
 from .dot_product_attention import DotProductAttentionPass
 from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
@@ -43,7 +44,8 @@ class _Folded:
 
     Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` and `norms` (attentions and norms that
     are none); `open` (attentions whose inner values are read outside);
-    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes).
+    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes);
+    `failed` (attentions at which the reading itself failed, which one pass tells).
     """
 
     view: View
@@ -53,6 +55,7 @@ class _Folded:
     open: tuple[Candidate, ...]
     collective: bool
     read: dict[int, Layer | Partial] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
 
 
 def _folded(search: Search) -> _Folded:
@@ -140,13 +143,8 @@ class MultiTransformerPass:
             yield from (self.without_attention(search, problem) for problem in found.declined)
             yield from (self.differentiated(search, attention) for attention in found.open)
         layers: list[Found] = []
-        for nid, attention in found.attentions.items():
-            if nid not in found.read:
-                found.read[nid] = _read(found.view, nid)
-            layer = found.read[nid]
-            if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
-                continue
-            outcome = self.outcome(search, found, attention, layer)
+        for nid in [n for n in found.attentions if n not in found.failed]:
+            outcome = self.at(search, found, nid)
             if isinstance(outcome, Found):
                 layers.append(outcome)
             elif outcome is not None:
@@ -156,6 +154,23 @@ class MultiTransformerPass:
             return
         for row in rows(layers):
             yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
+
+    def at(self, search: Search, found: _Folded, nid: int) -> Found | Rejection | None:
+        """The layer around an attention, why there is none, or None where that is another pass's to tell."""
+        attention = found.attentions[nid]
+
+        def looked() -> Found | Rejection | None:
+            if nid not in found.read:
+                found.failed.add(nid)
+                found.read[nid] = _read(found.view, nid)
+                found.failed.discard(nid)
+            layer = found.read[nid]
+            if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
+                return None
+            return self.outcome(search, found, attention, layer)
+
+        nodes = attention.region.nodes if attention.region else [_anchor(search, attention)]
+        return guarded(looked, lambda fault: faulty(search, self.name, fault, _anchor(search, attention), nodes))
 
     def tells(self, found: _Folded, layer: Layer | Partial) -> bool:
         """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
