@@ -8,20 +8,26 @@ from typing import Any, Protocol
 
 import jax
 
-from ..device import Device
+from ..device import Device, asked_about
 from ..errors import unknown_name
-from ..graph.boundary import Fault, guarded
+from ..graph.boundary import guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
-from ..graph.region import Escape, Region
+from ..graph.region import Region
 from ..graph.rewrite import Replacement
 from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
 from ..kernels.op import Op
+from .declining import anchor_text as anchor_text
+from .declining import escape_text as escape_text
+from .declining import examined as examined
+from .declining import faulty as faulty
+from .declining import reason_to_tell as reason_to_tell
+from .declining import reject as reject
 from .findings import Backend, Candidate, Rejection, Residual
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
@@ -108,6 +114,7 @@ class Plan:
       finish: the op's result -> the region's root; a tuple of its roots, where it has several.
       formula: what it computes at this site.
       arithmetic: as of a Candidate.
+      device: what the op is bound for; None: the device at hand.
     """
 
     op: Op
@@ -116,21 +123,27 @@ class Plan:
     finish: Callable[[Any], Any]
     formula: str
     arithmetic: str = ""
+    device: Device | None = None
 
     def call(self, *inputs: Any) -> Any:
-        return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
+        if self.device is None:
+            return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
+        with asked_about(self.device):
+            return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What certification of a site yields, shared by all sites of the same signature."""
+    """What certification of a site yields, shared by all sites of the same signature. `refused`: why the implementation that was named
+    cannot run it on the device asked about; then nothing else is known."""
 
     verdict: Verdict
-    program: Block
+    program: Block | None
     residuals: tuple[Residual, ...]
     backends: tuple[Backend, ...]
     left_alone: str | None
     idle: str
+    refused: str = ""
 
 
 def propose(
@@ -149,6 +162,7 @@ def propose(
     `proof` is the outcome of certification where the region is put together of others that were certified; with `sums` the plan sums over
     devices where the region does.
     """
+    plan = replace(plan, device=search.device)
     if not search.gradient:
         plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
     problem = _unfit(region, sums)
@@ -168,13 +182,14 @@ def propose(
     )
     if isinstance(facts, Rejection):
         return facts
+    if facts.program is None:
+        return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
     if facts.left_alone is not None:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
-        able = reversed([b.name for b in facts.backends if b.verdict != "unavailable"])
-        edit = f"name one to have it all the same: {', '.join(f'implementation={name!r}' for name in able)}"
+        edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
@@ -206,6 +221,22 @@ def propose(
         region=region,
         plan=plan,
     )
+
+
+def _refused(
+    search: Search, name: str, plan: Plan, facts: _Facts, anchor: Node, nodes: Sequence[Node], concepts: Sequence[str]
+) -> Rejection:
+    """The rejection where the implementation that was named cannot run a site on the device asked about."""
+    asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
+    sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
+    edit = f"name one that can: {_named(facts.backends)}"
+    return reject(search, name, "implementation", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+
+
+def _named(backends: Sequence[Backend]) -> str:
+    """The implementations that can run, as a user names them."""
+    able = reversed([b.name for b in backends if b.verdict != "unavailable"])
+    return ", ".join(f"implementation={name!r}" for name in able)
 
 
 def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
@@ -249,15 +280,18 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
-    what = (plan.op.name, tuple(sorted(plan.attrs.items())))
-    verdict = proof or _proved(search, region, plan, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+    backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
+    named = next((b for b in backends if b.name == search.implementation), None)
+    if named is not None and named.verdict == "unavailable":
+        return _Facts(Verdict(None), None, (), backends, None, "", named.reason)
+    what = (plan.op.name, tuple(sorted(plan.attrs.items())))
+    verdict = proof or _proved(search, region, plan, what)
+    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
     residuals = saved if search.gradient else ()
-    backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
     alone = None
     if search.implementation is None:
         alone = plan.op.left_alone(*operands, device=search.device, **attrs)
@@ -278,67 +312,6 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
         if not verdict.ok:
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
     return Verdict(None)
-
-
-def reject(
-    search: Search,
-    name: str,
-    code: str,
-    sentence: str,
-    anchor: Node,
-    guilty: Iterable[Node],
-    site: Iterable[Node],
-    progress: tuple[int, int] | None = None,
-    edit: str | None = None,
-    concepts: Sequence[str] = (),
-) -> Rejection:
-    """A Rejection at `anchor`; `progress` defaults to all of the site's nodes having matched."""
-    site_ids = frozenset(n.id for n in site) | {anchor.id}
-    matched, total = progress or (len(site_ids), len(site_ids))
-    guilty_ids = tuple(n.id for n in guilty)
-    return Rejection(
-        f"{name}@{anchor.scope}",
-        name,
-        code,
-        sentence,
-        guilty_ids,
-        site_ids,
-        matched,
-        total,
-        anchor.source,
-        edit,
-        concepts=tuple(concepts),
-    )
-
-
-def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
-    """The rejection of a place that FusionLab failed at."""
-    told = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
-    return replace(told, origin=fault.origin)
-
-
-def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
-    """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
-
-    def found() -> list[Candidate | Rejection]:
-        made = examine()
-        if made is None:
-            return []
-        return [made] if isinstance(made, Candidate | Rejection) else list(made)
-
-    return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
-
-
-def anchor_text(node: Node) -> str:
-    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
-    outs = ", ".join(map(repr, node.outputs))
-    return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
-
-
-def escape_text(escape: Escape) -> str:
-    """ "%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
-    reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
-    return f"{anchor_text(escape.node)} {reader}"
 
 
 def is_whole(pass_: Pass) -> bool:

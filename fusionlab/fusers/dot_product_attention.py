@@ -38,7 +38,7 @@ from .attention_forms import (
     whole_example,
 )
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
-from .base import Search, all_nodes, anchor_text, examined, option, propose
+from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
@@ -338,7 +338,7 @@ class _Site(Site):
             plan = plan_of(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
             if not isinstance(outcome, Candidate):
-                return problem or outcome
+                return reason_to_tell(problem, outcome)
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:

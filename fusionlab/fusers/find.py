@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..device import Device
+from ..device import Device, asked_about
 from ..graph.boundary import Fault, guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier
@@ -43,7 +43,7 @@ def find_in(
       certifier: remembers proofs; a new one by default.
     """
     certifier = certifier or Certifier(plain_meaning_of)
-    with _collector_paused():
+    with _collector_paused(), asked_about(device):
         if graph.numbered is not None:
             found = _find_in(graph.numbered.graph, list(passes), device, implementation, certifier)
             return _declined_for(graph, found)

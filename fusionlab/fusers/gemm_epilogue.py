@@ -24,7 +24,7 @@ from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.gemm_epilogue.op import DTYPES
-from .base import Plan, Search, anchor_text, examined, option
+from .base import Plan, Search, anchor_text, examined, option, reason_to_tell
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
@@ -116,6 +116,7 @@ class _Site(LinearSite):
             if isinstance(outcome, Candidate):
                 yield replace(outcome, otherwise=otherwise)
                 return
+            problem = reason_to_tell(problem, outcome)
         yield from otherwise()
 
     def linear_part(

@@ -273,7 +273,7 @@ def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
       Unread: it does not; the program is left as it is.
     """
     region = planned.site.region
-    key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())), search.implementation)
+    key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())))
     problem = search.certifier.once(key, lambda: _misfit(region, plan))
     if problem is not None:
         raise Unread(problem[1], planned.site.layer.attention, problem[0])

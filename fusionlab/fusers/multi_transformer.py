@@ -185,7 +185,7 @@ class MultiTransformerPass:
             return self.partial(search, found, anchor, layer) if told else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
-            check_fits(search, plan, plan_of(plan, search.implementation))
+            check_fits(search, plan, plan_of(plan, None))
         except (Unread, NotARegion) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)

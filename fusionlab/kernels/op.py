@@ -261,11 +261,11 @@ class Op(abc.ABC):
         given = {slot: a for slot, a in zip(self.slots, operands, strict=False) if a is not None}
         present, full = self.prepare(given, attrs)
         full["present"] = tuple(present)
-        return present, self.for_device(present, full, device or Device.current())
+        return present, self.for_device(present, full, device or Device.asked())
 
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
-        device = Device.current()
+        device = Device.asked()
         if full["implementation"] is not None:
             self.chosen("call", present, device, full)
         full |= partition.marks(self, present, device, full)

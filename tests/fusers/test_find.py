@@ -440,7 +440,7 @@ def test_a_simulated_device_only_changes_what_backends_say():
     assert "sm_90" in there.device
     assert "simulated" in there.device
     with pytest.raises(ArgumentError, match="needed None, 'cpu', 'sm_NN'"):
-        fl.find(model, X, device="h100")
+        fl.find(model, X, device="h101")
 
 
 def test_a_named_implementation_asks_only_the_passes_that_have_it():
