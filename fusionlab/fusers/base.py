@@ -141,7 +141,7 @@ class _Facts:
     program: Block | None
     residuals: tuple[Residual, ...]
     backends: tuple[Backend, ...]
-    left_alone: str | None
+    left_alone: tuple[str, str] | None
     idle: str
     refused: str = ""
 
@@ -188,10 +188,11 @@ def propose(
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
     if facts.left_alone is not None:
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
+        code, why = facts.left_alone
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {why}"
         edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
-        return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+        return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
     replacement = Replacement(
         region.block.path, region.nodes, region.root, region.inputs, plan_call, others=region.others

@@ -29,6 +29,7 @@ from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .layer_site import Site as LayerSite
 from .layer_site import site_of
+from .outcomes import LEFT_TO_XLA
 from .overlaps import settle, with_shares_left
 from .site import FUSE_FIRST, Site
 
@@ -90,7 +91,7 @@ def _fold(search: Search) -> _Folded:
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
     """What a pass finds in a block: as it was found already in this search, where all of that is of use here."""
     known = search.shared.get(found_at(pass_.name, search.view))
-    if known is None or not search.by_default or any(isinstance(i, Rejection) and i.code == "slower" for i in known):
+    if known is None or not search.by_default or any(isinstance(i, Rejection) and i.code in LEFT_TO_XLA for i in known):
         return list(pass_.search(alone))
     return known
 

@@ -14,6 +14,10 @@ from ..kernels.implementation import BackendVerdict as Backend
 from ..kernels.implementation import Residual as Residual
 from .pairs import Pair
 
+LEFT_TO_XLA = frozenset(
+    {"device", "unmeasured", "slower"}
+)  # codes of sites that are whole, and that XLA's code is left to
+
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
