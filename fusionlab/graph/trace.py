@@ -47,8 +47,8 @@ def trace(
       ArgumentError: `fn` is not callable, or a static argument does not exist.
       TraceError: the function raised while JAX traced it; the original error is the cause.
     """
-    with users_code(fn):
-        return graph_of(bind(fn, args, kwargs, static_argnums, static_argnames), name_of(fn))
+    bound = bind_users(fn, args, kwargs, static_argnums, static_argnames)
+    return graph_of(bound, name_of(fn), lambda: users_code(fn))
 
 
 def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Bound:
@@ -57,18 +57,21 @@ def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = ()
         return bind(fn, args, kwargs, static_argnums, static_argnames)
 
 
-def graph_of(bound: Bound, name: str) -> Graph:
-    """The raw Graph of a call that is bound already; what the user's function raises comes through."""
-    graph = _graph_at(bound, name, bound.args, bound.kwargs)
+def graph_of(
+    bound: Bound, name: str, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Graph:
+    """The raw Graph of a call that is bound already; what the user's function raises comes through `around`."""
+    graph = _graph_at(bound, name, bound.args, bound.kwargs, around)
     symbols = symbols_of(v.aval for v in graph.top.inputs)
     if not symbols:
         return graph
     args, kwargs = at_numbers((bound.args, bound.kwargs), symbols)
-    return replace(graph, numbered=numbered(graph, symbols, _graph_at(bound, name, args, kwargs)))
+    return replace(graph, numbered=numbered(graph, symbols, _graph_at(bound, name, args, kwargs, around)))
 
 
-def _graph_at(bound: Bound, name: str, args: tuple, kwargs: dict) -> Graph:
-    closed, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs)
+def _graph_at(bound: Bound, name: str, args: tuple, kwargs: dict, around: Callable[[], Any]) -> Graph:
+    with around():
+        closed, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*args, **kwargs)
     flat, in_tree = jax.tree_util.tree_flatten((args, kwargs))
     if len(split_closed(closed)[0].invars) != len(flat):
         raise AssertionError("JAX flattened the arguments differently")

@@ -45,6 +45,7 @@ UNREACHED: dict[str, str] = {
     "slower": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
     "unmeasured": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
     "device": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
+    "symbolic": "given to programs of symbolic sizes (tests/calls/test_jits.py)",
     "skipped": "given to sites that a user switched off, not to programs",
     "order": "given to sites of several results (tests/fusers/test_several_results.py)",
     "rotary": "given to whole layers, whose passes are asked by name (tests/fusers/layer_rotary.py)",
