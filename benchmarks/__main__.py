@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 NAMES = (
@@ -33,6 +34,9 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in NAMES:
         print(f"usage: python -m benchmarks {{{','.join(NAMES)}}} [options]", file=sys.stderr)
         return 2
+    os.environ.setdefault(
+        "FUSIONLAB_RAISE", "1"
+    )  # a fault of a search ends the benchmark: as a declined site it would hide
     return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
 
 

@@ -34,6 +34,7 @@ examples:
   fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
   fusionlab find model.py:attend --args "f32[2,64,4,16], f32[2,64,4,16], f32[2,64,4,16]"
 """
+_DEVICE = "judge for this device: cpu, sm_90 and the like, or a100, l4, h100, h200, b200, rtx4090, t4"
 INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended: 128 + SIGINT
 WORSE = 3  # the exit status of `diff` of two records
 
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     find = _function_command(commands, "find", "what may be fused, what was declined, and why")
     _add_pass_options(find)
-    find.add_argument("--device", metavar="NAME", help="judge for this device: cpu, or sm_90 and the like")
+    find.add_argument("--device", metavar="NAME", help=_DEVICE)
     find.add_argument("--dump", metavar="DIR", help="write the graph before and after each pass, and report.json")
     find.set_defaults(run=_find)
 
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "name", metavar="NAME", help="a node ('%%12', as trace prints it) or a site's id (as find prints it)"
     )
     _add_pass_options(explain)
-    explain.add_argument("--device", metavar="NAME", help="judge for this device: cpu, or sm_90 and the like")
+    explain.add_argument("--device", metavar="NAME", help=_DEVICE)
     explain.set_defaults(run=_explain)
 
     diff = _function_command(

@@ -5,12 +5,15 @@ Support checks take this record, so that any device can be asked about on a lapt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import platform as _platform
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,16 @@ import jax
 
 from .errors import ArgumentError
 
+# What a card is called -> its architecture. Any other is asked about by its sm_NN.
+CARDS = {
+    "a100": "sm_80",
+    "l4": "sm_89",
+    "h100": "sm_90",
+    "h200": "sm_90",
+    "b200": "sm_100",
+    "rtx4090": "sm_89",
+    "t4": "sm_75",
+}
 NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX
 
 
@@ -26,7 +39,8 @@ NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, be
 class Device:
     """What a decision needs to know of a device: decisions are pure functions of a call and this record.
 
-    Any device can be simulated: `Device.of("sm_75")`, `dataclasses.replace(Device.of("sm_90"), cudnn="8.9.7")` for one with an old library,
+    Any device can be simulated: `Device.of("sm_75")`, `Device.of("h100")` or another of `CARDS`,
+    `dataclasses.replace(Device.of("sm_90"), cudnn="8.9.7")` for one with an old library,
     `dataclasses.replace(Device.of("sm_90"), missing=("cupy",))` for one without CuPy, `Device.of("cpu")` for no GPU.
 
     Attributes:
@@ -68,6 +82,11 @@ class Device:
         return _described(jax.local_devices()[0])
 
     @classmethod
+    def asked(cls) -> Device:
+        """The device that a fused op is bound for: the one a search is asked about, inside of it (`asked_about`), else the current one."""
+        return _ASKED.get() or cls.current()
+
+    @classmethod
     def lowered_for(cls, platform: str) -> Device:
         """The device a program is lowered for: this process's own, or, on a platform it does not run on, one of no known architecture."""
         here = cls.current()
@@ -75,24 +94,43 @@ class Device:
 
     @classmethod
     def of(cls, device: Device | str | None) -> Device:
-        """`None` is the current device, "cpu" or "sm_90" a simulated one, a Device itself.
+        """`None` is the current device, a text in any case a simulated one ("cpu", "sm_90", or a card: "h100"), a Device itself.
 
         Raises:
-          ArgumentError: the text is neither "cpu" nor "sm_NN".
+          ArgumentError: the text is no name of a device; the message lists them.
         """
         if device is None:
             return cls.current()
         if isinstance(device, Device):
             return device
-        if device == "cpu":
+        name = device.strip().lower() if isinstance(device, str) else ""
+        if name == "cpu":
             return cls("cpu", "", "a CPU", simulated=True)
-        if isinstance(device, str) and re.fullmatch(r"sm_\d{2,3}", device):
-            return cls("cuda", device, f"a CUDA {device} device", simulated=True)
-        raise ArgumentError(f"device: got {device!r}, needed None, 'cpu', 'sm_NN' (for instance 'sm_90') or a Device")
+        if (card := re.sub(r"[ -]", "", name)) in CARDS:
+            return cls("cuda", CARDS[card], f"an NVIDIA {card.upper()}, {CARDS[card]}", simulated=True)
+        if re.fullmatch(r"sm_\d{2,3}", name):
+            return cls("cuda", name, f"a CUDA {name} device", simulated=True)
+        cards = ", ".join(map(repr, CARDS))
+        raise ArgumentError(
+            f"device: got {device!r}, needed None, 'cpu', 'sm_NN' (for instance 'sm_90'), one of {cards}, or a Device"
+        )
 
     def __str__(self) -> str:
         text = self.name or self.platform
         return f"{text} (simulated)" if self.simulated else text
+
+
+_ASKED: ContextVar[Device | None] = ContextVar("fusionlab_asked", default=None)
+
+
+@contextlib.contextmanager
+def asked_about(device: Device) -> Iterator[None]:
+    """Inside, fused ops are bound for a device that may be another than this machine's: they are traced and looked at, and not run."""
+    token = _ASKED.set(device)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
 
 
 @functools.lru_cache(maxsize=1)  # it is asked at every call of a fused op

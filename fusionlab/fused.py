@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .device import Device
+from .errors import BackendError
 from .filtered import Filtered, MayChange
 from .fusers import Candidate, Pass, find_in, op_of
 from .fusers import Findings as PlainFindings
@@ -125,6 +126,7 @@ class Fused:
         graph = graph_of(bound, name_of(self._inside))
         device = Device.current()
         found = find_in(graph, o["passes"], device, o["implementation"])
+        self._check_implementation(found)
         if o["dump"] is not None:
             from .dump import write_dump
 
@@ -135,6 +137,15 @@ class Fused:
         if way == ASKS and _holds_objects(out):
             raise _Objects
         return out
+
+    def _check_implementation(self, found: PlainFindings) -> None:
+        """Raises BackendError where the implementation that was named cannot run a site that is to be fused."""
+        o = self._options
+        for r in found.rejections if o["implementation"] is not None else ():
+            skipped = {r.id, r.pass_name} & set(o["skip"])
+            wanted = o["only"] is None or {r.id, r.pass_name} & set(o["only"])
+            if r.code == "implementation" and wanted and not skipped:
+                raise BackendError(r.sentence)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_disabled():

@@ -71,8 +71,9 @@ def find(
       fn: the function, or a Graph traced before (then no arguments).
       *args, **kwargs: example arguments, as for `trace`.
       passes: names, a Strategy, or None for all.
-      device: what backends are judged for: None (this one), "cpu", "sm_90", or a Device.
-      implementation: as in `fuse`.
+      device: what backends are judged for: None (this one), "cpu", "sm_90", a card ("a100", "l4", "h100", "h200", "b200", "rtx4090",
+        "t4"; in any case), or a Device. None of it has to be here.
+      implementation: as in `fuse`, judged for that device; a site that it cannot run there is declined (`implementation`).
       dump: a folder for the graph before and after each pass (see `fuse`).
       static_argnums, static_argnames: as in `jax.jit`.
 

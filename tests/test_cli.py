@@ -313,7 +313,7 @@ def test_a_misspelt_pass_lists_the_valid_ones(run, model):
 
 
 def test_a_bad_device_is_one_error_line(run, model):
-    assert "device: got 'h100'" in error_line(run("find", f"{model}:mlp", "--device", "h100"))
+    assert "device: got 'h101'" in error_line(run("find", f"{model}:mlp", "--device", "h101"))
 
 
 @pytest.mark.parametrize("spec", ["model", "no_such_module:f", "nowhere.py:f", "fusionlab.models.mlp:nope"])

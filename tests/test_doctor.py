@@ -150,8 +150,32 @@ def test_a_device_is_named_simulated_or_refused():
     assert Device.of(None) == Device.current()
     assert not Device.current().simulated
     assert Device.of("cpu").capability == 0
-    with pytest.raises(ArgumentError, match=r"device: got 'sm90'.*'sm_NN'"):
-        Device.of("sm90")
+    for odd in ("sm90", "h-1000", "", "sm_90a"):
+        with pytest.raises(
+            ArgumentError, match=r"device: got .*'sm_NN'.* one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 't4'"
+        ):
+            Device.of(odd)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("a100", 80),
+        ("L4", 89),
+        ("h100", 90),
+        ("H200", 90),
+        ("B200", 100),
+        ("RTX 4090", 89),
+        ("rtx4090", 89),
+        ("T4", 75),
+    ],
+)
+def test_a_card_is_one_of_its_architecture(name, arch):
+    card = Device.of(name)
+    assert (card.capability, card.platform, card.simulated) == (arch, "cuda", True)
+    assert name.upper().replace(" ", "") in str(card)
+    assert str(card).endswith(f", sm_{arch} (simulated)")
+    assert Device.of("SM_90") == Device.of("sm_90")
 
 
 def test_a_notebook_shows_a_line_or_the_report():

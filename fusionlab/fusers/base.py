@@ -9,20 +9,27 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..device import Device
+from ..device import Device, asked_about
 from ..errors import unknown_name
+from ..graph.boundary import guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict, weak_gradients
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
-from ..graph.region import Escape, Region
+from ..graph.region import Region
 from ..graph.rewrite import Replacement
 from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
 from ..graph.wide import arithmetic_of, wider_in
 from ..kernels.op import Op
+from .declining import anchor_text as anchor_text
+from .declining import escape_text as escape_text
+from .declining import examined as examined
+from .declining import faulty as faulty
+from .declining import reason_to_tell as reason_to_tell
+from .declining import reject as reject
 from .findings import Backend, Candidate, Rejection, Residual
 from .other_numbers import notes_of
 
@@ -44,6 +51,8 @@ class Pass(Protocol):
       whole: where it is there and true, the pass is searched after those that have none, whatever the order they were asked in.
       named_only: where it is there and true, the pass is asked only by name.
       forward_only: likewise, that it has no `_grad`.
+      check(options): where it is there, raises ArgumentError or UnknownNameError for the value of an option that it does not take. Any
+        other error, and one raised during the search, is told as a rejection `uncertified`.
       sample(): a small function and arguments in which it finds a site (for the before/after picture).
     """
 
@@ -110,6 +119,7 @@ class Plan:
       finish: the op's result -> the region's root; a tuple of its roots, where it has several.
       formula: what it computes at this site.
       arithmetic: as of a Candidate.
+      device: what the op is bound for; None: the device at hand.
     """
 
     op: Op
@@ -118,21 +128,27 @@ class Plan:
     finish: Callable[[Any], Any]
     formula: str
     arithmetic: str = ""
+    device: Device | None = None
 
     def call(self, *inputs: Any) -> Any:
-        return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
+        if self.device is None:
+            return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
+        with asked_about(self.device):
+            return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What certification of a site yields, shared by all sites of the same signature."""
+    """What certification of a site yields, shared by all sites of the same signature. `refused`: why the implementation that was named
+    cannot run it on the device asked about; then nothing else is known."""
 
     verdict: Verdict
-    program: Block
+    program: Block | None
     residuals: tuple[Residual, ...]
     backends: tuple[Backend, ...]
-    left_alone: str | None
+    left_alone: tuple[str, str] | None
     idle: str
+    refused: str = ""
 
 
 def propose(
@@ -151,6 +167,7 @@ def propose(
     `proof` is the outcome of certification where the region is put together of others that were certified; with `sums` the plan sums over
     devices where the region does.
     """
+    plan = replace(plan, device=search.device)
     if not search.gradient:
         plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
     problem = _unfit(region, sums)
@@ -169,7 +186,14 @@ def propose(
         search.implementation,
         search.device,
     )
-    facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan, proof))
+    facts = guarded(
+        lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
+        lambda fault: faulty(search, name, fault, anchor, region.nodes),
+    )
+    if isinstance(facts, Rejection):
+        return facts
+    if facts.program is None:
+        return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
@@ -178,11 +202,11 @@ def propose(
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {told}"
         return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
     if facts.left_alone is not None:
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
-        able = reversed([b.name for b in facts.backends if b.verdict != "unavailable"])
-        edit = f"name one to have it all the same: {', '.join(f'implementation={name!r}' for name in able)}"
+        code, why = facts.left_alone
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {why}"
+        edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
-        return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+        return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
     place = region.block.path, region.nodes, region.root, region.inputs
     replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
@@ -211,6 +235,22 @@ def propose(
         region=region,
         plan=plan,
     )
+
+
+def _refused(
+    search: Search, name: str, plan: Plan, facts: _Facts, anchor: Node, nodes: Sequence[Node], concepts: Sequence[str]
+) -> Rejection:
+    """The rejection where the implementation that was named cannot run a site on the device asked about."""
+    asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
+    sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
+    edit = f"name one that can: {_named(facts.backends)}"
+    return reject(search, name, "implementation", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+
+
+def _named(backends: Sequence[Backend]) -> str:
+    """The implementations that can run, as a user names them."""
+    able = reversed([b.name for b in backends if b.verdict != "unavailable"])
+    return ", ".join(f"implementation={name!r}" for name in able)
 
 
 def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
@@ -260,15 +300,18 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
-    what = (plan.op.name, tuple(sorted(plan.attrs.items())))
-    verdict = proof or _proved(search, region, plan, what)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
     operands = jax.eval_shape(plan.operands, *avals)
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+    backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
+    named = next((b for b in backends if b.name == search.implementation), None)
+    if named is not None and named.verdict == "unavailable":
+        return _Facts(Verdict(None), None, (), backends, None, "", named.reason)
+    what = (plan.op.name, tuple(sorted(plan.attrs.items())))
+    verdict = proof or _proved(search, region, plan, what)
+    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
     residuals = saved if search.gradient else ()
-    backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
     alone = None
     if search.implementation is None:
         alone = plan.op.left_alone(*operands, device=search.device, **attrs)
@@ -293,49 +336,6 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
         lost.update(dict.fromkeys(verdict.lost))
         edge = edge or verdict.edge
     return Verdict(None, lost=tuple(lost), edge=edge)
-
-
-def reject(
-    search: Search,
-    name: str,
-    code: str,
-    sentence: str,
-    anchor: Node,
-    guilty: Iterable[Node],
-    site: Iterable[Node],
-    progress: tuple[int, int] | None = None,
-    edit: str | None = None,
-    concepts: Sequence[str] = (),
-) -> Rejection:
-    """A Rejection at `anchor`; `progress` defaults to all of the site's nodes having matched."""
-    site_ids = frozenset(n.id for n in site) | {anchor.id}
-    matched, total = progress or (len(site_ids), len(site_ids))
-    guilty_ids = tuple(n.id for n in guilty)
-    return Rejection(
-        f"{name}@{anchor.scope}",
-        name,
-        code,
-        sentence,
-        guilty_ids,
-        site_ids,
-        matched,
-        total,
-        anchor.source,
-        edit,
-        concepts=tuple(concepts),
-    )
-
-
-def anchor_text(node: Node) -> str:
-    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
-    outs = ", ".join(map(repr, node.outputs))
-    return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
-
-
-def escape_text(escape: Escape) -> str:
-    """ "%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
-    reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
-    return f"{anchor_text(escape.node)} {reader}"
 
 
 def is_whole(pass_: Pass) -> bool:

@@ -38,7 +38,7 @@ from .attention_forms import (
     whole_example,
 )
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
-from .base import Search, all_nodes, anchor_text, option, propose
+from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
@@ -96,7 +96,7 @@ class DotProductAttentionPass:
                 continue  # the products of a backward pass read the same exponentials as their forward
             done.add(exponentials)
             site = _Site(self, search, node)
-            yield site.own_rule(exponentials) or site.examine()
+            yield from examined(search, self.name, node, lambda s=site, e=exponentials: s.own_rule(e) or s.examine())
 
 
 def _exponentials(view: View, dot: CNode) -> int | None:
@@ -338,10 +338,8 @@ class _Site(Site):
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
             plan = plan_of(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
-            if not isinstance(
-                outcome, Candidate
-            ):  # its dtypes stand in the way of a fusion before it is differentiated, too
-                return outcome if problem is None or outcome.code == "dtype" else problem
+            if not isinstance(outcome, Candidate):
+                return reason_to_tell(problem, outcome)
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
         try:

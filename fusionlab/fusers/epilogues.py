@@ -91,6 +91,9 @@ class Epilogue:
             edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
         if in_differentiated(self.site.anchor):
             edit = FUSE_FIRST  # the function is the activation's derivative, or holds it
+        if known.origin:
+            told = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
+            return replace(told, origin=known.origin)
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------

@@ -10,17 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..device import Device
+from ..device import Device, asked_about
+from ..graph.boundary import Fault, guarded
+from ..graph.canonical import View
 from ..graph.certify import Certifier
-from ..graph.ir import Graph, Node
+from ..graph.ir import Block, Graph, Node
 from ..graph.views import views
 from ..kernels import plain_meaning_of
-from .base import GRADIENT, Pass, Search, found_at, has_gradient, is_whole
+from .base import GRADIENT, Pass, Search, faulty, found_at, has_gradient, is_whole
 from .findings import Candidate, Findings, Rejection
 from .linear_groups import grouped
 from .matmul_schedule import routes_of
 from .overlaps import settle, with_shares_left
-from .pairing import is_differentiated, with_backward
+from .pairing import failed_on, is_differentiated, with_backward
 from .registry import op_of
 
 
@@ -41,7 +43,7 @@ def find_in(
       certifier: remembers proofs; a new one by default.
     """
     certifier = certifier or Certifier(plain_meaning_of)
-    with _collector_paused():
+    with _collector_paused(), asked_about(device):
         if graph.numbered is not None and graph.numbered.graph is None:
             names = ", ".join(graph.numbered.symbols)
             note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
@@ -94,10 +96,14 @@ def _find_in(
     implementation: str | None,
     certifier: Certifier,
 ) -> Findings:
+    for pass_, options in passes:
+        getattr(pass_, "check", lambda options: None)(options)
     started = time.perf_counter()
-    found_views = list(views(graph))
+    unread: list[tuple[Block, Fault]] = []
+    found_views = list(views(graph, failed=lambda block, fault: unread.append((block, fault))))
     seconds = {"canonicalise": time.perf_counter() - started}
     found: list[Candidate | Rejection] = []
+    found += [_unread(pass_, *one) for pass_, _ in passes for one in unread if one[0].nodes]
     differentiated = is_differentiated(graph)
     shared: dict[Any, Any] = {}
     for pass_, options in sorted(passes, key=lambda asked: is_whole(asked[0])):
@@ -106,18 +112,16 @@ def _find_in(
         started = time.perf_counter()
         for view, owner in found_views:
             search = Search(graph, view, device, certifier, options, implementation, differentiated, shared)
-            items = shared[found_at(pass_.name, view)] = list(pass_.search(search))
+            items = shared[found_at(pass_.name, view)] = _searched(pass_, search)
             found += [_inside_rule(item, owner) if owner is not None else item for item in items]
         seconds[pass_.name] = time.perf_counter() - started
-    last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
-    found = with_shares_left(found, last)
+    started = time.perf_counter()
+    candidates, rejections = guarded(
+        lambda: _settled(graph, passes, [view for view, _ in found_views], found, certifier, differentiated),
+        lambda fault: ([], [failed_on(item, fault) for item in found]),
+    )
     if differentiated:
-        started = time.perf_counter()
-        certifier_views = [view for view, _ in found_views]
-        found = with_backward(graph, certifier_views, found, certifier)
-        found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
         seconds["pairs"] = time.perf_counter() - started
-    candidates, rejections = settle(found, last)
     names = tuple(p.name for p, _ in passes)
     gradients = tuple(f"{p.name}_grad" for p, options in passes if has_gradient(p) and options.get(GRADIENT, True))
     found_all = _number(candidates, rejections)
@@ -133,6 +137,43 @@ def _find_in(
         differentiated=differentiated,
         router=functools.partial(routes_of, searched, library),
     )
+
+
+def _searched(pass_: Pass, search: Search) -> list[Candidate | Rejection]:
+    """What a pass finds in a block; where it fails on the block itself, what it found before that."""
+    found: list[Candidate | Rejection] = []
+    nodes = search.block.nodes
+    failed = guarded(
+        lambda: found.extend(pass_.search(search)),
+        lambda fault: faulty(search, pass_.name, fault, nodes[0], nodes) if nodes else None,
+    )
+    return [*found, failed] if failed is not None else found
+
+
+def _unread(pass_: Pass, block: Block, fault: Fault) -> Rejection:
+    """The rejection of a block that no pass can look at: it has no canonical form."""
+    nodes = tuple(n.id for n in block.nodes)
+    where = f"the body {block.path}" if block.path else "the program"
+    told = ("uncertified", f"{where} of {len(nodes)} nodes was not searched: {fault}", nodes, frozenset(nodes))
+    first = block.nodes[0]
+    return Rejection(f"{pass_.name}@{first.scope}", pass_.name, *told, 0, len(nodes), first.source, origin=fault.origin)
+
+
+def _settled(
+    graph: Graph,
+    passes: list[tuple[Pass, Mapping[str, Any]]],
+    found_views: list[View],
+    found: list[Candidate | Rejection],
+    certifier: Certifier,
+    differentiated: bool,
+) -> tuple[list[Candidate], list[Rejection]]:
+    """The sites with their backward passes, overlaps settled."""
+    last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
+    found = with_shares_left(found, last)
+    if differentiated:
+        found = with_backward(graph, found_views, found, certifier)
+        found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
+    return settle(found, last)
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:

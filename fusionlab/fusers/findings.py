@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
+from ..graph.boundary import guarded
 from ..graph.cost import Costs, cost_of
 from ..graph.hlo import Compiled, xla_view
 from ..graph.ir import Graph, Node
@@ -89,7 +90,14 @@ class Findings:
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
         """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
-        return structures_of(self) if self.graph.numbered is None else ()
+        return self._structures_or_why[0]
+
+    @functools.cached_property
+    def _structures_or_why(self) -> tuple[tuple[Structure, ...], str]:
+        """The structures; none, and why, where FusionLab failed on them."""
+        if self.graph.numbered is not None:
+            return (), ""
+        return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none can be told: {fault}"))
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
@@ -240,6 +248,8 @@ class Findings:
     def _structured(self) -> list[str]:
         """The structures, alike ones together."""
         groups = together(self.structures, lambda s: (s.kind, s.text))
+        if why := self._structures_or_why[1]:
+            return [f"structures: {why}"]
         return (
             ["structures:", *(f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups)] if groups else []
         )

@@ -23,7 +23,7 @@ from ..kernels.arrays import is_explicitly_sharded
 from ..kernels.gated_matmul.op import DTYPES
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import canonical
-from .base import Pass, Plan, Search, anchor_text
+from .base import Pass, Plan, Search, anchor_text, examined
 from .epilogues import Epilogue, concepts_of
 from .outcomes import Candidate, Rejection
 from .site import Site
@@ -73,7 +73,7 @@ def gated_pairs(pass_: Pass, search: Search, named: str | None) -> Iterator[Cand
         return
     for node in search.block.nodes:
         if node.primitive == "mul" and not is_backward(node.eqn):
-            yield from GatedSite(pass_, search, node, named).examine()
+            yield from examined(search, pass_.name, node, GatedSite(pass_, search, node, named).examine)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..kernels import OPS
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.gemm_epilogue.op import DTYPES
-from .base import Plan, Search, anchor_text, option
+from .base import Plan, Search, anchor_text, examined, option, reason_to_tell
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
@@ -63,13 +63,17 @@ class GemmEpiloguePass:
 
         return linear, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(16))
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        grouping = option(search, self, "grouping")
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises UnknownNameError for a grouping that there is none of."""
+        grouping = options.get("grouping", self.options["grouping"][0])
         if grouping not in GROUPINGS:
             raise unknown_name("grouping", grouping, GROUPINGS)
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        self.check(search.options)
         for node in search.block.nodes:
             if node.primitive == "dot_general" and not is_backward(node.eqn):
-                yield from _Site(self, search, node).examine()
+                yield from examined(search, self.name, node, _Site(self, search, node).examine)
 
 
 class _Site(LinearSite):
@@ -112,6 +116,7 @@ class _Site(LinearSite):
             if isinstance(outcome, Candidate):
                 yield replace(outcome, otherwise=otherwise)
                 return
+            problem = reason_to_tell(problem, outcome)
         yield from otherwise()
 
     def linear_part(

@@ -68,6 +68,11 @@ def _rename(atom: Any, names: Mapping[str, str]) -> Any:
     return names.get(atom, atom)
 
 
+def letters_in(atom: Any) -> tuple[str, ...]:
+    """The letters of one atom: those inside of a cut."""
+    return tuple(a for inner in atom.inner for a in letters_in(inner)) if isinstance(atom, Cut) else (atom,)
+
+
 class Walk:
     """Steps from node to node of a view. `sizes` holds the length of every letter met."""
 
@@ -226,6 +231,18 @@ def raw_axes(view: View, value: Value, shown: Shown) -> tuple[Atoms, ...]:
             raise Unread(f"{value!r} is repeated along an axis of size {size}", view.ref[value.id].nid, "axes")
         found.append(() if d is None else shown[d])
     return tuple(found)
+
+
+def check_groups(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: int) -> None:
+    """Whether axes made of the letters `have` can be dealt to these groups, as `arranged` and `restored` do.
+
+    Raises:
+      Unread: a letter is in none of the groups, stands twice, or is a part of an axis.
+    """
+    letters = [a for axis in have for a in axis]
+    known = {a for group in groups for a in group}
+    if any(a not in known for a in letters) or len(set(letters)) < len(letters):
+        raise Unread("one of its values has an axis that the op has no place for", nid, "axes")
 
 
 def arranged(x: Any, have: Sequence[Atoms], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Any:

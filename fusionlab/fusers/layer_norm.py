@@ -29,7 +29,7 @@ from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.layer_norm.op import DTYPES
 from ..kernels.layer_norm.reference import statistics_dtype
-from .base import Plan, Search, anchor_text, propose
+from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR
@@ -87,12 +87,15 @@ class LayerNormPass:
         made: set[int] = set()
         for node in search.block.nodes:
             if node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn):
-                around = Surroundings(search, node)
-                if around.is_norm:
-                    outcome = _Site(self, search, node, around, made).examine()
+                for outcome in examined(search, self.name, node, lambda n=node: self.at(search, n, made)):
                     if isinstance(outcome, Candidate):
                         made.add(outcome.root.id)
                     yield outcome
+
+    def at(self, search: Search, node: Node, made: Collection[int]) -> Candidate | Rejection | None:
+        """What stands around one root; None where it is none of a norm."""
+        around = Surroundings(search, node)
+        return _Site(self, search, node, around, made).examine() if around.is_norm else None
 
 
 class _Site(Site):

@@ -19,7 +19,7 @@ from ..graph.signature import region_signature
 from ..kernels import OPS
 from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search
-from .layer_axes import Atoms, Unread, arranged, raw_axes, restored
+from .layer_axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
 from .layer_site import Leaf, Site
 from .layer_tables import Table
 
@@ -163,6 +163,7 @@ class _Planner:
         at = [self.where[self.region.leaves[f"table:{v.id}"].id] for v in table.inputs]
         program = table.program(self.region.block, self.region.known)
         groups = (self.site.letters("b"), ("t",), (rotary.width if rotary else "c",))
+        check_groups(axes, groups, table.side.nid)
         times = 2 if groups[-1] == ("w",) else 1
 
         def made(inputs: Sequence[Any]) -> Any:
@@ -174,6 +175,7 @@ class _Planner:
     def arranged(self, slot: str, groups: Any = None) -> Maker:
         have, at = self.axes[slot], self.where[self.region.leaves[slot].id]
         groups = groups or self.site.leaves[slot].groups
+        check_groups(have, groups, self.site.leaves[slot].side.nid)
         return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
 
     @property
@@ -241,6 +243,7 @@ class _Planner:
         batch, sizes = self.site.letters("b"), self.sizes
         root = self.region.root
         want = raw_axes(self.view, root, self.layer.root.shown)
+        check_groups(want, (batch, ("t",), ("e",)), self.layer.root.nid)
         made = [lambda outs: restored(outs[0], (batch, ("t",), ("e",)), want, root.shape, sizes)]
         key = "g" if "g" in sizes else "h"
         for other in self.site.others:
@@ -248,6 +251,7 @@ class _Planner:
             middle = ((key,), (length,)) if attrs["cache_layout"] == "BHSD" else ((length,), (key,))
             groups = (batch, *middle, ("d" if other.of_values else "c",))
             axes = raw_axes(self.view, other.value, other.side.shown)
+            check_groups(axes, groups, other.side.nid)
             made.append(
                 lambda outs, g=groups, w=axes, o=other: restored(
                     outs[2 if o.of_values else 1], g, w, o.value.shape, sizes
@@ -269,7 +273,7 @@ def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
       Unread: it does not; the program is left as it is.
     """
     region = planned.site.region
-    key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())), search.implementation)
+    key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())))
     problem = search.certifier.once(key, lambda: _misfit(region, plan))
     if problem is not None:
         raise Unread(problem[1], planned.site.layer.attention, problem[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..graph.canonical import View
 from ..graph.labelled import Labelled, labels_of
-from .layer_axes import Atoms, Cut, Side, Unread, slot_of
+from .layer_axes import Atoms, Cut, Side, Unread, letters_in, slot_of
 from .layer_rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
@@ -112,11 +112,28 @@ class ProjectionWalk(RotaryWalk):
         q, k, v = found
         together = len({q.nid, k.nid, v.nid})
         self.is_fused = together == 1
+        self.check_heads(q)
         if together == 3:
             return q, k, v, "separate"
         if together == 2:
             raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
         return q, k, v, self.columns(q, k, v)
+
+    def check_heads(self, queries: Product) -> None:
+        """The columns of the queries' weight are heads and their features.
+
+        Raises:
+          Unread: they are rows of the attention too: of one token a text, it has the heads that share a head of keys for rows.
+        """
+        if "t" not in {a for atom in self.features(queries) for a in letters_in(atom)}:
+            return
+        each = self.sizes["t"]
+        raise Unread(
+            f"queries of one position, {each} heads of them for each head of keys on an axis of their own; needed all heads on one axis",
+            queries.nid,
+            "axes",
+            f"repeat keys and values for the heads that share them, jnp.repeat(k, {each}, axis=...): the op reads them without a copy",
+        )
 
     def turned_alike(self, query: Side, keys: Side) -> tuple[Side, Side]:
         """What queries and keys are before a rotary embedding, of both or none.
@@ -219,4 +236,4 @@ class ProjectionWalk(RotaryWalk):
 
 
 def _holds(atom: Any, letter: str) -> bool:
-    return atom == letter or (isinstance(atom, Cut) and any(_holds(a, letter) for a in atom.inner))
+    return letter in letters_in(atom)

@@ -16,7 +16,7 @@ from ..graph.evaluate import is_float, narrows
 from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ..kernels import OPS
 from ..kernels.lerp.op import DTYPES
-from .base import Pass, Plan, Search, anchor_text, option, propose
+from .base import Pass, Plan, Search, anchor_text, examined, option, propose
 from .blends import Blend, blends
 from .findings import Candidate, Rejection
 from .layout import arrange_thin, axes_of, restore
@@ -51,7 +51,7 @@ class LerpPass:
             # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
             # asked for they are told as structures, and not declined one by one.
             if asked or "1 - w" not in blend.match.scalars:
-                yield _Site(self, search, blend).examine()
+                yield from examined(search, self.name, blend.nodes[-1], _Site(self, search, blend).examine)
 
 
 class _Site(Site):

@@ -23,7 +23,7 @@ from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import Product, canonical
 from ..kernels.matmul.op import MATMUL
 from ..kernels.matmul.routes import Answer
-from .base import Pass, Plan, Search, option, propose
+from .base import Pass, Plan, Search, examined, option, propose
 from .gated import IMPLEMENTATIONS, TOLD, checked, gated_pairs
 from .outcomes import Candidate, Rejection
 from .products import Call, Reader, region_of, shapes_of
@@ -61,6 +61,11 @@ class MatmulSchedulePass:
 
         return product, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8))
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises ArgumentError for a value of `library` or `gated` that is none."""
+        checked_switch(options.get("library"))
+        checked(options.get("gated"))
+
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         library = checked_switch(option(search, self, "library"))
         yield from gated_pairs(self, search, checked(option(search, self, "gated")))
@@ -68,7 +73,7 @@ class MatmulSchedulePass:
             return  # there all stay with XLA
         for node in search.block.nodes:
             if node.primitive == "dot_general" and not is_backward(node.eqn):
-                yield from Routed(self, search, node, library).examine()
+                yield from examined(search, self.name, node, Routed(self, search, node, library).examine)
 
 
 def checked_switch(library: Any) -> bool | None:

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..graph.boundary import guarded
 from ..graph.canonical import Tile, View
 from ..graph.certify import Verdict
 from ..graph.compat import names_an_axis
 from ..graph.ir import Node
 from ..graph.region import NotARegion, Region, escapes
-from .base import IDLE, Pass, Plan, Search, anchor_text, found_at, option, propose, reject
+from .base import IDLE, Pass, Plan, Search, anchor_text, faulty, found_at, option, propose, reject
 from .dot_product_attention import MADE_OUTSIDE, DotProductAttentionPass
 from .findings import Candidate, Rejection
 from .gemm_epilogue import GemmEpiloguePass
@@ -28,6 +29,7 @@ from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .layer_site import Site as LayerSite
 from .layer_site import site_of
+from .outcomes import LEFT_TO_XLA
 from .overlaps import settle, with_shares_left
 from .site import FUSE_FIRST, Site
 
@@ -43,7 +45,8 @@ class _Folded:
 
     Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` and `norms` (attentions and norms that
     are none); `open` (attentions whose inner values are read outside);
-    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes).
+    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes);
+    `failed` (attentions at which the reading itself failed, which one pass tells).
     """
 
     view: View
@@ -53,6 +56,7 @@ class _Folded:
     open: tuple[Candidate, ...]
     collective: bool
     read: dict[int, Layer | Partial] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
 
 
 def _folded(search: Search) -> _Folded:
@@ -87,7 +91,7 @@ def _fold(search: Search) -> _Folded:
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
     """What a pass finds in a block: as it was found already in this search, where all of that is of use here."""
     known = search.shared.get(found_at(pass_.name, search.view))
-    if known is None or not search.by_default or any(isinstance(i, Rejection) and i.code == "slower" for i in known):
+    if known is None or not search.by_default or any(isinstance(i, Rejection) and i.code in LEFT_TO_XLA for i in known):
         return list(pass_.search(alone))
     return known
 
@@ -140,13 +144,8 @@ class MultiTransformerPass:
             yield from (self.without_attention(search, problem) for problem in found.declined)
             yield from (self.differentiated(search, attention) for attention in found.open)
         layers: list[Found] = []
-        for nid, attention in found.attentions.items():
-            if nid not in found.read:
-                found.read[nid] = _read(found.view, nid)
-            layer = found.read[nid]
-            if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
-                continue
-            outcome = self.outcome(search, found, attention, layer)
+        for nid in [n for n in found.attentions if n not in found.failed]:
+            outcome = self.at(search, found, nid)
             if isinstance(outcome, Found):
                 layers.append(outcome)
             elif outcome is not None:
@@ -156,6 +155,23 @@ class MultiTransformerPass:
             return
         for row in rows(layers):
             yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
+
+    def at(self, search: Search, found: _Folded, nid: int) -> Found | Rejection | None:
+        """The layer around an attention, why there is none, or None where that is another pass's to tell."""
+        attention = found.attentions[nid]
+
+        def looked() -> Found | Rejection | None:
+            if nid not in found.read:
+                found.failed.add(nid)
+                found.read[nid] = _read(found.view, nid)
+                found.failed.discard(nid)
+            layer = found.read[nid]
+            if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
+                return None
+            return self.outcome(search, found, attention, layer)
+
+        nodes = attention.region.nodes if attention.region else [_anchor(search, attention)]
+        return guarded(looked, lambda fault: faulty(search, self.name, fault, _anchor(search, attention), nodes))
 
     def tells(self, found: _Folded, layer: Layer | Partial) -> bool:
         """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
@@ -170,7 +186,7 @@ class MultiTransformerPass:
             return self.partial(search, found, anchor, layer) if told else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
-            check_fits(search, plan, plan_of(plan, search.implementation))
+            check_fits(search, plan, plan_of(plan, None))
         except (Unread, NotARegion) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)

@@ -14,6 +14,10 @@ from ..kernels.implementation import BackendVerdict as Backend
 from ..kernels.implementation import Residual as Residual
 from .pairs import Pair
 
+LEFT_TO_XLA = frozenset(
+    {"device", "unmeasured", "slower"}
+)  # codes of sites that are whole, and that XLA's code is left to
+
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
@@ -145,6 +149,7 @@ class Rejection:
       concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
       region: of a site that is whole but for what reads its inner values: its nodes and values (opaque to readers).
       backward: its backward pass, which is not fused either.
+      origin: of `uncertified`, where in FusionLab or in the user's code an error came from that the search went on after; else "".
     """
 
     id: str
@@ -161,6 +166,7 @@ class Rejection:
     concepts: tuple[str, ...] = ()
     region: Region | None = dataclasses.field(default=None, repr=False)
     backward: Pair | None = None
+    origin: str = ""
 
     @property
     def scope(self) -> str:
@@ -186,5 +192,6 @@ class Rejection:
             "source": str(self.source) if self.source else None,
             "edit": self.edit,
             "winner": self.winner,
+            "origin": self.origin or None,
             "concepts": list(self.concepts),
         }

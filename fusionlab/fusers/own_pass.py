@@ -20,7 +20,7 @@ from ..graph.known import primitive_names
 from ..graph.pattern import Example, Pattern, ScalarEdge, pattern_of
 from ..kernels import OPS, plain_meaning_of
 from ..kernels.own import CudaKernel, PatternOp
-from .base import Search
+from .base import Search, examined
 from .findings import Candidate, Rejection
 from .own_site import OwnSite, makers_of
 
@@ -67,9 +67,7 @@ class PatternPass:
         for nid in sorted(n for op in roots for n in search.view.by_op.get(op, ())):
             makers = makers_of(search.view, nid)
             if makers:
-                outcome = OwnSite(self, search, nid, makers).examine()
-                if outcome is not None:
-                    yield outcome
+                yield from examined(search, self.name, makers[0], OwnSite(self, search, nid, makers).examine)
 
 
 def pattern_pass(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ..graph.backward import Backward, Derivatives, Sums, find_backward
+from ..graph.boundary import Fault, guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier
 from ..graph.gradients import BackwardPart, first_gradients
@@ -36,11 +37,24 @@ def with_backward(
     result: dict[int, list[Candidate | Rejection]] = {}
     # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
     for i in sorted(range(len(found)), key=lambda i: _place(found[i]), reverse=True):
-        result[i] = list(search.resolved(found[i]))
+        result[i] = guarded(
+            lambda i=i: list(search.resolved(found[i])), lambda fault, i=i: [failed_on(found[i], fault)]
+        )
     for block in graph.blocks():
         search.untangle(block, result)
     settled = (item for i in range(len(found)) for item in result[i])
     return [replace(item, otherwise=None) if isinstance(item, Candidate) else item for item in settled]
+
+
+def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
+    """What stands for a site that FusionLab failed on after it was found."""
+    if isinstance(item, Rejection):
+        return item
+    ids, size = item.node_ids, item.nodes_before
+    where = f" ({item.source})" if item.source else ""
+    sentence = f"{item.formula}{where} is a site: {fault}"
+    told = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
+    return Rejection(*told, concepts=item.concepts, origin=fault.origin)
 
 
 def _part(item: Candidate | Rejection, path: str) -> BackwardPart | None:

@@ -12,7 +12,7 @@ from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
 from ..graph.scopes import in_differentiated, is_backward
-from .base import Pass, Plan, Search, anchor_text, escape_text, propose, reject
+from .base import Pass, Plan, Search, anchor_text, escape_text, propose, reason_to_tell, reject
 from .findings import Candidate, Rejection
 
 # Rejection codes of what stands where a pattern has something else, by canonical op.
@@ -211,7 +211,9 @@ class Site:
         that `propose` gives, to be fused with that.
         """
         outcome = propose() if self.search.differentiated else problem
-        return replace(outcome, otherwise=lambda: (problem,)) if isinstance(outcome, Candidate) else problem
+        if isinstance(outcome, Candidate):
+            return replace(outcome, otherwise=lambda: (problem,))
+        return reason_to_tell(problem, outcome)
 
     def rejection(
         self,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from .boundary import guarded
 from .breakpoints import breakpoints
 from .canonical import ONE, View
 from .certify import Certifier, with_vjp
@@ -81,12 +82,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class Recognised:
-    """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest."""
+    """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest, `origin`
+    where FusionLab itself failed on it."""
 
     name: str | None
     why: str = ""
     code: str = "activation"
     nearest: str = ""
+    origin: str = ""
 
 
 def cone(view: View, start: Value) -> list[Node]:
@@ -170,7 +173,13 @@ def recognise(
         number[end.id],
         tuple(known),
     )
-    return certifier.once(key, lambda: _recognise(view, nodes, start, end, known, certifier))
+    return certifier.once(
+        key,
+        lambda: guarded(
+            lambda: _recognise(view, nodes, start, end, known, certifier),
+            lambda fault: Recognised(None, str(fault), "uncertified", origin=fault.origin),
+        ),
+    )
 
 
 def _recognise(

@@ -89,7 +89,7 @@ def source_of_error(error: BaseException) -> Source | None:
         code = traceback.tb_frame.f_code
         frames.append(Source(code.co_filename, traceback.tb_lineno, code.co_name))
         traceback = traceback.tb_next
-    return next((f for f in reversed(frames) if _kind(f.file) == "user"), None)
+    return next((f for f in reversed(frames) if kind_of_file(f.file) == "user"), None)
 
 
 def traceback_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Any:
@@ -124,7 +124,7 @@ def source_among(frames: Iterable[Source]) -> Source | None:
 def _among(frames: Iterable[tuple[str, int, str]]) -> tuple[Source | None, Source | None]:
     library = None
     for file, line, function in frames:
-        kind = _kind(file)
+        kind = kind_of_file(file)
         if kind == "own":
             if library is not None or file.endswith(os.path.join("graph", "trace.py")):
                 break  # below this frame stands the call to FusionLab itself, not the model
@@ -138,7 +138,7 @@ def _among(frames: Iterable[tuple[str, int, str]]) -> tuple[Source | None, Sourc
     return None, library
 
 
-def _kind(file: str) -> str:
+def kind_of_file(file: str) -> str:
     """Whose code a file is: "own" (FusionLab's), "jax" (or generated code), "library" or "user"."""
     if file.startswith(_OWN_CODE):
         return "own"

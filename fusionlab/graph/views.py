@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .boundary import Fault, guarded
 from .canonical import Tile, View
 from .ir import Block, Graph, Node
 from .rules import is_jax_rule, literal_inputs
@@ -17,13 +18,22 @@ SEARCHED = frozenset(
 )
 
 
-def views(graph: Graph, tiles: Mapping[str, Sequence[Tile]] | None = None) -> Iterator[tuple[View, Node | None]]:
-    """Each block's view, with the user's custom rule it stands in (None: in none). `tiles` are given by the block's path."""
+def views(
+    graph: Graph,
+    tiles: Mapping[str, Sequence[Tile]] | None = None,
+    failed: Callable[[Block, Fault], None] = lambda block, fault: None,
+) -> Iterator[tuple[View, Node | None]]:
+    """Each block's view, with the user's custom rule it stands in (None: in none). `tiles` are given by the block's path.
+
+    A block that cannot be interpreted is left out with what stands in it, and `failed` is told.
+    """
     needs_numbers(graph, "a search for patterns")
     stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]
     while stack:
         block, literals, owner, outer = stack.pop()
-        view = View(block, literals, outer, (tiles or {}).get(block.path, ()))
+        view = _view(block, literals, outer, (tiles or {}).get(block.path, ()), failed)
+        if view is None:
+            continue
         yield view, owner
         for node in reversed(block.nodes):
             if node.primitive not in SEARCHED or is_jax_rule(node) or node.id in view.covered:
@@ -31,3 +41,13 @@ def views(graph: Graph, tiles: Mapping[str, Sequence[Tile]] | None = None) -> It
             inner = node if node.primitive in ("custom_vjp_call", "custom_jvp_call") else owner
             known = literal_inputs(view, node)
             stack.extend((child, known, inner, (view, node)) for child in reversed(node.blocks))
+
+
+def _view(
+    block: Block,
+    literals: dict[int, Any],
+    outer: Any,
+    tiles: Sequence[Tile],
+    failed: Callable[[Block, Fault], None],
+) -> View | None:
+    return guarded(lambda: View(block, literals, outer, tiles), lambda fault: failed(block, fault))

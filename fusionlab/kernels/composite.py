@@ -112,7 +112,7 @@ class CompositeOp(Op):
         self._check_names(operands, names)
         given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
         if full["implementation"] is not None:
-            self.chosen("call", given, Device.current(), full)
+            self.chosen("call", given, Device.asked(), full)
         values = same_varying_axes(list(given.values()))
         params = {**full, "residuals": False}
         return tuple(self._call.bind(*values, **params, **self._marks(params, values)))

@@ -239,9 +239,10 @@ class Op(abc.ABC):
                 verdicts.append(BackendVerdict(one.name, "chosen", why))
         return tuple(verdicts)
 
-    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str | None:
-        """Why a site that could become this op had better stay as it is written where no implementation is named; None where it need not:
-        `xla`, where that is what is preferred, is what XLA makes of the site anyway."""
+    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> tuple[str, str] | None:
+        """Why a site that could become this op had better stay as it is written where no implementation is named: a code of `REJECTIONS`
+        ("device": nothing else can run it there, "unmeasured" or "slower" there) and a sentence. None where it need not: `xla`, where
+        that is what is preferred, is what XLA makes of the site anyway."""
         return None
 
     def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
@@ -261,11 +262,11 @@ class Op(abc.ABC):
         given = {slot: a for slot, a in zip(self.slots, operands, strict=False) if a is not None}
         present, full = self.prepare(given, attrs)
         full["present"] = tuple(present)
-        return present, self.for_device(present, full, device or Device.current())
+        return present, self.for_device(present, full, device or Device.asked())
 
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
-        device = Device.current()
+        device = Device.asked()
         if full["implementation"] is not None:
             self.chosen("call", present, device, full)
         full |= partition.marks(self, present, device, full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.errors import ArgumentError
+from fusionlab.errors import REJECTIONS, ArgumentError
 from fusionlab.kernels.dot_product_attention import cuda, tiles
 from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
 from fusionlab.kernels.dot_product_attention.tiles import Attention
@@ -193,13 +194,58 @@ def test_on_a_gpu_a_site_that_nothing_was_measured_faster_for_stays_as_it_is_wri
     found = fl.find(composite, *args, device="sm_90", passes="dot_product_attention")
     assert not found.candidates
     (site,) = found.rejections
-    assert site.code == "slower"
+    assert site.code == "unmeasured"
     assert "not cudnn: a mask of fewer than 1024 x 1024 scores as its bias was not measured" in site.sentence
     assert "not cuda: with a mask it was measured slower" in site.sentence
     assert "implementation='cuda'" in site.edit
     keys = fl.find(composite, *args[:3], jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_), device="sm_90")
     assert [c.backend.name for c in keys.candidates] == ["cudnn"]
     assert len(fl.find(composite, *args, device="cpu", passes="dot_product_attention").candidates) == 1
+
+
+LONG = {"t": 1024, "s": 1024}
+# device, dtype, sizes -> the code, words of the sentence
+LEFT = {
+    "slower here": ("sm_90", "float32", LONG, "slower", "with float32 it was measured slower than XLA's code"),
+    "slower on another card": ("sm_80", "float32", LONG, "unmeasured", "with float32 it was not measured on sm_80"),
+    "by a card's name": ("rtx4090", "float32", LONG, "unmeasured", "with float32 it was not measured on sm_89"),
+    "features of no kernel": ("sm_90", "bfloat16", {**LONG, "h": 20}, "device", "20 features"),
+    "few scores": ("sm_90", "bfloat16", {"t": 64, "s": 64}, "unmeasured", "64 x 64 scores a head) were not measured"),
+    "few scores elsewhere": ("a100", "bfloat16", {"t": 64, "s": 64}, "unmeasured", "were not measured"),
+    "too old": ("sm_75", "bfloat16", LONG, "device", "not cuda: sm_75 is older than sm_80"),
+    "too old, and few scores": ("t4", "bfloat16", {"t": 64, "s": 64}, "device", "not cudnn: sm_75 is older than sm_80"),
+    "a dtype of no kernel": ("sm_90", "float64", LONG, "device", "float64"),
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what", LEFT)
+def test_not_measured_here_cannot_run_here_and_slower_here_are_three_codes(what):
+    device, dtype, sizes, code, words = LEFT[what]
+    with jax.enable_x64(dtype == "float64"):
+        told = OP.left_alone(*shapes(dtype=dtype, **sizes), device=device)
+    assert told is not None
+    assert told[0] == code
+    assert words in told[1]
+    assert code in REJECTIONS
+    if code != "slower":
+        assert "slower" not in told[1]
+
+
+@pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_89", "sm_100", "sm_120"])
+def test_no_sentence_carries_a_measurement_of_another_card(device):
+    wide = (2048, 1024)
+
+    def model(x, y, q):
+        h = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return h + 0.3 * (y - h), jax.nn.softmax(q @ q.mT / 8, -1) @ q
+
+    args = *(jax.ShapeDtypeStruct(wide, jnp.float32),) * 2, jax.ShapeDtypeStruct((2, 8, 256, 64), jnp.float32)
+    found = fl.find(model, *args, device=device)
+    assert {r.code for r in found.rejections} <= {"unmeasured", "device"}
+    told = found.report()
+    assert "was measured" not in re.sub(r"(no such product|nothing near it|nothing) was measured", "", told)
+    assert "were measured" not in re.sub(r"were measured on sm_90 alone, not on sm_\d+", "", told)
 
 
 def test_a_named_implementation_takes_such_a_site(monkeypatch):

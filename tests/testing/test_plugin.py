@@ -291,9 +291,14 @@ def test_a_marker_with_another_argument_is_refused(pytest_run, marker, odd):
 
 
 def test_a_device_that_does_not_exist_is_told(pytest_run):
-    result = pytest_run(NORM.format(marker="", n=1), "--fusionlab-device", "h200")
+    result = pytest_run(NORM.format(marker="", n=1), "--fusionlab-device", "h800")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E *device: got 'h200', needed*sm_NN*"])
+    result.stdout.fnmatch_lines(["E *device: got 'h800', needed*sm_NN*'a100', 'l4', 'h100'*"])
+
+
+def test_a_card_is_named_as_people_name_it(pytest_run):
+    result = pytest_run(NORM.format(marker="", n=0), "--fusionlab-device", "H200")
+    result.assert_outcomes(passed=1)
 
 
 # -- snapshots -----------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..choices import CHOICES, Choice, case_text
 from . import cuda, cudnn
 from .layouts import Sizes
 
+MEASURED = ("sm_90",)
 SIZES = ("batch", "heads", "queries", "keys")
 FEW_ON_CUDA = 128 * 128  # scores a head
 FEW_MASKED_ON_CUDA = 1024 * 1024  # of those with a mask of all scores, as cuDNN's bias: fewer were not measured
@@ -78,45 +79,71 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
     t, s = _lengths(shapes, attrs["layout"])
     size = f"{t} x {s} scores a head"
     forward = role == "call"
-    if forward and t * s < FEW_ON_CUDA:
+    refused = {name: refuses(shapes, device, role=role, **attrs) for name, refuses in FUSED.items()}
+    if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
         return (
             "xla",
             f"what XLA runs anyway: fewer than 128 x 128 scores a head ({size}) were not measured",
         )
     refusals = []
-    for name, refuses in FUSED.items():
-        refusal = refuses(shapes, device, role=role, **attrs) or (_slower(name, shapes, attrs) if forward else None)
-        if refusal is None:
+    for name, refusal in refused.items():
+        _, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else ("", "")
+        if not refusal and not slow:
             why = "; ".join([f"{size}: never written to memory", *refusals])
             return name, why
-        refusals.append(f"not {name}: {refusal}")
+        refusals.append(f"not {name}: {refusal or slow}")
     text = "; ".join(refusals)
     if forward or refuses_blockwise(shapes, device):
         return "xla", f"what XLA runs anyway; {text}"
     return "xla_blockwise", f"the statistics are what is kept; {text}"
 
 
-def _slower(name: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
-    """Why an implementation that could run is left alone: it was measured slower than XLA's code."""
+def _not_faster(name: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    """(code, why) an implementation that could run is left alone: it was measured slower than XLA's code on that architecture, or it was
+    not measured there. ("", "") where it is not.
+    """
     if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
         t, s = _lengths(shapes, attrs["layout"])
         few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
-        return few if t * s < FEW_MASKED_ON_CUDA else None
+        return ("unmeasured", few) if t * s < FEW_MASKED_ON_CUDA else ("", "")
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
-        return None
+        return "", ""
     what = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
-    return f"with {what} it was measured slower than XLA's code, or not at all (implementation='cuda' takes it)"
+    takes = "(implementation='cuda' takes it)"
+    if device.arch in MEASURED and (wide or "mask" in read):
+        with_what = what if wide else "a mask"
+        return "slower", f"with {with_what} it was measured slower than XLA's code {takes}"
+    return "unmeasured", f"with {what} it was not measured on {device.arch} {takes}"
 
 
-def left_alone(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str | None:
-    """Why a site stays as it is written: on a GPU the op's own form of it in jnp was measured up to 1.5 times as slow as the site
+def left_alone(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(code, why) a site stays as it is written: on a GPU the op's own form of it in jnp was measured up to 1.5 times as slow as the site
     (batch 32, 16 heads, 1024 x 1024, with dropout), and is not what XLA makes of it anyway."""
     if device.platform != "cuda" or attrs["implementation"] is not None:
         return None
     name, why = preferred("call", shapes, device, attrs)
-    return why.removeprefix("what XLA runs anyway").lstrip(":; ") if name == "xla" else None
+    if name != "xla":
+        return None
+    return _code(shapes, device, attrs), why.removeprefix("what XLA runs anyway").lstrip(":; ")
+
+
+def _code(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+    """Whether nothing else can run a call on a GPU ("device"), not all that can was measured there ("unmeasured"), or it was and is
+    slower than XLA's code ("slower").
+    """
+    if not device.arch:
+        return "device"
+    found = measured("call", shapes, device, attrs)
+    if found is not None and found.implementation == "xla":
+        return "slower"
+    able = [name for name, refuses in FUSED.items() if not refuses(shapes, device, role="call", **attrs)]
+    if not able:
+        return "device"
+    t, s = _lengths(shapes, attrs["layout"])
+    codes = {_not_faster(name, shapes, device, attrs)[0] for name in able}
+    return "slower" if t * s >= FEW_ON_CUDA and codes == {"slower"} else "unmeasured"
 
 
 def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:

@@ -215,7 +215,7 @@ class DotProductAttention(Op):
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
 
-    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str | None:
+    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> tuple[str, str] | None:
         device = Device.of(device)
         shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
         return choosing.left_alone(shapes, device, full)

@@ -20,11 +20,11 @@ FASTER = "one pass over memory: measured faster than XLA's code at sizes like th
 
 def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
     """Why XLA's code is preferred for a "call" or a "cotangent" of these shapes; "" where the kernels are."""
+    if reason := cuda.refuses(shapes, device, role=role, **attrs):
+        return reason
     if device.arch not in MEASURED:
         where = device.arch or "this architecture"
         return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
-    if reason := cuda.refuses(shapes, device, role=role, **attrs):
-        return reason
     whole = next(a for name in ("x", "sum", "ct", "ct_sum") if (a := shapes.get(name)) is not None)
     elements, columns, dtype = math.prod(whole.shape), whole.shape[-1], whole.dtype.name
     if elements < LEAST:

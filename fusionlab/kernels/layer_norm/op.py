@@ -121,6 +121,8 @@ class LayerNorm(Op):
         reasons = (choosing.why_not_cuda(role, shapes, device, residuals=saves, **full) for role, saves in roles)
         why = next((reason for reason in reasons if reason), "")
         as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
+        if device.arch not in choosing.MEASURED:
+            as_xla = "what XLA's code of an op of its own takes was not measured there either"
         return f"{why}; and {as_xla}" if why else ""
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form | None:

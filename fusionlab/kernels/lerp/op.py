@@ -12,7 +12,7 @@ from ...device import Device
 from ...errors import ArgumentError
 from ...graph.labelled import Form
 from ..arrays import batch_size, check_dtypes, with_rank
-from ..choices import CHOICES, case_text
+from ..choices import CHOICES, Choice, case_text
 from ..implementation import Implementation
 from ..labels import Axes
 from ..op import Op
@@ -95,15 +95,18 @@ class Lerp(Op):
         return Form(tuple(shapes), (labels,) * len(shapes), labels)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if device.platform == "cuda" and device.arch:
-            text = self.case(role, shapes, **attrs)
-            found = None
-            if text is not None:
-                found = CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
-            known = found is not None and self.implementations.get(found.implementation)
-            if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
-                return found.implementation, found.reason
+        found = self.measured(role, shapes, device, **attrs)
+        known = found is not None and self.implementations.get(found.implementation)
+        if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
+            return found.implementation, found.reason
         return "xla", "what XLA runs anyway: nothing was measured faster"
+
+    def measured(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
+        """What was measured for the call on that architecture, or for one near it, if anything was."""
+        text = self.case(role, shapes, **attrs) if device.platform == "cuda" and device.arch else None
+        if text is None:
+            return None
+        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By the axes of the result, those that all operands share taken together, which operands have each, and what is wanted."""
@@ -126,7 +129,14 @@ class Lerp(Op):
         live = (("call", {}), *(("cotangent", {"live": moves}) for moves in ((True, True, False), (True, True, True))))
         if any(self.preferred(role, shapes, device, **full, **more)[0] != "xla" for role, more in live):
             return ""
-        return "XLA's code was measured as fast forward and backward, or nothing near it was measured (fusionlab.tune measures)"
+        if refusal := self.implementations["cuda"].refuses(shapes, device, role="call", **full):
+            return f"nothing but XLA's code can run it there: {refusal}"
+        where = device.arch or "this architecture"
+        known = [self.measured(role, shapes, device, **full, **more) for role, more in live]
+        if not any(known):
+            return f"nothing near it was measured on {where} (fusionlab.tune measures)"
+        ways = "forward and backward" if all(known) else "as far as it was measured"
+        return f"on {where} XLA's code was measured as fast {ways} (fusionlab.tune measures)"
 
     def formula(self, **_: Any) -> str:
         return "x + w * (y - x)"
