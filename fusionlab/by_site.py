@@ -145,7 +145,7 @@ def _selected(
     """(what is found, the sites that are fused by id in program order, the call without its static arguments)."""
     fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
     found, chosen = fused.selected(*args, **kwargs)
-    call = bind_users(fused.original, args, kwargs, **fused.static)
+    call = bind_users(fused.original, args, kwargs, **fused.asked)
     return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
 
 

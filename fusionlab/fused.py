@@ -68,7 +68,8 @@ class Fused:
 
     Attributes:
       original: the function as it was given.
-      static: what is held fixed, as keyword arguments of `jax.jit`.
+      static: what is held fixed of its arguments, and of those it was given already, as keyword arguments of `jax.jit`.
+      asked: what of that `fuse` was asked to, as its user counts arguments.
     """
 
     def __init__(self, fn: Callable, options: dict[str, Any]) -> None:
@@ -80,19 +81,21 @@ class Fused:
         self._inside = call if self._jit is None else self._jit.fn
         functools.update_wrapper(self, fn, updated=())
         own = self._jit.static if self._jit is not None else {}
-        asked = {k: options[k] for k in ("static_argnums", "static_argnames")}
-        nums = tuple(n + len(self._head) if n >= 0 else n for n in as_tuple(asked["static_argnums"]))
-        asked = {"static_argnums": nums, "static_argnames": as_tuple(asked["static_argnames"])}
+        self.asked: Mapping[str, Any] = {k: as_tuple(options[k]) for k in ("static_argnums", "static_argnames")}
+        nums = tuple(n + len(self._head) if n >= 0 else n for n in self.asked["static_argnums"])
+        asked = {**self.asked, "static_argnums": nums}
         # jit infers the one from the other only where the other is not given at all.
         self.static: Mapping[str, Any] = {k: v for k, v in ((k, (*v, *own.get(k, ()))) for k, v in asked.items()) if v}
         self._way = {"nnx.jit": CARRIES}.get(self._jit.kind, self._jit.kind) if self._jit is not None else ASKS
         self._runners: dict[tuple[str, str], Any] = {}
-        self._usual = (
-            self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))
-        )
+        self._usual = self._first()
         # What calls have had so far, each of which takes another way: objects of nnx, leaves that are no arrays, fixed numbers.
         self._objects = self._leaves = self._numbers = False
         self._is_off: bool | None = None
+
+    def _first(self) -> Any:
+        """What runs as long as no call has shown that it takes more: the jit that the function had, or `jax.jit`."""
+        return self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))
 
     def _traced(self, way: str) -> Callable:
         """`_rewritten` with the original's signature, which jit needs to tell static arguments by position and by name."""
@@ -108,9 +111,8 @@ class Fused:
         if (way, fixed) not in self._runners:
             under = sys.modules["flax.nnx"].jit if way == CARRIES else jax.jit
             traced = self._traced(way)
-            run = under(traced, **self.static)
-            if fixed:
-                run = Filtered(traced, self.static, under, way == CARRIES, fixed == NUMBERS)
+            filtered = (traced, self.static, under, way == CARRIES, fixed == NUMBERS)
+            run = Filtered(*filtered) if fixed else under(traced, **self.static)
             self._runners.setdefault((way, fixed), run)
         return self._runners[way, fixed]
 
@@ -236,8 +238,7 @@ class Fused:
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
         """What is found, and fused unless skipped, for these arguments."""
         o = self._options
-        static = {k: o[k] for k in ("static_argnums", "static_argnames")}
-        graph = trace(self.original, *args, **static, **kwargs)
+        graph = trace(self.original, *args, **self.asked, **kwargs)
         return search(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
@@ -260,9 +261,7 @@ class Fused:
     def clear_cache(self) -> None:
         """As `jax.jit(fn).clear_cache`: the next call searches again."""
         self._runners.clear()
-        self._usual = (
-            self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))
-        )
+        self._usual = self._first()
 
     def __repr__(self) -> str:
         names = ", ".join(p.name for p, _ in self._options["passes"])

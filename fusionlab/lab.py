@@ -181,7 +181,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     _not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
-    options = dict(fused.static) | options
+    options = fused.__fusionlab_jit__.static | options
     found, fusing = fused.selected(*args, **kwargs)
     options.setdefault("same_code", all(c.same_code for c in fusing))
     evidence = measure(fn, fused, *args, grad=grad, **options)

@@ -273,7 +273,7 @@ def _objects_in(out: Any, carries: bool) -> list[Any]:
 
 def _variables_of_values(trees: Sequence[Any]) -> list[Any]:
     values = [x for x in jax.tree.leaves(trees, is_leaf=lambda x: is_value(x) or is_object(x)) if is_value(x)]
-    return jax.tree.leaves(values, is_leaf=is_object)
+    return [x for x in jax.tree.leaves(values, is_leaf=is_object) if is_object(x)]  # a state may hold arrays as well
 
 
 def without_fixed(out: Any) -> Any:

@@ -195,6 +195,26 @@ def test_a_state_is_a_value_that_is_taken_and_returned(way):
         way(lost)(graph, state, X)
 
 
+def test_a_state_may_hold_arrays_as_they_are():
+    state = nnx.State({"w": W, "layer": {"b": nnx.Param(B)}})
+    fused = fl.fuse(lambda state, x: jax.nn.relu(x @ state["w"] + state["layer"]["b"]))
+    close(fused(state, X), jax.nn.relu(X @ W + B))
+    assert fused.findings(state, X).counts()["gemm_epilogue"] == 1
+
+
+def test_the_sites_of_a_method_under_jit_are_told_apart():
+    class Model:
+        @functools.partial(jax.jit, static_argnums=(0, 2))
+        def step(self, x, n):
+            return jax.nn.relu(x @ W + B) * n
+
+    method = Model().step
+    assert len(fl.errors_by_site(method, X, 3)) == 1
+    effort = {"samples": 3, "budget_s": 0.1, "grad": False}
+    for original in (method, lambda x, n: method(x, n)):
+        assert fl.compare(original, fl.fuse(method), X, 3, **effort).numerics.ok
+
+
 def test_an_object_that_is_returned_under_jit_is_not_lost():
     changed = jax.jit(lambda layer, x: (counted(layer, x), layer)[1])
     assert fl.fuse(changed)(Layer(), X).seen[...] == 1
