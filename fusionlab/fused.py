@@ -19,6 +19,7 @@ from .fusers import Findings as PlainFindings
 from .graph import ir
 from .graph.binding import as_tuple, bind, lost_by, unhashable
 from .graph.parts import is_array, with_fixed, without_fixed
+from .graph.settings import is_jit_disabled
 from .graph.state import is_object
 from .graph.trace import graph_of, name_of, trace
 from .graph.wrappers import Jit, jit_of
@@ -108,6 +109,8 @@ class Fused:
         return bound.finish(jax.tree.unflatten(graph.out_tree, outs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_jit_disabled():  # as under any jit then: each primitive of the user's own code runs by itself
+            return self.original(*args, **kwargs)
         if self._options["check"] and not _are_traced(args, kwargs):
             self._check(args, kwargs)
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from ..device import Device
 from ..graph.certify import Certifier
 from ..graph.ir import Graph, Node
+from ..graph.settings import jax_defaults
 from ..graph.views import views
 from ..kernels import plain_meaning_of
 from .base import GRADIENT, Pass, Search, found_at, has_gradient, is_whole
@@ -41,7 +42,7 @@ def find_in(
       certifier: remembers proofs; a new one by default.
     """
     certifier = certifier or Certifier(plain_meaning_of)
-    with _collector_paused():
+    with jax_defaults(), _collector_paused():
         if graph.numbered is not None:
             found = _find_in(graph.numbered.graph, list(passes), device, implementation, certifier)
             return _declined_for(graph, found)

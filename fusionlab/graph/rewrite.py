@@ -21,6 +21,7 @@ from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
 from .neighbours import with_neighbours
 from .order import in_order, last_of
+from .settings import jax_defaults
 from .travel import Tree, more_operands, more_results
 
 
@@ -52,6 +53,7 @@ class Replacement:
         return self.root, *self.others
 
 
+@jax_defaults()
 def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     """A closed jaxpr that computes `graph` with `replacements` applied.
 
