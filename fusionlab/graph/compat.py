@@ -30,7 +30,8 @@ def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
 def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: list, consts: list) -> Any:
     """A jaxpr of the same kind (open or closed) as `template`, with its debug info and effects."""
     base, _ = split_closed(template)
-    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, base.debug_info)
+    # High is what holds objects of the user's (nnx's variables, say), which JAX turns into arrays before it lowers anything.
+    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, base.debug_info, base.is_high)
     if not hasattr(template, "consts"):  # an open jaxpr of jax 0.10
         if constvars:
             raise AssertionError("an open jaxpr cannot carry constants")

@@ -46,7 +46,7 @@ def slice_jaxpr(
     read = {a.id for n in nodes for a in n.inputs if isinstance(a, Value)} | {v.id for v in outputs}
     env = _literals(block, {i: c for i, c in (known or {}).items() if i in read}, eqns, constant)
     env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
-    consts = [(v, c) for v, c in block.consts if v.id not in env]
+    consts = [(v, c) for v, c in block.consts if v.id in read and v.id not in env]
     env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
     for node in nodes:
         # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.

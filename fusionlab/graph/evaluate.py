@@ -40,6 +40,8 @@ from .rules import SUMS_OVER_DEVICES
 from .scopes import defined_in_jax
 from .trace import FLATTENED
 
+_ARRAYS = (np.ndarray, np.generic, jax.Array, bool, int, float, complex)  # what a program captures and nothing changes
+
 # Equation -> its meaning, a jnp function or a jaxpr; None for what is no primitive of ours.
 Inline = Callable[[Any], Any]
 
@@ -164,6 +166,8 @@ class _Run:
         """A captured array, its leading corner when sizes are reduced."""
         if isinstance(value, Tracer):
             raise CannotEvaluate("a captured value that an enclosing transformation is tracing")
+        if not isinstance(value, _ARRAYS):
+            raise CannotEvaluate(f"a captured {type(value).__name__}, whose value may change")
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return value  # a key
         array = np.asarray(value)
