@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import jax
-
 from ..device import Device
 from ..errors import unknown_name
 from ..graph.canonical import View
-from ..graph.certify import Certifier, Verdict
+from ..graph.certify import Certifier, Verdict, misplaced
 from ..graph.evaluate import is_float, narrows
+from ..graph.explicit import Misplaced, placing, told, typed_shapes
 from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
 from ..graph.region import Escape, Region
@@ -24,6 +23,8 @@ from ..kernels.op import Op
 from .findings import Backend, Candidate, Rejection, Residual
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
+# What to do where explicit axes stand in the way.
+AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -123,11 +124,11 @@ class _Facts:
     """What certification of a site yields, shared by all sites of the same signature."""
 
     verdict: Verdict
-    program: Block
-    residuals: tuple[Residual, ...]
-    backends: tuple[Backend, ...]
-    left_alone: str | None
-    idle: str
+    program: Block | None = None  # of a site that is none, nothing but why
+    residuals: tuple[Residual, ...] = ()
+    backends: tuple[Backend, ...] = ()
+    left_alone: str | None = None
+    idle: str = ""
 
 
 def propose(
@@ -162,13 +163,17 @@ def propose(
     facts: _Facts = search.certifier.once(key, lambda: _facts(search, region, plan, proof))
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
-        return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
+        code, edit = facts.verdict.code or "value", None
+        if code == "sharding":
+            sentence, edit = f"{sentence}{_asked(region)}", AUTO_AXES
+        return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)
     if facts.left_alone is not None:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {facts.left_alone}"
         able = reversed([b.name for b in facts.backends if b.verdict != "unavailable"])
         edit = f"name one to have it all the same: {', '.join(f'implementation={name!r}' for name in able)}"
         nodes = region.nodes
         return reject(search, name, "slower", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+    assert facts.program is not None
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
     replacement = Replacement(
         region.block.path, region.nodes, region.root, region.inputs, plan_call, others=region.others
@@ -198,6 +203,13 @@ def propose(
         region=region,
         plan=plan,
     )
+
+
+def _asked(region: Region) -> str:
+    """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
+    asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
+    told_of = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
+    return f" ({'; '.join(told_of)}, which the fused op's own product cannot be asked for)" if asking else ""
 
 
 def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
@@ -243,9 +255,15 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
     what = (plan.op.name, tuple(sorted(plan.attrs.items())))
     verdict = proof or _proved(search, region, plan, what)
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
-    operands = jax.eval_shape(plan.operands, *avals)
+    if not verdict.ok:
+        return _Facts(verdict)
+    avals = [v.aval for v in region.inputs]
+    try:
+        with placing(avals):
+            program = block_of_jaxpr(make_jaxpr(plan.call, avals, sums=region.sums))
+            operands = typed_shapes(plan.operands, avals)
+    except Misplaced as error:
+        return _Facts(misplaced(error))
     attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
     residuals = saved if search.gradient else ()

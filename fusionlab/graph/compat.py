@@ -6,9 +6,10 @@ exists in all three and constructs the right thing; never test with isinstance, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -136,6 +137,23 @@ def has_pending_sums(aval: Any) -> bool:
     """Whether a sum over a mesh axis is still owed to a value inside a shard_map, or to its gradient (unreduced, reduced)."""
     kind = getattr(aval, "manual_axis_type", None)
     return bool(getattr(kind, "unreduced", ())) or bool(getattr(kind, "reduced", ()))
+
+
+class _Raised(contextlib.AbstractContextManager):
+    """Around a call that raises: keeps the type of the error."""
+
+    kind: Any = None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        self.kind = kind
+        return kind is not None and issubclass(kind, Exception)
+
+
+def sharding_type_error(ambiguous: Callable[[], None]) -> type[Exception]:
+    """The error for types whose shardings do not go together: JAX has no public name for it, so it is read off a call that raises it."""
+    with _Raised() as raised:
+        ambiguous()
+    return raised.kind or ValueError
 
 
 def enable_x64(on: bool = True) -> Any:

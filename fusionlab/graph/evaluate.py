@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .compat import scan_counts, split_closed
+from .explicit import make_typed_jaxpr
 from .literals import fold
 from .numpy_places import PLACED
 from .numpy_rules import (
@@ -236,15 +237,11 @@ def _function_name(jaxpr: Any) -> str:
     return str(debug.func_src_info or "").partition(" at ")[0]
 
 
-def _shaped(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
 def _traced(fn: Callable, eqn: Any) -> Any:
     def flat(*args: Any) -> list:
         return jax.tree.leaves(fn(*args))
 
-    return jax.make_jaxpr(flat)(*(_shaped(v.aval) for v in eqn.invars))
+    return make_typed_jaxpr(flat, [v.aval for v in eqn.invars])
 
 
 def traced_once(inline: Inline) -> Inline:

@@ -147,7 +147,7 @@ def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | 
     """The equations that make a value of its gradients and what else it is the sum of; `env` gets the result."""
     beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
     atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]
-    closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms])
+    closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms], value.aval)
     eqns, (out,) = inlined(closed, atoms, source_info(at), extra)
     if kind(out.aval) != kind(value.aval):
         raise RewriteError(f"the gradient {value!r} came out as {out.aval.str_short()}; this is a bug")

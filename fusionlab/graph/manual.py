@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from .compat import has_pending_sums, varies, varying_axes
+from .explicit import as_argument, mesh_of, on_mesh, resharded, sharding_in_type
 from .ir import Node
 from .rules import summed_axes
 
@@ -37,13 +38,13 @@ class Sums:
 
 
 def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: Sums | None = None) -> Any:
-    """`jax.make_jaxpr` at the shapes, dtypes and varying mesh axes of avals; outside every shard_map where none varies.
+    """`jax.make_jaxpr` at the shapes, dtypes, explicit shardings and varying mesh axes of avals; outside every shard_map where none varies.
 
     Args:
       fn: arrays -> arrays.
       avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
       result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
-        to vary along all of those.
+        to vary along all of those, what lies otherwise over explicit axes is laid out so, what is strongly typed becomes weak.
       sums: what `fn` sums over, if it does: the types of its arguments may not tell.
     """
     results = result if isinstance(result, list) else [] if result is None else [result]
@@ -53,17 +54,31 @@ def make_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], result: Any = None,
         if result is None:
             return given
         if not isinstance(result, list):
-            return as_varying(given, result)
-        return [as_varying(x, aval) for x, aval in zip(given, result, strict=True)]
+            return as_typed(given, result)
+        return [as_typed(x, aval) for x, aval in zip(given, result, strict=True)]
 
     types = (*avals, *results)
     mesh = next((a.sharding.mesh for a in types if varies(a)), None) or (sums and sums.mesh)
     if mesh is None:
         bound = [(axis, _ANY) for axis in sorted(sums.axes if sums else ())]
-        return jax.make_jaxpr(call, axis_env=bound)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        with mesh_of(types):
+            return jax.make_jaxpr(call, axis_env=bound)(*map(as_argument, avals))
     # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
-    plain = [a.update(weak_type=False, sharding=_unsharded(mesh, a)) for a in avals]
+    plain = [a.update(weak_type=False, sharding=sharding_in_type(a) or _unsharded(mesh, a)) for a in avals]
     return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))
+
+
+def as_typed(x: Any, aval: Any) -> Any:
+    """`x` with the type that a value of the program has: its varying axes, its explicit sharding, its weakness."""
+    return as_weak(resharded(as_varying(x, aval), aval), aval)
+
+
+def as_weak(x: Any, aval: Any) -> Any:
+    """`x`, weakly typed where `aval` is: a bfloat16 array times a result made of Python numbers is bfloat16."""
+    if not getattr(aval, "weak_type", False) or jax.typeof(x).weak_type:
+        return x
+    # No function of JAX's makes a strong type weak; the primitive does.
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def as_varying(x: Any, aval: Any) -> Any:
@@ -100,7 +115,6 @@ def _inside(mesh: Any, call: Callable[[], Any]) -> Any:
         return ()
 
     around = mesh.update_axis_types(dict.fromkeys(new, AxisType.Auto))
-    # Through no mesh, since a mesh of another size is not taken while there is one.
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(around):
+    with on_mesh(around):
         jax.eval_shape(jax.shard_map(body, in_specs=(), out_specs=(), axis_names=new))
     return results[0]

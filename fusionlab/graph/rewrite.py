@@ -208,7 +208,7 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
         if kind(atom.aval) != kind(value.aval):
             raise RewriteError(
                 f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "
-                "shard_map, varying along the same mesh axes); this is a bug"
+                "shard_map, varying along the same mesh axes; laid out alike over explicit ones); this is a bug"
             )
         env[value.id] = atom
     env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
