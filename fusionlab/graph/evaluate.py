@@ -41,7 +41,7 @@ from .rules import SUMS_OVER_DEVICES
 from .scopes import defined_in_jax
 from .trace import FLATTENED
 
-_ARRAYS = (np.ndarray, np.generic, jax.Array, bool, int, float, complex)  # what a program captures and nothing changes
+_ARRAYS: Any = (np.ndarray, np.generic, jax.Array)  # what a program captures and nothing changes
 
 # Equation -> its meaning, a jnp function or a jaxpr; None for what is no primitive of ours.
 Inline = Callable[[Any], Any]

@@ -34,7 +34,7 @@ def is_typed_by_mesh(avals: Iterable[Any]) -> bool:
 def mesh_of(avals: Iterable[Any]) -> Iterator[None]:
     """Tracing among the explicit axes that some types have; as it is where none has any."""
     found = next((s.mesh for a in avals if (s := sharding_in_type(a)) is not None), None)
-    with contextlib.nullcontext() if found is None else on_mesh(getattr(found, "abstract_mesh", found)):
+    with contextlib.nullcontext() if found is None else on_mesh(found.abstract_mesh):
         yield
 
 
