@@ -65,7 +65,7 @@ def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: An
     """
     op, device = primitive.op, Device.lowered_for(platform)
     if platform == "cuda" and Device.current().platform != "cuda":
-        warnings.warn(_WITHOUT_A_CARD, ExportWarning, stacklevel=2)
+        warnings.warn(_WITHOUT_A_CARD, ExportWarning, stacklevel=3)
 
     def body(params: Mapping[str, Any], *operands: Array) -> list[Array]:
         shapes = dict(zip(primitive.operand_names(params), operands, strict=True))

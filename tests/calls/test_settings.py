@@ -140,3 +140,10 @@ def test_defaults_leave_alone_what_is_at_its_default():
         assert not jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
     with jax.debug_nans(True), jax_defaults(kept={"jax_debug_nans"}):
         assert jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_comparison_is_made_under_the_strictest_settings():
+    fn, args, _ = next(settings.programs())
+    with settings.SETTINGS["together"]():
+        assert fl.compare(fn, fl.fuse(fn), *args).numerics is not None
+        fl.find(fn, *args).report(xla=True)
