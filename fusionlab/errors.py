@@ -78,6 +78,7 @@ def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameErr
 # Rejection codes. The sentence says what the code means in general; each Rejection adds the particulars of its site.
 REJECTIONS: dict[str, str] = {
     "rank": "an operand has a rank the fused op does not take",
+    "sharding": "on a mesh with explicit axes the site says where its values lie, and the fused op cannot have that type",
     "escapes": "an inner value is also read outside the site, so it has to exist anyway",
     "activation": "the function applied to the linear result is not a known activation",
     "bias": "the added term is not a bias along the output features",

@@ -21,6 +21,7 @@ from .fusers import Findings as PlainFindings
 from .graph import ir
 from .graph.binding import as_tuple, bind, lost_by
 from .graph.parts import flattened, is_array
+from .graph.settings import is_jit_disabled
 from .graph.state import are_of_another_trace, is_object, may_be_there
 from .graph.trace import graph_of, name_of, trace
 from .graph.wrappers import Jit, jit_of, unwrapped
@@ -150,7 +151,7 @@ class Fused:
                 raise BackendError(r.sentence)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_disabled():
+        if self._is_disabled() or is_jit_disabled():  # under that each primitive of the user's own code runs by itself
             return self.original(*args, **kwargs)
         if self._head or self._named:
             args, kwargs = (*self._head, *args), {**self._named, **kwargs}

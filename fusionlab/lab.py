@@ -117,6 +117,9 @@ def fuse(
 ) -> Any:
     """`fn` with every found site replaced by its fused op; also a decorator.
 
+    Settings of JAX's hold for `fn` as under `jax.jit`; what stands for a site is traced and lowered at JAX's defaults. Under
+    `jax.disable_jit()` `fn` itself runs.
+
     Args:
       fn: the function, as for `jax.jit`.
       passes: names, a Strategy, or None for all.

@@ -16,6 +16,7 @@ from fusionlab.errors import ArgumentError, FusionLabError, SideEffectError, Tra
 from fusionlab.graph.binding import Bound
 from fusionlab.graph.compat import child_jaxprs, split_closed
 from fusionlab.graph.scopes import source_of
+from fusionlab.graph.settings import jax_defaults
 from fusionlab.graph.trace import error_text
 
 from .out_of_memory import out_of_memory
@@ -137,6 +138,7 @@ def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> Trace
     return TraceError(f"{name} does not run under jax.jit with these arguments: {error_text(error)} Needed: {advice}")
 
 
+@jax_defaults()  # what is moved here the user asked to be compared, and moved nothing
 def on_device(tree: Any) -> Any:
     """NumPy leaves become JAX arrays, so that no run pays for the transfer; shapes are refused."""
     return jax.tree.map(_leaf_on_device, tree)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from ..device import Device, asked_about
 from ..errors import unknown_name
 from ..graph.boundary import guarded
 from ..graph.canonical import View
-from ..graph.certify import Certifier, Verdict, weak_gradients
+from ..graph.certify import Certifier, Verdict, misplaced, weak_gradients
 from ..graph.evaluate import is_float, narrows
+from ..graph.explicit import Misplaced, placing, told, typed_shapes
 from ..graph.ir import Block, Graph, Node
 from ..graph.manual import has_mesh, make_jaxpr
 from ..graph.region import Region
@@ -36,6 +36,8 @@ from .other_numbers import notes_of
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 IDLE = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
 WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
+# What to do where explicit axes stand in the way.
+AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -143,11 +145,11 @@ class _Facts:
     cannot run it on the device asked about; then nothing else is known."""
 
     verdict: Verdict
-    program: Block | None
-    residuals: tuple[Residual, ...]
-    backends: tuple[Backend, ...]
-    left_alone: tuple[str, str] | None
-    idle: str
+    program: Block | None = None  # of a site that is none, nothing but why
+    residuals: tuple[Residual, ...] = ()
+    backends: tuple[Backend, ...] = ()
+    left_alone: tuple[str, str] | None = None
+    idle: str = ""
     refused: str = ""
 
 
@@ -192,14 +194,17 @@ def propose(
     )
     if isinstance(facts, Rejection):
         return facts
-    if facts.program is None:
+    if facts.refused:
         return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
     if not facts.verdict.ok:
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
-        return reject(search, name, facts.verdict.code or "value", sentence, anchor, region.nodes, region.nodes)
-    told = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
-    if isinstance(told, str):
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {told}"
+        code, edit = facts.verdict.code or "value", None
+        if code == "sharding":
+            sentence, edit = f"{sentence}{_asked(region)}", AUTO_AXES
+        return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)
+    said = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
+    if isinstance(said, str):
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {said}"
         return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
     if facts.left_alone is not None:
         code, why = facts.left_alone
@@ -207,6 +212,7 @@ def propose(
         edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
         return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+    assert facts.program is not None
     plan_call, idle = plan.call, facts.idle if search.by_default else ""
     place = region.block.path, region.nodes, region.root, region.inputs
     replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
@@ -228,7 +234,7 @@ def propose(
         residuals=facts.residuals,
         backends=facts.backends,
         idle=idle,
-        notes=(*told, IDLE + idle) if idle else told,
+        notes=(*said, IDLE + idle) if idle else said,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
@@ -251,6 +257,13 @@ def _named(backends: Sequence[Backend]) -> str:
     """The implementations that can run, as a user names them."""
     able = reversed([b.name for b in backends if b.verdict != "unavailable"])
     return ", ".join(f"implementation={name!r}" for name in able)
+
+
+def _asked(region: Region) -> str:
+    """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
+    asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
+    told_of = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
+    return f" ({'; '.join(told_of)}, which the fused op's own product cannot be asked for)" if asking else ""
 
 
 def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
@@ -300,23 +313,27 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs]
-    operands = jax.eval_shape(plan.operands, *avals)
-    attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
-    backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
-    named = next((b for b in backends if b.name == search.implementation), None)
-    if named is not None and named.verdict == "unavailable":
-        return _Facts(Verdict(None), None, (), backends, None, "", named.reason)
-    what = (plan.op.name, tuple(sorted(plan.attrs.items())))
-    verdict = proof or _proved(search, region, plan, what)
-    program = block_of_jaxpr(make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums))
+    avals = [v.aval for v in region.inputs]
+    try:
+        with placing(avals):
+            operands = typed_shapes(plan.operands, avals)
+            attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+            backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
+            named = next((b for b in backends if b.name == search.implementation), None)
+            if named is not None and named.verdict == "unavailable":
+                return _Facts(Verdict(None), backends=backends, refused=named.reason)
+            verdict = proof or _proved(search, region, plan, (plan.op.name, tuple(sorted(plan.attrs.items()))))
+            if not verdict.ok:
+                return _Facts(verdict)
+            program = block_of_jaxpr(make_jaxpr(plan.call, avals, sums=region.sums))
+    except Misplaced as error:
+        return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
-    residuals = saved if search.gradient else ()
     alone = None
     if search.implementation is None:
         alone = plan.op.left_alone(*operands, device=search.device, **attrs)
     idle = plan.op.idle(*operands, device=search.device, **attrs)
-    return _Facts(verdict, program, residuals, backends, alone, idle)
+    return _Facts(verdict, program, saved if search.gradient else (), backends, alone, idle)
 
 
 def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:

@@ -21,6 +21,10 @@ KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
 # Functions that make an elementwise cone an activation rather than a scaling.
 NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split()) | {"custom_jvp_call"}
 
+# What says where a value lies on a mesh, and what else stands between two parts of a site and computes nothing.
+LAYS_OUT = frozenset({"reshard", "sharding_constraint"})
+_BETWEEN = LAYS_OUT | {"name", "reduce_precision"}
+
 
 def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
     """What a site is made of: "linear" with a bias, and its activation by its usual name, whatever the spelling."""
@@ -119,6 +123,11 @@ class Epilogue:
                 sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
                 edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
                 return self.site.rejection("named_residual", sentence, [user], None, edit, [user])
+            if user.primitive in LAYS_OUT and self.goes_on(user.outputs[0]):
+                behind = "sum with the bias" if self.biased else "product"
+                sentence = f"{anchor_text(user)} says where the {behind} lies on the mesh before what follows; a fused op has no such value"
+                edit = "say it of x, of w, or of the result behind the bias and the activation"
+                return self.site.rejection("sharding", sentence, [user], None, edit, [user])
             if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
                 sentence = (
                     f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
@@ -134,7 +143,7 @@ class Epilogue:
         added = [a for u in users if u.primitive == "add" for a in u.inputs if a is not value]
         if self.is_activated(value) or (not self.biased and any(map(self.site.given, added))):
             return True
-        return any(self.goes_on(u.outputs[0]) for u in users if u.primitive in ("name", "reduce_precision"))
+        return any(self.goes_on(u.outputs[0]) for u in users if u.primitive in _BETWEEN)
 
     def is_activated(self, value: Value) -> bool:
         """Whether a nonlinear function follows."""
@@ -157,7 +166,7 @@ class Epilogue:
         for user in self.site.users(value):
             if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
                 return value_name(user, KNOWN, self.certifier)
-            if user.primitive in ("name", "reduce_precision", "convert_element_type", "stop_gradient"):
+            if user.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}:
                 return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
         return None
 

@@ -23,7 +23,7 @@ from ..kernels.arrays import is_explicitly_sharded
 from ..kernels.gated_matmul.op import DTYPES
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import canonical
-from .base import Pass, Plan, Search, anchor_text, examined
+from .base import AUTO_AXES, Pass, Plan, Search, anchor_text, examined
 from .epilogues import Epilogue, concepts_of
 from .outcomes import Candidate, Rejection
 from .site import Site
@@ -205,7 +205,7 @@ class GatedSite(Site):
             return self.rejection("structure", f"{both} are asked for in different precisions", [gate, up])
         sharded = any(n.params.get("out_sharding") is not None for n in (gate, up))
         if sharded or any(isinstance(a, Value) and is_explicitly_sharded(a.aval) for a in (x, w, v)):
-            return self.rejection("axes", f"{both} are sharded over explicit mesh axes", [gate, up])
+            return self.rejection("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
         return self.wrong_dtypes(gate, up)
 
     def wrong_dtypes(self, gate: Node, up: Node) -> Rejection | None:

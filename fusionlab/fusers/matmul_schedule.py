@@ -19,6 +19,7 @@ from ..graph.fingerprint import ELEMENTWISE
 from ..graph.ir import Node, dtype_text
 from ..graph.region import NotARegion, escapes
 from ..graph.scopes import is_backward
+from ..graph.settings import jax_defaults
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import Product, canonical
 from ..kernels.matmul.op import MATMUL
@@ -173,6 +174,7 @@ def _plan(site: Routed, call: Call, inputs: tuple[Any, ...]) -> Plan:
     return Plan(MATMUL, attrs, operands, lambda out: out, formula, arithmetic)
 
 
+@jax_defaults()
 def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | None, findings: Any) -> Routes:
     """The route of every product.
 

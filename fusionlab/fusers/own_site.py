@@ -23,8 +23,8 @@ from ..graph.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
 from ..graph.scopes import is_backward
 from ..graph.trace import block_of_jaxpr
 from ..graph.wide import wider_in
-from ..kernels.arrays import is_explicitly_sharded
-from ..kernels.own import DTYPES, REFUSALS
+from ..kernels.arrays import precisions
+from ..kernels.own import DTYPES, PRECISION, REFUSALS
 from .base import WIDER_EDIT, Plan, Search, all_nodes, anchor_text, wider_text
 from .findings import Candidate, Rejection
 from .layout import arrange, axes_of, in_order, restore
@@ -218,11 +218,6 @@ class OwnSite(Site):
             plan = self.plan(view, found, region)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
-        if any(is_explicitly_sharded(v.aval) for v in region.inputs) and any(map(_selects, region.nodes)):
-            # A proof is of one device, where a select takes no operands of several meshes.
-            sentence = f"{anchor_text(self.anchor)} selects among values that are sharded over explicit mesh axes"
-            edit = "give the mesh axes of type Auto, or use shard_map"
-            return self.rejection("structure", sentence, edit=edit, site=region.nodes)
         given, op = self.given(region, plan), self.pattern_pass.fused_op
         if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
@@ -336,14 +331,30 @@ class OwnSite(Site):
             return restore(out, [groups[x] for x in op.result], root_axes, region.root.shape, sizes)
 
         numbers = {s: _number(found.scalars[s], region.root.dtype) for s in op.scalars}
-        attrs = {**numbers, "implementation": self.search.implementation}
+        attrs = {**numbers, PRECISION: _precision(region), "implementation": self.search.implementation}
         return Plan(op, attrs, operands, finish, op.formula(**numbers))
 
 
-def _selects(node: Node) -> bool:
-    """Whether a node or its derivative may select: a rule is known when it is traced."""
-    rules = ("select_n", "custom_jvp_call", "custom_vjp_call")
-    return node.primitive in rules or any(_selects(inner) for block in node.blocks for inner in block.nodes)
+def _precision(region: Region) -> str | None:
+    """The precision that the products of a region ask for, as `jax.default_matmul_precision` has it; None where they ask for none.
+
+    Raises:
+      NotARegion: they ask for several, and none of them would do for all.
+    """
+    asked = {n.params.get("precision") for n in all_nodes(region.nodes) if n.primitive == "dot_general"}
+    names = {_precision_name(p) for p in asked}
+    if len(names - {None}) <= 1 and (len(names) == 1 or names <= {None, "high", "highest"}):
+        return next(iter(names - {None}), None)
+    raise NotARegion(f"its products ask for different precisions ({', '.join(sorted(map(str, asked)))})")
+
+
+def _precision_name(precision: Any) -> str | None:
+    each = set(precisions(precision)) - {jax.lax.Precision.DEFAULT}  # which is what None is
+    if len(each) > 1:
+        raise NotARegion(f"a product asks for a precision for each operand ({precision})")
+    return next(
+        (p.name.lower() if isinstance(p, jax.lax.Precision) else str(getattr(p, "name", p)) for p in each), None
+    )
 
 
 def _number(value: float, dtype: Any) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..graph.axes import merged_axes
 from ..graph.canonical import View
-from ..graph.compat import explicit_axes
+from ..graph.explicit import is_split_in_type
 from ..graph.ir import Block, Node, Value
 from ..graph.match import Match
 from ..graph.region import Region, dead_with, look_through
@@ -33,7 +33,7 @@ def without_repeats(view: View, found: Match, region: Region) -> tuple[Region, M
     """The region as a function of the keys and values before their heads are repeated; None where they are not, or where the repeated
     ones are needed anyway, by what is no backward pass, or where explicit mesh axes may split heads of the queries that share one.
     """
-    if any(explicit_axes(v.aval) for v in region.inputs):
+    if any(is_split_in_type(v.aval) for v in region.inputs):
         return None
     leaves, made, by_name = dict(region.leaves), dict[int, Node](), dict[str, Repeated]()
     for name in ("k", "v"):

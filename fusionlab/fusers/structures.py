@@ -18,6 +18,7 @@ from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, cut, escapes
 from ..graph.rules import SUMS_OVER_DEVICES
 from ..graph.scopes import Source, is_backward
+from ..graph.settings import jax_defaults
 from ..graph.views import views
 from .blends import blends
 from .structure_forms import FOLDED, SOFTMAX, Form
@@ -81,6 +82,7 @@ class Structure:
         }
 
 
+@jax_defaults()
 def structures_of(found: Findings) -> tuple[Structure, ...]:
     """Every structure of a program whose sites are known, in program order within each kind."""
     told = _told(found)

@@ -13,8 +13,8 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from .compat import explicit_axes
 from .emit import kind
+from .explicit import is_split_in_type
 
 _ADDS = ("add", "add_any")
 
@@ -35,7 +35,7 @@ def without_sums(eqns: list, outvars: list) -> list:
 
 def _is_sum(eqn: Any) -> bool:
     """Whether an equation adds two arrays of its result's own type."""
-    if eqn.primitive.name not in _ADDS or eqn.effects or explicit_axes(eqn.outvars[0].aval):
+    if eqn.primitive.name not in _ADDS or eqn.effects or is_split_in_type(eqn.outvars[0].aval):
         return False
     given = [v for v in eqn.invars if not isinstance(v, jex_core.Literal)]
     return len(given) == 2 and all(kind(v.aval) == kind(eqn.outvars[0].aval) for v in given)

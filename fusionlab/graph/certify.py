@@ -17,7 +17,8 @@ from jax.extend import core as jex_core
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
 from .draws import STEPS, Reduction, inputs_of, is_number
 from .evaluate import CannotEvaluate, Inline, Sizes, is_float, traced_once
-from .manual import Sums, as_varying, is_weak, make_jaxpr
+from .explicit import Misplaced, placing
+from .manual import Sums, as_typed, is_weak, make_jaxpr
 from .programs import FEW, Programs
 from .reducing import SOON, at_sizes, elements
 from .region import Region
@@ -60,10 +61,14 @@ class Certifier(Memo):
         def prove() -> Verdict:
             avals, out = [v.aval for v in region.inputs], region.root.aval
             old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
-            old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
             names = [f"gradient of {n}" for n in _float_names(region)]
             inline = traced_once(_on_one_device(self.inline))
-            new = with_vjp(replacement, avals, out)
+            try:
+                with placing((*avals, out)):
+                    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
+                    new = with_vjp(replacement, avals, out)
+            except Misplaced as error:
+                return misplaced(error)
             found = _tried(old, new, avals, out, inline, ["value", *names], lambda run: at_sizes(run, avals))
             return _at_its_own_size(region, old, new, inline) if found.ok else found
 
@@ -150,9 +155,18 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
     sums = region.sums
     if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
         return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
-    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
-    new = with_vjp(replacement, avals, out, sums=sums)
+    try:
+        with placing((*avals, out)):
+            old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
+            new = with_vjp(replacement, avals, out, sums=sums)
+    except Misplaced as error:
+        return misplaced(error)
     return _same(region, _names(region), Programs(old, new, avals, out, inline, sums.axes))
+
+
+def misplaced(error: Misplaced) -> Verdict:
+    """What is said of a replacement that JAX has no type for on explicit mesh axes."""
+    return Verdict("sharding", f"on these explicit mesh axes JAX does not type it: {error}")
 
 
 def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums) -> frozenset[str]:
@@ -247,7 +261,7 @@ def with_vjp(
             full = list(primals)
             for i, x in zip(floats, xs, strict=True):
                 full[i] = x
-            return as_varying(fn(*full), out)
+            return as_typed(fn(*full), out)
 
         value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
         return [value, *pull(ct)]

@@ -6,9 +6,10 @@ exists in all three and constructs the right thing; never test with isinstance, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
 def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: list, consts: list) -> Any:
     """A jaxpr of the same kind (open or closed) as `template`, with its debug info and effects."""
     base, _ = split_closed(template)
-    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, base.debug_info)
+    # High is what holds objects of the user's (nnx's variables, say), which JAX turns into arrays before it lowers anything.
+    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, base.debug_info, base.is_high)
     if not hasattr(template, "consts"):  # an open jaxpr of jax 0.10
         if constvars:
             raise AssertionError("an open jaxpr cannot carry constants")
@@ -101,18 +103,6 @@ def names_an_axis(eqn: Any) -> bool:
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
 
 
-def explicit_axes(aval: Any) -> bool:
-    """Whether a value is typed as laid out over explicit mesh axes."""
-    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
-    return has_explicit_axes(aval) and any(s is not None for s in spec)
-
-
-def has_explicit_axes(aval: Any) -> bool:
-    """Whether a value's type tells how it is laid out, be it over no axis of its mesh."""
-    types_of = getattr(getattr(getattr(aval, "sharding", None), "mesh", None), "axis_types", None) or ()
-    return any("Explicit" in str(t) for t in types_of)
-
-
 def with_weakness(x: Any, weak: bool) -> Any:
     """`x` in its own dtype, weakly typed or not. `jax.lax.convert_element_type` makes nothing weak."""
     return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
@@ -144,6 +134,23 @@ def has_pending_sums(aval: Any) -> bool:
     """Whether a sum over a mesh axis is still owed to a value inside a shard_map, or to its gradient (unreduced, reduced)."""
     kind = getattr(aval, "manual_axis_type", None)
     return bool(getattr(kind, "unreduced", ())) or bool(getattr(kind, "reduced", ()))
+
+
+class _Raised(contextlib.AbstractContextManager):
+    """Around a call that raises: keeps the type of the error."""
+
+    kind: Any = None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        self.kind = kind
+        return kind is not None and issubclass(kind, Exception)
+
+
+def sharding_type_error(ambiguous: Callable[[], None]) -> type[Exception]:
+    """The error for types whose shardings do not go together: JAX has no public name for it, so it is read off a call that raises it."""
+    with _Raised() as raised:
+        ambiguous()
+    return raised.kind or ValueError
 
 
 def enable_x64(on: bool = True) -> Any:

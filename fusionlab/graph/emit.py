@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .compat import split_closed, varying_axes
+from .explicit import placeless, sharding_in_type
 from .ir import Atom, Block, Literal, Node, Value
 from .manual import make_jaxpr
 from .scopes import traceback_of
@@ -46,14 +47,15 @@ def slice_jaxpr(
     read = {a.id for n in nodes for a in n.inputs if isinstance(a, Value)} | {v.id for v in outputs}
     env = _literals(block, {i: c for i, c in (known or {}).items() if i in read}, eqns, constant)
     env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
-    consts = [(v, c) for v, c in block.consts if v.id not in env]
+    consts = [(v, c) for v, c in block.consts if v.id in read and v.id not in env]
     env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
     for node in nodes:
         # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.
         if node.id < 0 or (constant and node.primitive == "pvary"):
             env.update((v.id, atom_in(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
         else:
-            eqns.append(copied(node, env))
+            eqn = copied(node, env)
+            eqns.append(eqn.replace(params=placeless(eqn.params)) if constant else eqn)
     base, _ = split_closed(block.jaxpr)
     debug = base.debug_info._replace(arg_names=None, result_paths=None)
     new = jex_core.Jaxpr(
@@ -73,12 +75,12 @@ def _literals(block: Block, known: Mapping[int, Any], eqns: list, constant: bool
     for i, value in known.items():
         aval = avals[i]
         scalar = np.asarray(value, aval.dtype)[()]
-        varies = not constant and varying_axes(aval)
-        if not aval.shape and not varies:
+        typed = not constant and bool(varying_axes(aval) or sharding_in_type(aval))
+        if not aval.shape and not typed:
             env[i] = jex_core.Literal(scalar, aval)
             continue
         fill = functools.partial(_filled, aval.shape, scalar)
-        made, _ = split_closed(make_jaxpr(fill, [], aval) if varies else jax.make_jaxpr(fill)())
+        made, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
         eqns += made.eqns
         env[i] = made.outvars[0]
     return env
@@ -113,7 +115,7 @@ def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | Non
 
 def kind(aval: Any) -> tuple[Any, ...]:
     """What two types have to have in common for one value to stand for the other."""
-    return aval.shape, aval.dtype, varying_axes(aval)
+    return aval.shape, aval.dtype, varying_axes(aval), sharding_in_type(aval)
 
 
 def atom_in(env: Mapping[int, Any], atom: Atom) -> Any:

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .compat import scan_counts, split_closed
+from .explicit import make_typed_jaxpr
 from .literals import fold
 from .numpy_places import PLACED
 from .numpy_rules import (
@@ -39,6 +40,8 @@ from .numpy_rules import is_float as is_float
 from .rules import SUMS_OVER_DEVICES
 from .scopes import defined_in_jax
 from .trace import FLATTENED
+
+_ARRAYS: Any = (np.ndarray, np.generic, jax.Array)  # what a program captures and nothing changes
 
 # Equation -> its meaning, a jnp function or a jaxpr; None for what is no primitive of ours.
 Inline = Callable[[Any], Any]
@@ -164,6 +167,8 @@ class _Run:
         """A captured array, its leading corner when sizes are reduced."""
         if isinstance(value, Tracer):
             raise CannotEvaluate("a captured value that an enclosing transformation is tracing")
+        if not isinstance(value, _ARRAYS):
+            raise CannotEvaluate(f"a captured {type(value).__name__}, whose value may change")
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return value  # a key
         array = np.asarray(value)
@@ -232,15 +237,11 @@ def _function_name(jaxpr: Any) -> str:
     return str(debug.func_src_info or "").partition(" at ")[0]
 
 
-def _shaped(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
 def _traced(fn: Callable, eqn: Any) -> Any:
     def flat(*args: Any) -> list:
         return jax.tree.leaves(fn(*args))
 
-    return jax.make_jaxpr(flat)(*(_shaped(v.aval) for v in eqn.invars))
+    return make_typed_jaxpr(flat, [v.aval for v in eqn.invars])
 
 
 def traced_once(inline: Inline) -> Inline:

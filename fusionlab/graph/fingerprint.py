@@ -28,6 +28,7 @@ from .certify import Certifier, with_vjp
 from .compat import names_an_axis
 from .emit import slice_jaxpr
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from .explicit import sharding_in_type
 from .ir import Literal, Node, Value
 from .rules import is_jax_rule
 from .signature import node_signature
@@ -169,6 +170,7 @@ def recognise(
         "cone",
         start.shape,
         str(start.dtype),
+        sharding_in_type(start.aval),
         tuple(node_signature(n, number) for n in nodes),
         number[end.id],
         tuple(known),

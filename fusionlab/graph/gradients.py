@@ -15,7 +15,6 @@ from .emit import Constants, Env, inlined, kind, source_info
 from .ir import Block, Node, Value
 from .manual import make_jaxpr
 from .split import Split, Taken
-from .typed import as_typed
 
 # What travels from a site's block to its backward pass: (number of the pair, "residual", number), or ("value", id).
 Key = tuple[Any, ...]
@@ -148,12 +147,12 @@ def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | 
     """The equations that make a value of its gradients and what else it is the sum of; `env` gets the result."""
     beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
     atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]
-    closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms])
-    eqns, (out,) = inlined(closed, atoms, source_info(at), extra)
+    closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms], value.aval)
+    eqns, (env[value.id],) = inlined(closed, atoms, source_info(at), extra)
+    out = env[value.id]
     if kind(out.aval) != kind(value.aval):
         raise RewriteError(f"the gradient {value!r} came out as {out.aval.str_short()}; this is a bug")
-    last, (env[value.id],) = as_typed([out], [value], source_info(at))
-    return eqns + last
+    return eqns
 
 
 def first_gradients(block: Block, pairs: Pairs) -> dict[int, list[tuple[int, BackwardPart]]]:

@@ -34,6 +34,8 @@ def fold(primitive: str, params: Any, operands: Sequence[tuple[Any, Any]], dtype
       operands: (number, dtype) of each operand.
       dtype: of the result.
     """
+    if any(np.dtype(d).kind == "c" for d in (dtype, *(d for _, d in operands))):
+        return None  # whoever reads a literal reads a real number
     values = [np.asarray(number).astype(d) for number, d in operands]
     integers = any(v.dtype.kind in "iu" for v in values)
     with np.errstate(all="ignore"):

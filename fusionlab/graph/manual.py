@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from .compat import has_pending_sums, varies, varying_axes
+from .compat import has_pending_sums, varies, varying_axes, with_weakness
+from .explicit import as_argument, mesh_of, on_mesh, resharded, sharding_in_type
 from .ir import Node
 from .rules import summed_axes
 
@@ -39,13 +40,13 @@ class Sums:
 def make_jaxpr(
     fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: Sums | None = None, weak: bool = False
 ) -> Any:
-    """`jax.make_jaxpr` at the shapes, dtypes and varying mesh axes of avals; outside every shard_map where none varies.
+    """`jax.make_jaxpr` at the shapes, dtypes, explicit shardings and varying mesh axes of avals; outside every shard_map where none varies.
 
     Args:
       fn: arrays -> arrays.
       avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
       result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
-        to vary along all of those.
+        to vary along all of those, what lies otherwise over explicit axes is laid out so, what is strongly typed becomes weak.
       sums: what `fn` sums over, if it does: the types of its arguments may not tell.
       weak: weakly typed arguments stay weak; else all are strong.
     """
@@ -56,23 +57,34 @@ def make_jaxpr(
         if result is None:
             return given
         if not isinstance(result, list):
-            return as_varying(given, result)
-        return [as_varying(x, aval) for x, aval in zip(given, result, strict=True)]
+            return as_typed(given, result)
+        return [as_typed(x, aval) for x, aval in zip(given, result, strict=True)]
 
     types = (*avals, *results)
     mesh = next((a.sharding.mesh for a in types if varies(a)), None) or (sums and sums.mesh)
     if mesh is None:
         bound = [(axis, _ANY) for axis in sorted(sums.axes if sums else ())]
-        given = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=weak and is_weak(a)) for a in avals)
-        return jax.make_jaxpr(call, axis_env=bound)(*given)
+        with mesh_of(types):
+            return jax.make_jaxpr(call, axis_env=bound)(*(as_argument(a, weak and is_weak(a)) for a in avals))
     # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
-    plain = [a.update(weak_type=weak and is_weak(a), sharding=_unsharded(mesh, a)) for a in avals]
+    plain = [
+        a.update(weak_type=weak and is_weak(a), sharding=sharding_in_type(a) or _unsharded(mesh, a)) for a in avals
+    ]
     return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))
 
 
 def is_weak(aval: Any) -> bool:
     """Whether a value is weakly typed, as a Python number is: beside another dtype it gives way."""
     return bool(getattr(aval, "weak_type", False))
+
+
+def as_typed(x: Any, aval: Any) -> Any:
+    """`x` with the type that a value of the program has: its varying axes, its explicit sharding, its weakness.
+
+    A Python number is weakly typed, and so is what a program makes of Python numbers alone; a fused op's result is never weak.
+    """
+    x = resharded(as_varying(x, aval), aval)
+    return with_weakness(x, True) if is_weak(aval) and not is_weak(jax.typeof(x)) else x
 
 
 def as_varying(x: Any, aval: Any) -> Any:
@@ -109,7 +121,6 @@ def _inside(mesh: Any, call: Callable[[], Any]) -> Any:
         return ()
 
     around = mesh.update_axis_types(dict.fromkeys(new, AxisType.Auto))
-    # Through no mesh, since a mesh of another size is not taken while there is one.
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(around):
+    with on_mesh(around):
         jax.eval_shape(jax.shard_map(body, in_specs=(), out_specs=(), axis_names=new))
     return results[0]

@@ -10,8 +10,9 @@ from typing import Any
 from .backward import Backward, Share
 from .canonical import View
 from .certify import Certifier, Verdict, prove_gradients, with_vjp
-from .compat import explicit_axes, has_side_effects
+from .compat import has_side_effects
 from .emit import kind, slice_jaxpr
+from .explicit import is_split_in_type
 from .gradients import BackwardPart, terms_beside
 from .ir import Block, Graph, Node, Value
 from .region import Region
@@ -62,7 +63,7 @@ class Pairer:
         placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
         if not placed:
             raise Unpaired("no gradient was found that stands apart from others'")
-        if any(explicit_axes(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
+        if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
             raise Unpaired("its values are laid out over explicit mesh axes")
         if kind(found.cotangent.aval) != kind(region.root.aval):
             raise Unpaired("its cotangent varies along other mesh axes than its result")

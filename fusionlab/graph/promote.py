@@ -19,6 +19,7 @@ from fusionlab.errors import ArgumentError
 
 from .binding import bind
 from .compat import enable_x64, split_closed
+from .settings import jax_defaults
 from .trace import users_code
 from .widen import Interpreter, is_inexact, plain, wide_dtype
 
@@ -48,7 +49,7 @@ class Promoted:
     def values(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, in the function's own output structure: numpy float64; integers and bools as they are."""
         flat = self._widened(args, kwargs)
-        with enable_x64(True):
+        with jax_defaults(), enable_x64(True):
             outs = [_to_numpy(o) for o in self._values(self._consts, flat)]
         return jax.tree_util.tree_unflatten(self._out_tree, outs)
 
@@ -76,7 +77,7 @@ class Promoted:
             for c, a in zip(cts, self._out_avals, strict=True)
             if is_inexact(a.dtype)
         ]
-        with enable_x64(True):
+        with jax_defaults(), enable_x64(True):
             grads = dict(zip(chosen, map(np.asarray, self._vjp(chosen, self._consts, flat, live)), strict=True))
         return jax.tree_util.tree_unflatten(self._in_tree, [grads.get(i) for i in range(len(self._in_avals))])
 
@@ -98,7 +99,8 @@ class Promoted:
         flat, tree = jax.tree_util.tree_flatten((bound.args, bound.kwargs))
         if tree != self._in_tree:
             raise ArgumentError(f"arguments: got structure {tree}, needed the one promoted for, {self._in_tree}")
-        return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
+        with jax_defaults():
+            return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
 
 
 def _argument(x: Any, aval: Any) -> Any:

@@ -7,22 +7,22 @@ contexts, scopes and source lines; regions are rebuilt only where a site stands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
-from .compat import rebuild, without_dead_code
+from .compat import rebuild, with_weakness, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
 from .neighbours import with_neighbours
 from .order import in_order, last_of
+from .settings import jax_defaults
 from .travel import Tree, more_operands, more_results
-from .typed import as_typed, shardings_of, strong
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ class Replacement:
         return self.root, *self.others
 
 
+@jax_defaults()
 def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     """A closed jaxpr that computes `graph` with `replacements` applied.
 
@@ -202,7 +203,7 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
         types = [v.aval for v in r.roots] if r.others else r.root.aval
         closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
     info = source_info(at)
-    eqns, given = strong([env[v.id] for v in r.leaves], r.weak, info)
+    eqns, given = _strong([env[v.id] for v in r.leaves], r.weak, info)
     more, made = inlined(closed, given, info, extra)
     residuals = made[len(r.roots) :]
     if len(made) < len(r.roots) or (residuals and r.backward is None):
@@ -211,12 +212,22 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
         if kind(atom.aval) != kind(value.aval):
             raise RewriteError(
                 f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "
-                "shard_map, varying along the same mesh axes); this is a bug"
+                "shard_map, varying along the same mesh axes; laid out alike over explicit ones); this is a bug"
             )
-    last, results = as_typed(made[: len(r.roots)], r.roots, info, shardings_of(r.fn, r.leaves, r.roots))
-    env.update((value.id, atom) for value, atom in zip(r.roots, results, strict=True))
+        env[value.id] = atom
     env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
-    return [*eqns, *more, *last]
+    return [*eqns, *more]
+
+
+def _strong(atoms: Sequence[Any], numbers: Collection[int], info: Any) -> tuple[list, list]:
+    """(equations, atoms) of what an op is given, some of it cast to be strong: the transpose of that cast makes a gradient weak again."""
+    eqns: list[Any] = []
+    given = list(atoms)
+    for i in sorted(numbers):
+        cast = make_jaxpr(lambda x: with_weakness(x, False), [given[i].aval], weak=True)
+        more, (given[i],) = inlined(cast, [given[i]], info, None)
+        eqns += more
+    return eqns, given
 
 
 def _grouped(items: Iterable[tuple[str, int, Any]]) -> dict[str, list[tuple[int, Any]]]:

@@ -12,8 +12,9 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from .compat import explicit_axes, has_pending_sums
+from .compat import has_pending_sums
 from .emit import kind
+from .explicit import is_split_in_type
 
 _VIEWS = ("reshape", "squeeze")
 
@@ -58,7 +59,7 @@ def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:
 
 def _fits(array: Any, total: Any) -> bool:
     """Whether a sum over rows of an array has a type, on one device or on shards of several."""
-    if any(explicit_axes(aval) or has_pending_sums(aval) for aval in (array, total)):
+    if any(is_split_in_type(aval) or has_pending_sums(aval) for aval in (array, total)):
         return False
     return total.shape == array.shape[-1:] and kind(total)[2] == kind(array)[2]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .compat import rule_functions
+from .explicit import sharding_in_type
 from .ir import Block, Literal, Node, Value
 from .scopes import is_jax_file
 
@@ -40,7 +41,7 @@ def region_signature(region: Region) -> Any:
     for value in region.inputs:
         number[value.id] = len(number)
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    leaves = tuple((name, number[v.id], v.shape, str(v.dtype)) for name, v in region.leaves.items())
+    leaves = tuple((name, number[v.id], *_type_key(v)) for name, v in region.leaves.items())
     body = tuple(node_signature(n, number) for n in nodes)
     return leaves, body, tuple(number.get(v.id) for v in region.roots)
 
@@ -53,8 +54,13 @@ def node_signature(node: Node, number: dict[int, Any]) -> Any:
         params += (_rule_key(node.params["jvp_jaxpr_fun"]),)
     for value in node.outputs:
         number[value.id] = len(number)
-    outs = tuple((v.shape, str(v.dtype)) for v in node.outputs)
+    outs = tuple(map(_type_key, node.outputs))
     return node.primitive, ins, params, outs, tuple(_block_signature(b) for b in node.blocks)
+
+
+def _type_key(value: Value) -> Any:
+    """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given."""
+    return value.shape, str(value.dtype), sharding_in_type(value.aval)
 
 
 def params_signature(node: Node) -> tuple[Any, ...]:

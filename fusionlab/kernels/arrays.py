@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad
-from jax.sharding import AxisType
 
 from ..errors import ArgumentError
+from ..graph.explicit import is_split_in_type, sharding_in_type
 
 Array = Any
 
@@ -122,15 +122,12 @@ def same_varying_axes(operands: Sequence[Array]) -> list[Array]:
 
 def explicit_sharding(value: Any) -> Any:
     """The sharding that is part of the value's type: None unless the mesh has explicit axes."""
-    sharding = jax.typeof(value).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    return sharding_in_type(jax.typeof(value))
 
 
 def is_explicitly_sharded(value: Any) -> bool:
     """Whether an axis of an array, or of a shape, is sharded over an explicit mesh axis."""
-    sharding = getattr(jax.typeof(value) if isinstance(value, jax.Array) else value, "sharding", None)
-    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", ())
-    return mesh is not None and AxisType.Explicit in mesh.axis_types and any(axis is not None for axis in spec)
+    return is_split_in_type(jax.typeof(value) if isinstance(value, jax.Array) else value)
 
 
 def zero_tangent(value: Any) -> Any:

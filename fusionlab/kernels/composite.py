@@ -21,10 +21,11 @@ from ..device import Device
 from ..errors import ArgumentError
 from ..graph.compat import child_jaxprs
 from ..graph.cost import arithmetic_of
+from ..graph.settings import WHERE_IT_RUNS, jax_defaults
 from ..graph.trace import block_of_jaxpr
 from .arrays import as_arrays, batch_size, explicit_sharding, same_varying_axes
 from .implementation import Implementation, Residual
-from .op import Op
+from .op import Op, rule
 from .primitive import FusedPrimitive, Marker, Meaning
 
 Array = Any
@@ -68,7 +69,7 @@ class CompositeOp(Op):
     def __init__(self) -> None:
         self._call = CompositePrimitive(self.name, self)
         self._register(self._call)
-        ad.primitive_jvps[self._call] = self._jvp_of_call
+        ad.primitive_jvps[self._call] = rule(self._jvp_of_call)
 
     @abc.abstractmethod
     def fold(
@@ -126,7 +127,8 @@ class CompositeOp(Op):
         names = tuple(present)
         self._check_names(operands, names)
         given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
-        return tuple(self.implementations["xla"].forward(**given, residuals=False, **full))
+        with jax_defaults(WHERE_IT_RUNS):
+            return tuple(self.implementations["xla"].forward(**given, residuals=False, **full))
 
     def _prepared(
         self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None

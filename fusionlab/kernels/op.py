@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -29,6 +29,7 @@ from ..device import Device
 from ..errors import BackendError, unknown_name
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
+from ..graph.settings import WHERE_IT_RUNS, jax_defaults
 from . import partition
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
@@ -59,11 +60,11 @@ class Op(abc.ABC):
         self._cotangent = FusedPrimitive(f"{self.name}_cotangent", self, "cotangent")
         for primitive in self.primitives.values():
             self._register(primitive)
-        ad.primitive_jvps[self._call] = self._jvp_of_call
-        ad.primitive_jvps[self._tangent] = functools.partial(self._jvp_of_linear, self._tangent)
-        ad.primitive_jvps[self._cotangent] = functools.partial(self._jvp_of_linear, self._cotangent)
-        ad.primitive_transposes[self._tangent] = self._transpose_of_tangent
-        ad.primitive_transposes[self._cotangent] = self._transpose_of_cotangent
+        ad.primitive_jvps[self._call] = rule(self._jvp_of_call)
+        ad.primitive_jvps[self._tangent] = rule(functools.partial(self._jvp_of_linear, self._tangent))
+        ad.primitive_jvps[self._cotangent] = rule(functools.partial(self._jvp_of_linear, self._cotangent))
+        ad.primitive_transposes[self._tangent] = rule(self._transpose_of_tangent)
+        ad.primitive_transposes[self._cotangent] = rule(self._transpose_of_cotangent)
 
     # What an op says of itself.
 
@@ -188,7 +189,8 @@ class Op(abc.ABC):
     def reference(self, *operands: Any, **attrs: Any) -> Any:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
-        return _one_or_all(self.implementations["xla"].forward(**present, residuals=False, **full))
+        with jax_defaults(WHERE_IT_RUNS):
+            return _one_or_all(self.implementations["xla"].forward(**present, residuals=False, **full))
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """What the forward saves for backward when every operand's gradient is wanted."""
@@ -301,7 +303,7 @@ class Op(abc.ABC):
 
     def _register(self, primitive: FusedPrimitive) -> None:
         give_types_and_eager_call(primitive)
-        batching.primitive_batchers[primitive] = functools.partial(self._batching_rule, primitive)
+        batching.primitive_batchers[primitive] = rule(functools.partial(self._batching_rule, primitive))
         for platform in ("cpu", "cuda", None):
             run = functools.partial(partition.run, primitive, platform or "other")
             mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), platform=platform)
@@ -453,6 +455,11 @@ class Op(abc.ABC):
             meaning = primitive.function(params, "xla")
             outs = jax.vmap(meaning, in_axes=tuple(axes))(*operands)
         return outs, [0] * len(outs)
+
+
+def rule(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of FusionLab's own by which JAX transforms a primitive: its code runs at JAX's defaults."""
+    return jax_defaults(WHERE_IT_RUNS)(rule)
 
 
 def _one_or_all(results: Sequence[Array]) -> Any:

@@ -6,6 +6,7 @@ derivative is JAX's own of the meaning, computed from them, unless a backward is
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..device import Device
 from ..errors import ArgumentError, BackendError, CompileError, MissingDependencyError
 from ..graph.agreement import relative_error
 from ..graph.evaluate import CannotEvaluate, evaluate
+from ..graph.settings import matmul_precision
 from .arrays import check_dtypes, is_explicitly_sharded
 from .compile import refuses_device
 from .implementation import Implementation
@@ -30,6 +32,9 @@ from .op import Op
 Array = Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# The attribute with what was set by `jax.default_matmul_precision` around the program, or the call: an op of the user's has no other word
+# for it, and is lowered under whatever is set then.
+PRECISION = "matmul_precision"
 REFUSALS = (
     TypeError,
     ValueError,
@@ -104,7 +109,7 @@ class PatternOp(Op):
         self.name, self.slots = name, tuple(axes)  # pyright: ignore[reportAttributeAccessIssue]
         self.letters, self.result, self.scalars = dict(axes), result, scalars
         self._formula, self.same_code, self._backward = formula, same_code, backward
-        self.defaults = dict.fromkeys(scalars)  # pyright: ignore[reportAttributeAccessIssue]
+        self.defaults = dict.fromkeys((*scalars, PRECISION))  # pyright: ignore[reportAttributeAccessIssue]
         self.meaning_fn = reference
         self.functions = {key: fn for key, fn in others.items() if not isinstance(fn, CudaKernel)}
         plain = "the meaning, as plain JAX code"
@@ -153,7 +158,8 @@ class PatternOp(Op):
 
     def _forward(self, fn: Callable[..., Any]) -> Callable[..., list[Array]]:
         def forward(*, residuals: bool, **given: Any) -> list[Array]:
-            return [fn(*(given[slot] for slot in self.slots), *self.numbers(given))]
+            with _products_in(given):
+                return [fn(*(given[slot] for slot in self.slots), *self.numbers(given))]
 
         return forward
 
@@ -162,7 +168,8 @@ class PatternOp(Op):
 
         def fn(*moving: Array) -> Array:
             known = {**saved, **dict(zip(slots, moving, strict=True))}
-            return self.meaning_fn(*(known[slot] for slot in self.slots), *self.numbers(attrs))
+            with _products_in(attrs):
+                return self.meaning_fn(*(known[slot] for slot in self.slots), *self.numbers(attrs))
 
         return fn
 
@@ -177,7 +184,8 @@ class PatternOp(Op):
     ) -> list[Array]:
         if self._backward is None:
             return list(jax.vjp(self._of(wanted, saved, attrs), *(saved[slot] for slot in wanted))[1](ct))
-        found = self._backward(ct, *(saved[slot] for slot in self.slots), *self.numbers(attrs))
+        with _products_in(attrs):
+            found = self._backward(ct, *(saved[slot] for slot in self.slots), *self.numbers(attrs))
         gradients = list(found) if isinstance(found, tuple | list) else [found]
         shapes = [getattr(g, "shape", None) for g in gradients]
         needed = [saved[slot].shape for slot in self.slots]
@@ -199,6 +207,7 @@ class PatternOp(Op):
             if not isinstance(full[scalar], int | float) or isinstance(full[scalar], bool):
                 raise ArgumentError(f"{self.name}: {scalar}={full[scalar]!r}, needed a number")
             full[scalar] = float(full[scalar])
+        full[PRECISION] = full[PRECISION] or matmul_precision()
         return {slot: given[slot] for slot in self.slots}, full
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -251,6 +260,12 @@ class PatternOp(Op):
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands.values()]
         closed = jax.make_jaxpr(self._of(self.slots, {}, attrs))(*shapes)
         return evaluate(closed, [np.asarray(a, np.float64) for a in operands.values()])[0]
+
+
+def _products_in(attrs: Mapping[str, Any]) -> Any:
+    """Around a function of the user's: its products that ask for no precision are computed in that of the call."""
+    asked = attrs.get(PRECISION)
+    return contextlib.nullcontext() if asked is None else jax.default_matmul_precision(asked)
 
 
 class _Kernel:

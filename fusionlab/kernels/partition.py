@@ -31,6 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..device import Device
 from ..errors import BackendError, ExportWarning
+from ..graph.settings import jax_defaults
 from .arrays import explicit_sharding
 from .labels import Labels, labels_of
 from .primitive import FusedPrimitive, Marker, Meaning
@@ -55,6 +56,7 @@ _WITHOUT_A_CARD = (
 )
 
 
+@jax_defaults()
 def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: Any) -> list[Array]:
     """What a fused primitive is lowered to.
 
@@ -63,7 +65,7 @@ def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: An
     """
     op, device = primitive.op, Device.lowered_for(platform)
     if platform == "cuda" and Device.current().platform != "cuda":
-        warnings.warn(_WITHOUT_A_CARD, ExportWarning, stacklevel=2)
+        warnings.warn(_WITHOUT_A_CARD, ExportWarning, stacklevel=3)
 
     def body(params: Mapping[str, Any], *operands: Array) -> list[Array]:
         shapes = dict(zip(primitive.operand_names(params), operands, strict=True))
@@ -186,7 +188,7 @@ class _Parts:
 
         def local(*operands: Array) -> list[Array]:
             # A mesh that is set while XLA compiles must not reach in: here arrays are one device's.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            with jax_defaults(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return inner(*operands)
 
         return local

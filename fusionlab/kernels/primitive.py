@@ -16,6 +16,7 @@ from jax.sharding import get_abstract_mesh
 from ..device import Device
 from ..graph.cost import arithmetic_of
 from ..graph.labelled import Form
+from ..graph.settings import WHERE_IT_RUNS, is_jit_disabled, jax_defaults
 from ..graph.trace import block_of_jaxpr
 
 if TYPE_CHECKING:
@@ -158,6 +159,9 @@ class FusedPrimitive(Primitive):
           implementation: its name; "xla" is the meaning.
           device: what it is lowered for; None for code that is to run anywhere.
         """
+        return jax_defaults(WHERE_IT_RUNS)(self._function(params, implementation, device))
+
+    def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:
         one, attrs = self.op.implementations[implementation], attributes_of(params) | {"device": device}
         if self.role == "call":
             forward = functools.partial(one.forward, residuals=params["residuals"], **attrs)
@@ -195,6 +199,7 @@ def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
         # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
         return [v.aval for v in jax.make_jaxpr(primitive.function(dict(params), "xla"))(*avals).jaxpr.outvars]
 
+    @jax_defaults()
     def abstract(*avals: Any, **params: Any) -> list[Any]:
         x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
@@ -202,7 +207,7 @@ def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
     compiled = jax.jit(lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params")
 
     def eager(*operands: Array, **params: Any) -> list[Array]:
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        if is_jit_disabled():
             return primitive.function(params, "xla")(*operands)
         return compiled(*operands, params=tuple(sorted(params.items())))
 

@@ -39,6 +39,7 @@ NOTORIOUS = (
 UNREACHED: dict[str, str] = {
     "value": "a net under the examples and predicates: it would take a match whose values are wrong",
     "region": "needs a mesh: a site in a shard_map that checks which mesh axes values vary along",
+    "sharding": "needs a mesh: a layout that is said, or explicit axes (tests/fusers/test_explicit_axes.py)",
     "uncertified": "a net under the matcher: whatever an example holds can be evaluated",
     "gelu_form": "given where a user asks for one GELU and the model has the other, which no pass lets them do yet",
     "implementation": "given where an option names one that cannot run the call (tests/fusers/test_devices_asked.py)",

@@ -1,0 +1,69 @@
+"""JAX's settings around what FusionLab traces, computes and lowers for itself: JAX's defaults, whatever the user has set.
+
+Settings are for the user's own code: that it broadcasts by rank or mixes dtypes nowhere, that no array moves unseen, that a NaN raises.
+Where FusionLab traces a replacement, computes a mask or lowers an implementation they would raise for code that the user never wrote, or
+change what it means with whatever is set at that moment. The function of the user's is traced outside of this, under their settings.
+
+`jax_enable_x64` is no such setting: it says which dtypes there are, and the program has them. How the bits of a key are drawn
+(`jax_threefry_partitionable`, `jax_default_prng_impl`) is the program's as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+
+# Setting -> (its default, the context manager that sets it).
+_SETTINGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "jax_numpy_rank_promotion": ("allow", jax.numpy_rank_promotion),
+    "jax_numpy_dtype_promotion": ("standard", jax.numpy_dtype_promotion),
+    "jax_transfer_guard_host_to_device": ("allow", jax.transfer_guard_host_to_device),
+    "jax_transfer_guard_device_to_device": ("allow", jax.transfer_guard_device_to_device),
+    "jax_transfer_guard_device_to_host": ("allow", jax.transfer_guard_device_to_host),
+    "jax_check_tracer_leaks": (False, jax.check_tracer_leaks),
+    "jax_debug_nans": (False, jax.debug_nans),
+    "jax_debug_infs": (False, jax.debug_infs),
+    "jax_default_matmul_precision": (None, jax.default_matmul_precision),
+    "jax_disable_jit": (False, jax.disable_jit),
+    "jax_log_compiles": (False, jax.log_compiles),
+    "jax_explain_cache_misses": (False, jax.explain_cache_misses),
+    "jax_no_tracing": (False, jax.no_tracing),
+    "jax_no_execution": (False, jax.no_execution),
+}
+
+
+# What may be evaluated here and now, one primitive after another, is run as the user's own code beside it is.
+WHERE_IT_RUNS = frozenset({"jax_debug_nans", "jax_debug_infs", "jax_disable_jit"})
+
+
+@contextlib.contextmanager
+def jax_defaults(kept: Collection[str] = ()) -> Iterator[None]:
+    """Around FusionLab's own tracing, computing and lowering, or as a decorator of it: JAX's defaults. Never around the user's function.
+
+    What is at its default is left alone: a setting that is made anew is another key of JAX's caches, equal or not. Settings in `kept`
+    are left as the user has them.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, (default, make) in _SETTINGS.items():
+            if name not in kept and not _is_default(getattr(jax.config, name), default):
+                stack.enter_context(make(default))
+        yield
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Of a guard None is what it is where nothing was ever set: as "allow"."""
+    value = getattr(value, "value", value)
+    return value == default or (value is None and default == "allow")
+
+
+def is_jit_disabled() -> bool:
+    """Whether the user has what is under a jit run as plain Python, one primitive after another."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def matmul_precision() -> str | None:
+    """The precision that the user has set for products that ask for none."""
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
