@@ -179,7 +179,7 @@ def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
 
     def fn(*args: Any, **kwargs: Any) -> Outcome:
         leaves = jax.tree.leaves((args, kwargs))
-        if [x.shape for x in leaves] == [v.aval.shape for v in closed.jaxpr.invars]:
+        if list(map(_shape, leaves)) == [_shape(v.aval) for v in closed.jaxpr.invars]:
             outs = jex_core.jaxpr_as_fun(closed)(*leaves)
         else:  # symbolic sizes, at numbers
             outs = _run_of(parts)(*args, **kwargs).arrays
@@ -193,6 +193,11 @@ def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
         changed = lost = (f"what {parts.labels[parts.owners[0][0]]} is made of",)
     told |= {"changed": changed, "lost": lost, "finish": parts.finish}
     return Bound(fn, args, kwargs, leaf_names=parts.names, **told)
+
+
+def _shape(x: Any) -> Any:
+    """An object of the user's that JAX takes as it is (hijax) has none."""
+    return getattr(x, "shape", None)
 
 
 def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:

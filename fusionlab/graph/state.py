@@ -15,9 +15,19 @@ import jax
 
 
 def is_object(x: Any) -> bool:
-    """Whether a value is an object of nnx: a Module, an Optimizer, Rngs, a Variable."""
+    """Whether a value is an object of nnx, a Module, an Optimizer, Rngs, a Variable, that `nnx.jit` takes apart.
+
+    One whose Variables are objects to JAX itself (hijax) is not: `jax.jit` takes it as it is, and `nnx.jit` does not take it.
+    """
     kinds = _kinds()
-    return bool(kinds) and isinstance(x, kinds)
+    return bool(kinds) and isinstance(x, kinds) and not _is_known_to_jax(x)
+
+
+def _is_known_to_jax(x: Any) -> bool:
+    nnx = sys.modules["flax.nnx"]
+    nodes = (x,) if isinstance(x, nnx.Variable) else (node for _, node in nnx.iter_graph(x))
+    first = next((node for node in nodes if isinstance(node, nnx.Variable)), None)
+    return bool(getattr(first, "hijax", False))
 
 
 def _kinds() -> tuple[type, ...]:

@@ -83,3 +83,16 @@ def test_a_captured_variable_cannot_be_evaluated(model):
     assert isinstance(closed, jex_core.ClosedJaxpr) or hasattr(closed, "consts")
     with pytest.raises(CannotEvaluate, match="whose value may change"):
         evaluate(closed, [np.asarray(X, "float64")])
+
+
+def test_an_argument_of_hijax_variables_is_taken_and_updated_as_under_jax_jit(model):
+    def step(model, x):
+        model.down.bias[...] = model.down.bias[...] + 1
+        return model(x)
+
+    want = model(X) + 1
+    for fused in (fl.fuse(step), fl.fuse(jax.jit(step))):
+        before = model.down.bias[...]
+        np.testing.assert_allclose(fused(model, X), want, rtol=1e-5)
+        np.testing.assert_array_equal(model.down.bias[...], before + 1)
+        want = want + 1
