@@ -1,6 +1,6 @@
 """Random programs: whether fusionlab's rewrite of each is the program itself, judged against float64.
 
-    python -m benchmarks random_programs [--start 0] [--count 10000] [--resume] [--compiled-every 20] [--train-steps] [-o FILE]
+    python -m benchmarks random_programs [--start 0] [--count 10000] [--resume] [--compiled-every 20] [--train-steps] [--x64] [-o FILE]
 
 A program is a function of its seed (tests/soundness/generator.py): planted sites, right and wrong, in random surroundings.
 Where sites are accepted, outputs and gradients of the fused program are compared with the original's
@@ -11,6 +11,9 @@ seed whose rewrite is wrong, or at which something raised, is recorded with the 
 With `--train-steps` what is run is a whole train step of each program, differentiated already (tests/soundness/train_steps.py), and
 loss, gradients, updated arguments and the optimiser's state are compared; the record is a file of its own, and its `pairs` counts the
 sites that were fused together with their backward passes.
+
+With `--x64` there is float64: programs have it, or compute in it on purpose what must not lose precision. The records are files of
+their own.
 """
 
 from __future__ import annotations
@@ -150,9 +153,11 @@ def main(argv: list[str]) -> int:
         "--compiled-every", type=int, default=20, help="every so manieth program is compiled too; 0: none"
     )
     parser.add_argument("--train-steps", action="store_true", help="a differentiated train step of each program")
+    parser.add_argument("--x64", action="store_true", help="with 64-bit dtypes")
     parser.add_argument("-o", "--output", type=Path, help="where the JSON record is")
     options = parser.parse_args(argv)
-    output = options.output or RESULTS / (TRAIN_STEPS if options.train_steps else PROGRAMS)
+    name = TRAIN_STEPS if options.train_steps else PROGRAMS
+    output = options.output or RESULTS / (name.replace(".", "_x64.") if options.x64 else name)
     sys.path.insert(0, str(ROOT / "tests"))
 
     import jax
@@ -160,6 +165,7 @@ def main(argv: list[str]) -> int:
     from fusionlab.evidence.record import environment, hardware, load_json, save_json
 
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_x64", options.x64)
     where = environment()
     record = empty()
     if options.resume and output.exists():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .piece import Array, Draft, Piece
+from .piece import Array, Draft, Piece, wider
 
 LOW = float(np.finfo(np.float32).min)
 
@@ -50,7 +50,7 @@ RIGHT = {
     "by frozen max": _by_frozen_max,
     "by logsumexp": lambda s, a: jnp.exp(s - jax.nn.logsumexp(s, a, keepdims=True)),
     "by log_softmax": lambda s, a: jnp.exp(jax.nn.log_softmax(s, a)),
-    "in f32": lambda s, a: jax.nn.softmax(s.astype(jnp.float32), a).astype(s.dtype),
+    "in f32": lambda s, a: jax.nn.softmax(s.astype(wider()), a).astype(s.dtype),
 }
 PLAIN = {"without max": lambda s, a: jnp.exp(s) / jnp.exp(s).sum(a, keepdims=True)}
 WRONG = {
@@ -153,7 +153,7 @@ def _added(d: Draft, t: int, s: int) -> Callable[..., Array]:
     d.largest = min(d.largest, 4.0)
     if d.chance(0.5):
         return lambda p, z: z + jnp.where(kept(p), 0.0, fill).astype(z.dtype)
-    return lambda p, z: z + ((1.0 - kept(p).astype(jnp.float32)) * fill).astype(z.dtype)
+    return lambda p, z: z + ((1.0 - kept(p).astype(wider())) * fill).astype(z.dtype)
 
 
 def _bias(d: Draft, t: int, s: int) -> Callable[..., Array]:

@@ -18,7 +18,7 @@ from .attention_sites import attention
 from .glue import glue
 from .linear_sites import linear
 from .norm_sites import norm
-from .piece import Array, Draft, Param, Piece, chain, elements, joined
+from .piece import Array, Draft, Param, Piece, chain, elements, joined, wider
 from .wrappers import WRAPPERS
 
 SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
@@ -27,7 +27,9 @@ DTYPES = (
     *(("bfloat16", "bfloat16"), ("bfloat16", "float32")) * 2,
     ("float16", "float16"),
 )
-DRAWS = ("normal", "zeros", "large")
+# Where there is x64: as above, and what a program computes in a wider dtype on purpose it computes in float64.
+WIDE_DTYPES = (*(("float64", "float64"), ("float32", "float32")) * 3, ("float32", "float64"), ("bfloat16", "float32"))
+DRAWS = ("normal", "zeros", "large", "constant", "edge")
 _LARGEST_ARRAY = 400
 
 
@@ -61,7 +63,8 @@ class Program:
         return [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.params]
 
     def arguments(self, draw: str, seed: int = 0) -> list[np.ndarray]:
-        """One set of arguments, floats in float64: "normal", "zeros" (zeros and ties among them) or "large"."""
+        """One set of arguments, floats in float64: "normal", "zeros" (zeros and ties among them), "large", "constant" (rows of
+        one number: without variance) or "edge" (some near the largest number of their dtype)."""
         rng = np.random.default_rng((self.seed, DRAWS.index(draw), seed))
         return [_argument(rng, p, draw, self.largest) for p in self.params]
 
@@ -79,6 +82,11 @@ def _argument(rng: np.random.Generator, p: Param, draw: str, largest: float) -> 
             x = x * (rng.random((*p.shape[:-1], 1)) < 0.7)  # whole rows of zeros: ties in every sum over them
         if p.role == "bias" or rng.random() < 0.1:
             x = np.zeros_like(x)
+    if draw == "constant" and p.shape:
+        x = np.broadcast_to(x[..., :1], p.shape)
+    if draw == "edge" and jnp.issubdtype(p.dtype, jnp.floating):
+        far = float(jnp.finfo(p.dtype).max) * rng.uniform(0.3, 1.0, p.shape)
+        x = np.where(rng.random(p.shape) < 0.1, np.sign(x) * far, x)
     if draw == "large":
         hit = rng.random(p.shape) < 0.15
         x = np.where(hit, np.sign(x) * largest, x)
@@ -160,7 +168,7 @@ def transformed(fn: Callable[..., list[Array]], outer: str) -> Callable[..., lis
 def program(seed: int) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
-    dtype, param_dtype = rng.choice(DTYPES)
+    dtype, param_dtype = rng.choice(WIDE_DTYPES if wider() == "float64" else DTYPES)
     shape = _shape(rng)
     piece = _piece(rng, shape, dtype, param_dtype, 1)
     params, fn = piece.params, _flat(piece)

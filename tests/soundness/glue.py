@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .piece import Array, Draft, Piece, alone
+from .piece import Array, Draft, Piece, alone, wider
 
 
 def _even(x: Array) -> Array:
@@ -56,7 +56,7 @@ PLAIN: dict[str, Callable[[Array], Array]] = {
     "taken": lambda x: x[..., jnp.array([0, -1, 0])],
     "sliced dynamically": lambda x: lax.dynamic_slice_in_dim(x, 0, max(1, x.shape[0] - 1)),
     "rounded": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
-    "widened": lambda x: jnp.sin(x.astype(jnp.float32)).astype(x.dtype),
+    "widened": lambda x: jnp.sin(x.astype(wider())).astype(x.dtype),
     "frozen": lambda x: lax.stop_gradient(x) + 0 * x,
     "named": lambda x: checkpoint_name(x, "glue"),
     "barrier": lax.optimization_barrier,

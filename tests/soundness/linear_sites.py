@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .piece import Array, Draft, Piece
+from .piece import Array, Draft, Piece, wider
 
 Made = Callable[[Sequence[Array], Array], Array]
 
@@ -36,7 +36,7 @@ def _weight_first(x: Array, w: Array) -> Array:
 
 
 def _wide(x: Array, w: Array) -> Array:
-    wide = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    wide = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wider())
     return wide.astype(x.dtype)
 
 
@@ -200,7 +200,7 @@ RIGHT = {
     "gelu by power": lambda h: 0.5 * h * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (h + 0.044715 * jnp.power(h, 3)))),
     "gelu by sigmoid": lambda h: h * jax.nn.sigmoid(2 * 0.7978845608 * (h + 0.044715 * h**3)),
     "gelu erf by hand": lambda h: h * 0.5 * (1 + lax.erf(h / 1.4142135623730951)),
-    "gelu by cdf": lambda h: h * jax.scipy.stats.norm.cdf(h.astype(jnp.float32)).astype(h.dtype),
+    "gelu by cdf": lambda h: h * jax.scipy.stats.norm.cdf(h.astype(wider())).astype(h.dtype),
     "silu": jax.nn.silu,
     "silu by hand": lambda h: h * jax.nn.sigmoid(h),
     "silu by exp": lambda h: h / (1 + jnp.exp(-h)),
@@ -257,7 +257,7 @@ WRONG = {
     "rounds before": lambda h: jax.nn.relu(h.astype(jnp.bfloat16)).astype(h.dtype),
     "rounds inside": lambda h: h * jax.nn.sigmoid(h).astype(jnp.bfloat16).astype(h.dtype),
     "half inside": lambda h: jnp.tanh(h.astype(jnp.float16)).astype(h.dtype),
-    "wider inside": lambda h: jax.nn.gelu(h.astype(jnp.float32)).astype(h.dtype),
+    "wider inside": lambda h: jax.nn.gelu(h.astype(wider())).astype(h.dtype),
     "reduced precision": lambda h: jax.nn.relu(lax.reduce_precision(h, 8, 5)),
     "named before": lambda h: jax.nn.relu(checkpoint_name(h, "h")),
     "named after": lambda h: checkpoint_name(jax.nn.relu(h), "y"),

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax, nn
 
-from .piece import Array, Draft, Piece, elements
+from .piece import Array, Draft, Piece, elements, wider
 
 Axes = tuple[int, ...]
 Norm = Callable[[Array, Axes, float], Array]
@@ -57,7 +57,7 @@ def _eps_first(x: Array, axes: Axes, eps: float) -> Array:
 
 
 def _in_float32(norm: Norm) -> Norm:
-    return lambda x, axes, eps: norm(x.astype(jnp.float32), axes, eps).astype(x.dtype)
+    return lambda x, axes, eps: norm(x.astype(wider()), axes, eps).astype(x.dtype)
 
 
 def _rms(x: Array, axes: Axes, eps: float) -> Array:
@@ -252,7 +252,7 @@ def norm(d: Draft) -> Piece:
 
     def fn(p: Sequence[Array], x: Array) -> tuple[Array, tuple[Array, ...]]:
         xhat = body(x, axes, eps)
-        y = affine(p, xhat.astype(jnp.float32) if cast else xhat).astype(x.dtype)
+        y = affine(p, xhat.astype(wider()) if cast else xhat).astype(x.dtype)
         return (y, ()) if escape is None else escape(x, axes, y)
 
     return d.done(fn, d.shape, "norm")

@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import jax
+
 Array = Any
 T = TypeVar("T")
 Shape = tuple[int, ...]
 LARGE = 1e4
+
+
+def wider() -> Any:
+    """The dtype that a program takes on purpose for what must not lose precision: float64 where there is one (x64)."""
+    return jax.dtypes.canonicalize_dtype("float64")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,14 @@ def test_a_rewritten_random_program_is_the_program(seeds):
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda r: f"seeds {r.start} to {r.stop - 1}")
+def test_a_rewritten_random_program_of_64_bits_is_the_program(seeds):
+    with jax.enable_x64(True):
+        found = [judge(program(seed)) for seed in seeds]
+    assert [(j.seed, j.verdict, j.reason) for j in found if j.verdict not in ("same", "no site")] == []
+    jax.clear_caches()
+
+
 def test_a_program_is_a_function_of_its_seed():
     for seed in (3, 4, 5):
         one, two = program(seed), program(seed)
@@ -99,6 +107,11 @@ LIES = {
         "gradient of argument 0 differs by .* at zeros inputs",
     ),
     "a cap nobody reaches": (lambda f: lambda *a: jnp.minimum(f(*a), 100.0), "differs by .* at large inputs"),
+    "rows of one number": (
+        lambda f: lambda *a: jnp.where(jnp.all(a[0] == a[0][:, :1], 1, keepdims=True), 0.5, f(*a)),
+        "differs by .* at (zeros|constant) inputs",
+    ),
+    "an overflow": (lambda f: lambda *a: f(*a) * 1e6 / 1e6, "infinite or NaN at edge inputs"),
     "operands rounded": (half_in(jnp.bfloat16), "from float64 rounded"),
     "another shape": (lambda f: lambda *a: f(*a)[::-1], "output 0 differs"),
 }

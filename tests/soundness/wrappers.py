@@ -158,7 +158,7 @@ def cond(rng: Any, x: Param, piece: Piece, other: Piece) -> Piece | None:
 
         def two(x: Array) -> tuple[Array, Array]:
             if second is None:
-                return jnp.full(piece.shape, x.mean().astype(x.dtype)), jnp.zeros(())
+                return jnp.full(piece.shape, x.mean().astype(x.dtype)), jnp.zeros((), jnp.float32)
             y, escaped = second.fn(theirs, x)
             return y, _small(escaped)
 
