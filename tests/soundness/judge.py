@@ -8,6 +8,7 @@ from float64 than the original. A share is compiled and run in its own dtypes as
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +29,9 @@ from tests.asked import by_default
 
 from .generator import DRAWS, Program, transformed
 
-# In float64 all that may differ is how literals were rounded: to 2 units in the last place of the program's dtype.
-EXACT = {"float64": 1e-9, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+# In float64 all that may differ is how literals were rounded: to 2 units in the last place of the program's dtype. Of a program of
+# float64 there is no reference that is more exact: what it computes in float32 is off by more than this.
+EXACT = {"float64": 2.0**-24, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 # By how much an input may be off, being rounded; relative.
 _STEP = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-9}
 _NEARBY = {
@@ -44,7 +46,7 @@ _UNIT = {
     "float16": 2.0**-12,
     "bfloat16": 2.0**-9,
 }  # what one sum may round by
-_TRIALS = 6
+_TRIALS, _MORE = 6, 24
 _SHAKEN = 4.0  # a difference is none while the original moves by a quarter of it when its inputs are shaken
 _NOISE = 16.0
 _ZERO = 1e-4  # a gradient below this share of the largest may be zero in theory
@@ -62,6 +64,7 @@ _NOTED = (
     "overflow in the original and not in the fused op"  # in the note of a site whose softmax is exp(s) / sum(exp(s))
 )
 _BLIND = "sees no key is 0 in the fused op"
+_DIGITS = "taken to 12 digits"
 _AT_THE_EDGE = "near the edge of"  # in the note of a site that overflows there where the program does not
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -106,6 +109,9 @@ class Pair:
     cotangents: list[Any]
     noted: bool  # a note says that the original overflows where the fused op does not
     blind: bool = False  # a note says that a query that sees no key is 0, where the original has NaN
+    digits: bool = (
+        False  # a note says that numbers of a float64 site are taken to 12 digits; of scores of 1e8 that is seen
+    )
     overflowing: bool = False  # a note says that the fused op overflows where the original does not
     baseline: Any = None  # jaxpr of the arguments, giving what to take off the outputs in float64
     shaken: int = 0
@@ -133,9 +139,11 @@ class Pair:
 
     @property
     def draws(self) -> tuple[str, ...]:
-        """Of inputs. Where an original that is differentiated already overflows and says so, its gradients are judged at no large ones."""
+        """Of inputs. No large ones where a site's numbers are taken to some digits, or where an original that is differentiated already
+        overflows and says so.
+        """
         ordinary = (d for d in DRAWS if d != "edge")
-        return tuple(d for d in ordinary if d != "large" or not (self.noted and self.program.baseline))
+        return tuple(d for d in ordinary if d != "large" or not (self.digits or (self.noted and self.program.baseline)))
 
     def arguments(self, draw: str) -> list[np.ndarray]:
         rng = np.random.default_rng(self.program.seed)
@@ -202,8 +210,8 @@ def _pair(program: Program, found: Any, rewrite: Callable[[Any], Callable]) -> P
     noted = any(_NOTED in note for c in found.candidates for note in c.notes)
     base = transformed(program.baseline, program.outer) if program.baseline else None
     baseline = None if base is None else jax.make_jaxpr(base)(*program.avals)
-    blind, overflowing = (any(w in n for c in found.candidates for n in c.notes) for w in (_BLIND, _AT_THE_EDGE))
-    return Pair(program, traced[0], traced[1], names, cotangents, noted, blind, overflowing, baseline)
+    told = (any(w in n for c in found.candidates for n in c.notes) for w in (_BLIND, _DIGITS, _AT_THE_EDGE))
+    return Pair(program, traced[0], traced[1], names, cotangents, noted, *told, baseline)
 
 
 def _with_gradients(fn: Callable[..., list[Any]], floats: Sequence[int], count: int) -> Callable[..., list[Any]]:
@@ -272,7 +280,7 @@ def _gaps(pair: Pair, want: list, got: list, allowed: float, draw: str) -> list[
             raise Wrong(f"{name} has shape {list(b.shape)}, needed {list(a.shape)}")
         finite = np.isfinite(a)
         mended = bool(np.any(np.isfinite(b[~finite])))
-        told = (pair.noted and draw == "large") or (pair.blind and draw == "zeros")
+        told = (pair.noted and draw == "large") or pair.blind
         if not np.all(np.isfinite(b[finite])) or (mended and not told):
             found.append((name, np.inf, allowed))
         else:
@@ -344,7 +352,7 @@ def _excuse(pair: Pair, draw: str, want: list, name: str, gap: float, allowed: f
         moved = max(moved, _furthest(pair.run(pair.old, near)[index], want[index]) / scale)
     group = [i for i, n in enumerate(pair.names) if n.split()[0] == name.split()[0]]
     noise = 0.0  # of float64 itself, in any array of the group: one form may cancel exactly where the other does not
-    for near in _shaken(args, 2.0**-50):
+    for near in itertools.chain(_shaken(args, 2.0**-50, _MORE), _shaken(args, 2.0**-52, _MORE)):
         outs = pair.run(pair.old, near)
         noise = max(noise, *(_furthest(outs[i], want[i]) / scale for i in group))
     if gap > allowed + _SHAKEN * moved + _NOISE * noise:
@@ -352,10 +360,10 @@ def _excuse(pair: Pair, draw: str, want: list, name: str, gap: float, allowed: f
     pair.shaken += 1
 
 
-def _shaken(args: Sequence[np.ndarray], step: float) -> Iterator[list[np.ndarray]]:
+def _shaken(args: Sequence[np.ndarray], step: float, trials: int = _TRIALS) -> Iterator[list[np.ndarray]]:
     """The arguments, each off by at most a share `step` of itself; zeros stay zeros."""
     rng = np.random.default_rng(0)
-    for _ in range(_TRIALS):
+    for _ in range(trials):
         yield [a * (1 + step * rng.uniform(-1, 1, a.shape)) if a.dtype.kind == "f" else a for a in args]
 
 
@@ -370,8 +378,8 @@ def _furthest(got: np.ndarray, want: np.ndarray) -> float:
 def _no_worse(pair: Pair, want: list, before: list, after: list, where: str) -> None:
     """Raises Wrong where `after` is more than twice as far from `want` as `before`, and out of tolerance."""
     row = tolerance(pair.coarse, 128)
-    allowed = row.atol + row.rtol
-    arrays = [_judged(*three) for three in zip(want, before, after, strict=True)]
+    allowed = max(row.atol + row.rtol, EXACT["float64"])
+    arrays = [_judged(pair, *three) for three in zip(want, before, after, strict=True)]
     scales = _scales(pair, [w for w, _, _ in arrays], _SMALL)
     for index, ((w, b, a), scale) in enumerate(zip(arrays, scales, strict=True)):
         old, new = _furthest(b, w) / scale, _furthest(a, w) / scale
@@ -379,14 +387,24 @@ def _no_worse(pair: Pair, want: list, before: list, after: list, where: str) -> 
             continue
         if where == "rounded":  # the worst of several roundings, for one may be lucky
             old, new = _worst(pair, index, scale)
-        if new > allowed + (_GROWTH if old < _LOST else _GROWTH_LOST) * old:
+        if new > allowed + (_GROWTH if old < _LOST else _GROWTH_LOST) * old and new > _moved(pair, index, scale):
             raise Wrong(f"{pair.names[index]} is {new:.2g} from float64 {where}, the original {old:.2g}")
         pair.shaken += 1
 
 
-def _judged(want: np.ndarray, before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _moved(pair: Pair, index: int, scale: float) -> float:
+    """How far the original itself goes, in float64, when normal inputs are off by some roundings: a tie, say."""
+    args = pair.arguments("normal")
+    want = pair.run(pair.old, args)[index]
+    near = _shaken(args, 4 * _NEARBY[pair.coarse], _MORE)
+    return max(_furthest(pair.run(pair.old, moved)[index], want) / scale for moved in near)
+
+
+def _judged(
+    pair: Pair, want: np.ndarray, before: np.ndarray, after: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The three, NaN where rounding makes the original overflow: there no number is worse, and everywhere else one may be."""
-    lost = np.isfinite(want) & ~np.isfinite(before)
+    lost = (np.isfinite(want) | pair.blind) & ~np.isfinite(before)
     return np.where(lost, np.nan, want), np.where(lost, np.nan, before), np.where(lost, np.nan, after)
 
 
@@ -396,10 +414,10 @@ def _worst(pair: Pair, index: int, scale: float) -> tuple[float, float]:
     for trial, args in enumerate(_shaken(pair.arguments("normal"), _NEARBY[pair.coarse])):
         want = pair.run(pair.old, args)[index]
         added = traced_once(_added_otherwise(pair.inline, trial, _UNIT[pair.coarse]))
-        other = _judged(want, *(pair.run(pair.old, args, rounded=True, inline=added)[index],) * 2)
+        other = _judged(pair, want, *(pair.run(pair.old, args, rounded=True, inline=added)[index],) * 2)
         old = max(old, _furthest(other[1], other[0]) / scale)
         rounded = (pair.run(j, args, rounded=True)[index] for j in (pair.old, pair.new))
-        want, before, after = _judged(want, *rounded)
+        want, before, after = _judged(pair, want, *rounded)
         old, new = max(old, _furthest(before, want) / scale), max(new, _furthest(after, want) / scale)
     return old, new
 

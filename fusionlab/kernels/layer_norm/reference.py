@@ -94,9 +94,14 @@ def forward(
 
 
 def _through_statistics(u: Array, xhat: Array, kind: str, axis: int) -> Array:
-    """P(u): what of a change of x (or of the cotangent of xhat) the statistics leave."""
-    left = u - xhat * _mean(xhat * u, axis)
-    return left - _mean(u, axis) if kind == "layer" else left
+    """P(u): what of a change of x (or of the cotangent of xhat) the statistics leave.
+
+    xhat is rounded, and its mean no zero: what that leaves of P(u) would be summed up where a norm feeds another.
+    """
+    share = _mean(xhat * u, axis)
+    if kind == "layer":
+        return u - _mean(u, axis) - (xhat - _mean(xhat, axis)) * share
+    return u - xhat * share
 
 
 def _saved_xhat(saved: Mapping[str, Array], axis: int) -> Array:
