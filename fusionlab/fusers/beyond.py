@@ -129,35 +129,37 @@ def _read_back(search: Search, activation: Node) -> Between | None:
             stack.append(node.inputs[0])
         else:
             return None
-    made = _made_of(on_the_way, products)
-    stands = next((n for n in made if _stands_between(search, n, made, products)), made[-1] if made else None)
-    return Between(stands, products) if products and stands is not None else None
+    return _nearest(search, on_the_way, products) if products else None
 
 
-def _made_of(nodes: Mapping[int, Node], products: Mapping[int, Node]) -> list[Node]:
-    """Of some nodes those that are computed from products, in program order."""
-    known, found = {v.id for n in products.values() for v in n.outputs}, []
+def _nearest(search: Search, nodes: Mapping[int, Node], products: Mapping[int, Node]) -> Between | None:
+    """Of what stands between products and an activation what to speak of: where two products meet, else where one is taken apart, else
+    the first that is no part of an epilogue."""
+    below: dict[int, frozenset[int]] = {v.id: frozenset({n.id}) for n in products.values() for v in n.outputs}
+    best: tuple[int, Node, frozenset[int]] | None = None
     for _, node in sorted(nodes.items()):
-        if any(isinstance(a, Value) and a.id in known for a in node.inputs):
-            known.update(v.id for v in node.outputs)
-            found.append(node)
-    return found
+        made_of = {a.id: below[a.id] for a in node.inputs if isinstance(a, Value) and a.id in below}
+        if not made_of:
+            continue
+        all_of = frozenset[int]().union(*made_of.values())
+        below.update((v.id, all_of) for v in node.outputs)
+        rank = _rank(search, node, len(set(made_of.values())))
+        if best is None or rank < best[0]:
+            best = rank, node, all_of
+    return None if best is None else Between(best[1], {i: products[i] for i in sorted(best[2])})
 
 
-def _stands_between(search: Search, node: Node, made: list[Node], products: Mapping[int, Node]) -> bool:
-    """Whether a node is what an epilogue is not read through: anything but a sum with a bias, a copy, and a factor that is a number."""
-    if node.primitive in PARTS | SUMS_OVER_DEVICES or len(_computed(node, made, products)) > 1:
-        return True
-    if node.primitive in VIEWS:
-        return tuple(n for n in node.outputs[0].shape if n > 1) != tuple(n for n in node.inputs[0].shape if n > 1)
+def _rank(search: Search, node: Node, operands: int) -> int:
+    """Which of several nodes to speak of, the least first; `operands` that are made of different products."""
+    if operands > 1:
+        return 0
+    if node.primitive in PARTS:
+        return 1
     given = [a for a in node.inputs if isinstance(a, Value) and not _is_number(search, a)]
-    return node.primitive not in _COPIES | {"add"} and len(given) > 1
-
-
-def _computed(node: Node, made: list[Node], products: Mapping[int, Node]) -> list[Value]:
-    """The operands of a node that are computed from products."""
-    known = {v.id for n in (*products.values(), *made) for v in n.outputs}
-    return list({a.id: a for a in node.inputs if isinstance(a, Value) and a.id in known}.values())
+    bias = node.primitive in _COPIES | {"add"} or (node.primitive in ELEMENTWISE and len(given) == 1)
+    shapes = (tuple(n for n in v.shape if n > 1) for v in (node.outputs[0], node.inputs[0]))
+    unit = node.primitive in VIEWS and len(set(shapes)) == 1
+    return 3 if bias or unit else 2
 
 
 # -- what is said -------------------------------------------------------------------------------------------------------------
@@ -165,8 +167,9 @@ def _computed(node: Node, made: list[Node], products: Mapping[int, Node]) -> lis
 
 def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
     code, what, edit = _sentence(search, between)
-    gates = [g for a in between.activations if (g := _gate(search, between, a)) is not None]
-    if gates and between.node.primitive in PARTS:
+    packed = between.node.primitive in PARTS and len(between.products) == 1
+    gates = [g for a in between.activations if packed and (g := _gate(search, a)) is not None]
+    if gates:
         code, edit = "activation", "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
         what = (
             f"takes a part of {_names(between)}, whose activation {gates[0].outputs[0]!r} multiplies with another part of it: "
@@ -185,7 +188,7 @@ def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
     """The code, what the node does and what was needed, and the edit."""
     node, activated = between.node, anchor_text(between.activations[0])
     if len(between.products) > 1 and node.primitive == "add":
-        what = f"adds up {_names(between)}, which {activated} is of; the fused op activates one product, with its bias"
+        what = f"adds up {_names(between)} before {activated}; the fused op activates one product, with its bias"
         return "bias", what, _SIDE_BY_SIDE
     if node.primitive in PARTS:
         what = f"takes a part of {_names(between)} before {activated}; the fused op activates all that it makes"
@@ -199,7 +202,7 @@ def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
     return "activation", what, None
 
 
-def _gate(search: Search, between: Between, activation: Node) -> Node | None:
+def _gate(search: Search, activation: Node) -> Node | None:
     """The product of an activated part with another part of the same product."""
     users = search.block.users
     stack, seen = [activation], {activation.id}
