@@ -25,7 +25,9 @@ _ACTIVATES = frozenset("tanh logistic erf erfc exp exp2 expm1 log1p clamp".split
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COPIES = CASTS | {"copy", "name", "reduce_precision", "stop_gradient", "optimization_barrier", "pvary"}
 _STEPS = 60  # back from an activation to its products
-_SIDE_BY_SIDE = "multiply once, by the weights on top of each other: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
+_SIDE_BY_SIDE = (
+    "multiply once, by the weights on top of each other: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
+)
 
 
 @dataclass
@@ -76,8 +78,10 @@ def _activates(search: Search, node: Node) -> bool:
         return any(_is_number(search, a) for a in node.inputs) and is_float(node.outputs[0].dtype)
     if node.primitive == "select_n":
         maker = search.block.producer.get(getattr(node.inputs[0], "id", -1))
-        return maker is not None and maker.primitive in ("gt", "ge", "lt", "le") and any(
-            _is_number(search, a) for a in maker.inputs
+        return (
+            maker is not None
+            and maker.primitive in ("gt", "ge", "lt", "le")
+            and any(_is_number(search, a) for a in maker.inputs)
         )
     return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_one(node.blocks))
 
@@ -176,7 +180,17 @@ def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
             f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
         )
     first = next(iter(between.products.values()))
-    made = reject(search, pass_.name, code, f"{anchor_text(between.node)} {what}", first, [between.node], [between.node], (1, 2), edit)
+    made = reject(
+        search,
+        pass_.name,
+        code,
+        f"{anchor_text(between.node)} {what}",
+        first,
+        [between.node],
+        [between.node],
+        (1, 2),
+        edit,
+    )
     return replace(made, site_ids=frozenset(n.id for n in (between.node, *between.activations, *gates)))
 
 
@@ -194,10 +208,16 @@ def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
         what = f"takes a part of {_names(between)} before {activated}; the fused op activates all that it makes"
         return "structure", what, "multiply by that part of the weight (and of the bias) alone"
     if node.primitive in VIEWS:
-        what = f"gives {_names(between)} another shape before {activated}; the fused op activates what it makes as it is"
+        what = (
+            f"gives {_names(between)} another shape before {activated}; the fused op activates what it makes as it is"
+        )
         return "axes", what, "apply the activation first"
     if node.primitive in SUMS_OVER_DEVICES:
-        return "structure", f"sums {_names(between)} over devices before {activated}, which a fused op cannot wait for", None
+        return (
+            "structure",
+            f"sums {_names(between)} over devices before {activated}, which a fused op cannot wait for",
+            None,
+        )
     what = f"stands between {_names(between)} and {activated}; the fused op has a bias there and nothing else"
     return "activation", what, None
 

@@ -104,7 +104,9 @@ def _exponentials(view: View, dot: CNode) -> int | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        chosen = view.nodes[operand.nid].op == "select"  # weights with others in their place, one choice after another maybe
+        chosen = (
+            view.nodes[operand.nid].op == "select"
+        )  # weights with others in their place, one choice after another maybe
         exp = _reach(view, operand.nid, _is_exp, 7 if chosen else 3, _THROUGH)
         if exp is not None and _reach(view, exp, _is_dot, 8, None) is not None:
             return exp
@@ -157,7 +159,7 @@ class _Site(Site):
 
     def asks_for_nan(self, asked: Node) -> Rejection:
         """The rejection for a choice by which weights are NaN."""
-        sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and there are no weights to test"
+        sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
         edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
         return self.rejection("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
 

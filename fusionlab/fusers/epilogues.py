@@ -147,7 +147,9 @@ class Epilogue:
         nodes = cone(self.view, value)
         if any(n.primitive in NONLINEAR for n in nodes):
             return nodes
-        between = [u for u in self.site.users(value) if u.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}]
+        between = [
+            u for u in self.site.users(value) if u.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}
+        ]
         return [n for u in between for n in (u, *self.following(u.outputs[0]))]
 
     def goes_on(self, value: Value) -> bool:

@@ -182,9 +182,9 @@ class Surroundings:
                 made = node.outputs[0]
                 self._made[made.id] = True
                 whole = math.prod(made.shape) == size
-                if node.primitive in ("mul", "div") and whole:
-                    if any(self.of_x(a) and math.prod(a.shape) == size for a in others):
-                        self.quotients.append(node)
+                meets = node.primitive in ("mul", "div") and whole
+                if meets and any(self.of_x(a) and math.prod(a.shape) == size for a in others):
+                    self.quotients.append(node)
                 if whole and node.primitive not in VIEWS and is_float(made.dtype):
                     found.append(made)
                 stack.append((made, ended or adds))

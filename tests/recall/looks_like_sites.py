@@ -71,9 +71,7 @@ def told(found: Findings) -> frozenset[int]:
 def silent(found: Findings) -> list[Spot]:
     """What looks like a site and nothing is said of."""
     nodes = told(found)
-    return [
-        s for s in spots(found.graph) if s.node.id not in nodes and (s.rule is None or s.rule.id not in nodes)
-    ]
+    return [s for s in spots(found.graph) if s.node.id not in nodes and (s.rule is None or s.rule.id not in nodes)]
 
 
 def _at(raw: Raw, node: Node) -> Iterator[tuple[str, Node]]:
@@ -243,7 +241,7 @@ def _is_product(node: Node | None) -> bool:
 def _labels(node: Node) -> list[str]:
     """For each axis of a product: "b" of the batch, "l" of its left operand alone, "r" of its right one."""
     if node.primitive == "dot_general":
-        (left, right), (batch, _) = node.params["dimension_numbers"]
+        (left, _), (batch, _) = node.params["dimension_numbers"]
         n, free = len(batch), len(node.inputs[0].shape) - len(batch) - len(left)
         return ["b"] * n + ["l"] * free + ["r"] * (len(node.outputs[0].shape) - n - free)
     out = node.params["dimension_numbers"].out_spec
@@ -346,7 +344,9 @@ def _is_nonlinear(raw: Raw, node: Node) -> bool:
         return any(raw.number(a) is not None for a in node.inputs)
     if node.primitive == "select_n":
         made = raw.made_by(raw.bare(node.inputs[0]))
-        return made is not None and made.primitive in _COMPARISONS and any(raw.number(a) is not None for a in made.inputs)
+        return (
+            made is not None and made.primitive in _COMPARISONS and any(raw.number(a) is not None for a in made.inputs)
+        )
     if node.primitive in ("exp", "exp2"):
         return not any(n.primitive == "reduce_sum" for n in _behind(raw, node)) and not _is_exp_of_log(raw, node)
     return node.primitive in _NONLINEAR
