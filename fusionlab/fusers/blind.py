@@ -4,6 +4,7 @@ no site is rewritten whose program goes on to ask where the NaN are, since the a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -79,7 +80,12 @@ def nan_test(view: View, root: Value) -> Node | None:
     return None
 
 
-def _among_users(view: View, starts: list[int]) -> Node | None:
+def nan_test_between(view: View, start: int, end: Node) -> Node | None:
+    """The first node that asks which numbers made of a canonical node are NaN, if it stands before `end`."""
+    return _among_users(view, [start], end.id)
+
+
+def _among_users(view: View, starts: list[int], before: float = math.inf) -> Node | None:
     seen, stack = set(starts), list(starts)
     while stack:
         for user in view.users.get(stack.pop(), ()):
@@ -87,8 +93,10 @@ def _among_users(view: View, starts: list[int]) -> Node | None:
             if user in seen or node.op.startswith("reduce_"):
                 continue
             seen.add(user)
-            stack.append(user)
             raw = next((n for v in view.values_of.get(user, ()) if (n := view.block.producer.get(v.id))), None)
+            if raw is not None and raw.id >= before:
+                continue
+            stack.append(user)
             if raw is None:
                 continue
             if node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1):

@@ -39,7 +39,7 @@ from .attention_forms import (
 )
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
 from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
-from .blind import NOTE, may_be_infinite, nan_test
+from .blind import NOTE, may_be_infinite, nan_test, nan_test_between
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
@@ -96,7 +96,7 @@ class DotProductAttentionPass:
                 continue  # the products of a backward pass read the same exponentials as their forward
             done.add(exponentials)
             site = _Site(self, search, node)
-            yield from examined(search, self.name, node, lambda s=site, e=exponentials: s.own_rule(e) or s.examine())
+            yield from examined(search, self.name, node, lambda s=site, e=exponentials: s.own_rule(e) or s.examine(e))
 
 
 def _exponentials(view: View, dot: CNode) -> int | None:
@@ -104,7 +104,10 @@ def _exponentials(view: View, dot: CNode) -> int | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        exp = _reach(view, operand.nid, _is_exp, 3, _THROUGH)
+        chosen = (
+            view.nodes[operand.nid].op == "select"
+        )  # weights with others in their place, one choice after another maybe
+        exp = _reach(view, operand.nid, _is_exp, 7 if chosen else 3, _THROUGH)
         if exp is not None and _reach(view, exp, _is_dot, 8, None) is not None:
             return exp
     return None
@@ -143,15 +146,22 @@ class _Site(Site):
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
 
-    def examine(self) -> Candidate | Rejection:
+    def examine(self, exponentials: int) -> Candidate | Rejection:
         try:
             found = self.read()
             if isinstance(found, Miss):
-                problem = self.near_miss(found)
-                return replace(self.told_by_axes(problem, found), edit=_EDITS.get(problem.code))
+                asked = nan_test_between(self.view, exponentials, self.anchor)
+                problem = self.near_miss(found) if asked is None else self.asks_for_nan(asked)
+                return replace(self.told_by_axes(problem, found), edit=problem.edit or _EDITS.get(problem.code))
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def asks_for_nan(self, asked: Node) -> Rejection:
+        """The rejection for a choice by which weights are NaN."""
+        sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
+        edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
+        return self.rejection("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
 
     def told_by_axes(self, problem: Rejection, found: Miss) -> Rejection:
         """The rejection in the program's own axes where the softmax is over one and the product contracts another."""

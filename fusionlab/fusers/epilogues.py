@@ -118,24 +118,39 @@ class Epilogue:
                 return self.site.rejection("custom_rule", sentence, [user], None, None, [user])
             if user.primitive == "stop_gradient":
                 sentence = f"{anchor_text(user)} stops the gradient of the linear result"
-                return self.site.rejection("stop_gradient", sentence, [user], None, None, [user])
+                return self.with_what_follows("stop_gradient", sentence, user, None)
             if user.primitive in ("name", "reduce_precision") and self.goes_on(user.outputs[0]):
                 sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
                 edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
-                return self.site.rejection("named_residual", sentence, [user], None, edit, [user])
+                return self.with_what_follows("named_residual", sentence, user, edit)
             if user.primitive in LAYS_OUT and self.goes_on(user.outputs[0]):
                 behind = "sum with the bias" if self.biased else "product"
                 sentence = f"{anchor_text(user)} says where the {behind} lies on the mesh before what follows; a fused op has no such value"
                 edit = "say it of x, of w, or of the result behind the bias and the activation"
-                return self.site.rejection("sharding", sentence, [user], None, edit, [user])
+                return self.with_what_follows("sharding", sentence, user, edit)
             if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
                 sentence = (
                     f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
                     f"the activation in {self.start.dtype}"
                 )
                 edit = "apply the activation before the cast"
-                return self.site.rejection("dtype", sentence, [user], None, edit, [user])
+                return self.with_what_follows("dtype", sentence, user, edit)
         return None
+
+    def with_what_follows(self, code: str, sentence: str, node: Node, edit: str | None) -> Rejection:
+        """The rejection for a node that sets an activation apart, with what that is made of."""
+        told = self.site.rejection(code, sentence, [node], None, edit, [node])
+        return replace(told, site_ids=told.site_ids | {n.id for n in self.following(node.outputs[0])})
+
+    def following(self, value: Value) -> list[Node]:
+        """The activation of a copy of the start, node by node."""
+        nodes = cone(self.view, value)
+        if any(n.primitive in NONLINEAR for n in nodes):
+            return nodes
+        between = [
+            u for u in self.site.users(value) if u.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}
+        ]
+        return [n for u in between for n in (u, *self.following(u.outputs[0]))]
 
     def goes_on(self, value: Value) -> bool:
         """Whether a bias or an activation follows a copy of the start."""

@@ -1,22 +1,21 @@
 """The gated pair of a feed-forward, act(x @ w) * (x @ v), as one call of `gated_matmul`: an option of the pass `matmul_schedule`.
 
-Read off the raw layer as products are: from the multiplication back to a bare product on one side, and on the other to a product of the
-same value through its activation. Taken where an implementation is named, or was measured faster than what XLA makes of the pair.
+What it is made of is read off the raw layer (`gates`), as products are. Taken where an implementation is named, or was measured faster
+than what XLA makes of the pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import ArgumentError
-from ..graph.fingerprint import ELEMENTWISE, between
+from ..graph.fingerprint import between
 from ..graph.ir import Node, Value
-from ..graph.region import CASTS, VIEWS, NotARegion, Region, dead_with
+from ..graph.region import CASTS, NotARegion, Region, dead_with
 from ..graph.scopes import is_backward
 from ..kernels import OPS
 from ..kernels.arrays import is_explicitly_sharded
@@ -25,6 +24,7 @@ from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.matmul.axes import canonical
 from .base import AUTO_AXES, Pass, Plan, Search, anchor_text, examined
 from .epilogues import Epilogue, concepts_of
+from .gates import BETWEEN, Behind, sides_of
 from .outcomes import Candidate, Rejection
 from .site import Site
 
@@ -34,18 +34,7 @@ TOLD = (
     "None: where one of them was measured faster"
 )
 OP = OPS["gated_matmul"]
-_STEPS = 40  # between a product and what it is multiplied with
-# What may stand between the bare product and the multiplication so that it is no pair, and the code that says so.
-_BETWEEN = {
-    "name": "named_residual",
-    "reduce_precision": "named_residual",
-    "stop_gradient": "stop_gradient",
-    "convert_element_type": "dtype",
-    "add": "bias",
-    **dict.fromkeys(VIEWS, "axes"),
-}
 _ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
-_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
 _ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
 
 
@@ -76,14 +65,6 @@ def gated_pairs(pass_: Pass, search: Search, named: str | None) -> Iterator[Cand
             yield from examined(search, pass_.name, node, GatedSite(pass_, search, node, named).examine)
 
 
-@dataclass(frozen=True)
-class Behind:
-    """A product, and what stands between it and a value, from the value back."""
-
-    product: Node
-    between: tuple[Node, ...]
-
-
 class GatedSite(Site):
     """One multiplication, from what it multiplies to a candidate or a rejection."""
 
@@ -92,60 +73,10 @@ class GatedSite(Site):
         self.named = named
 
     def examine(self) -> Iterator[Candidate | Rejection]:
-        one, two = self.anchor.inputs
-        for activated, bare in ((one, two), (two, one)):
-            if not isinstance(activated, Value) or not isinstance(bare, Value):
-                continue
-            gate, up = self.origin(activated), self.product_behind(bare)
-            if gate is None or up is None or gate is up.product or not self.share_a_value(gate, up.product):
-                continue
-            found = self.pair(activated, gate, up)
-            if isinstance(found, Candidate) or self.named is not None:
-                yield found
-            return
-
-    # -- what a side is made of -------------------------------------------------------------------------------------------
-
-    def product_behind(self, value: Value) -> Behind | None:
-        """The product that a value is, or would be but for a step or two that set it apart."""
-        passed: list[Node] = []
-        while (node := self.search.block.producer.get(value.id)) is not None and len(passed) < _STEPS:
-            if node.primitive == "dot_general":
-                return Behind(node, tuple(passed))
-            sources = [a for a in node.inputs if isinstance(a, Value)]
-            if node.primitive == "add":
-                sources = [a for a in sources if not self.given(a)]
-            if node.primitive not in _BETWEEN or len(sources) != 1:
-                return None
-            passed.append(node)
-            value = sources[0]
-        return None
-
-    def origin(self, value: Value) -> Node | None:
-        """The one product that an activated value is made of, whatever else is read on the way if it is given (a bias); None for what is
-        made otherwise, and for the bare product."""
-        products: dict[int, Node] = {}
-        seen: set[int] = set()
-        stack, steps = [value], 0
-        while stack and steps < _STEPS:
-            one, steps = stack.pop(), steps + 1
-            node = self.search.block.producer.get(one.id)
-            if one.id in seen or self.view.is_literal(self.view.ref[one.id]):
-                continue
-            seen.add(one.id)
-            if node is not None and node.primitive == "dot_general":
-                products[node.id] = node
-            elif node is not None and (node.primitive in ELEMENTWISE | _RULES | _BETWEEN.keys()):
-                stack += [a for a in node.inputs if isinstance(a, Value)]
-            elif node is not None or not self.given(one):
-                return None
-        found = list(products.values())
-        return found[0] if len(found) == 1 and not stack and found[0].outputs[0] is not value else None
-
-    def share_a_value(self, gate: Node, up: Node) -> bool:
-        """Whether the products have an operand in common, as numbers."""
-        refs = [{self.view.read(a).nid for a in node.inputs} for node in (gate, up)]
-        return bool(refs[0] & refs[1])
+        sides = sides_of(self.view, self.anchor)
+        found = None if sides is None else self.pair(sides.activated, sides.gate, sides.up)
+        if isinstance(found, Candidate) or (found is not None and self.named is not None):
+            yield found
 
     # -- from a pair to what becomes of it ---------------------------------------------------------------------------------
 
@@ -165,7 +96,7 @@ class GatedSite(Site):
             sentence = (
                 f"{anchor_text(node)} stands between {name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
             )
-            return self.rejection(_BETWEEN.get(node.primitive, "structure"), sentence, [node], (1, 2))
+            return self.rejection(BETWEEN.get(node.primitive, "structure"), sentence, [node], (1, 2))
         try:
             return self.candidate(gate, up.product, end, name)
         except NotARegion as reason:
@@ -178,7 +109,7 @@ class GatedSite(Site):
         node = up.between[-1]
         what = "adds a bias, which the fused op has none of" if node.primitive == "add" else "stands between"
         sentence = f"{anchor_text(node)} {what}: {anchor_text(self.anchor)} does not multiply a product as it is"
-        return self.rejection(_BETWEEN[node.primitive], sentence, [node], (1, 2))
+        return self.rejection(BETWEEN[node.primitive], sentence, [node], (1, 2))
 
     def biased(self, gate: Node) -> Rejection | None:
         """Where a bias is added before the activation."""

@@ -25,6 +25,7 @@ from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.gemm_epilogue.op import DTYPES
 from .base import Plan, Search, anchor_text, examined, option, reason_to_tell
+from .beyond import beyond, is_of_one_point
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
@@ -71,15 +72,26 @@ class GemmEpiloguePass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         self.check(search.options)
+        told: set[int] = set()
         for node in search.block.nodes:
-            if node.primitive == "dot_general" and not is_backward(node.eqn):
-                yield from examined(search, self.name, node, _Site(self, search, node).examine)
+            site = _Site(self, search, node) if _is_anchor(node) else None
+            for outcome in () if site is None else examined(search, self.name, node, site.examine):
+                told |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
+                yield outcome
+        yield from beyond(self, search, told)
+
+
+def _is_anchor(node: Node) -> bool:
+    return (node.primitive == "dot_general" or is_of_one_point(node)) and not is_backward(node.eqn)
 
 
 class _Site(LinearSite):
     """One product, from anchor to candidate or rejection."""
 
     def examine(self) -> Iterator[Candidate | Rejection]:
+        if is_of_one_point(self.anchor):
+            yield from self.convolution()
+            return
         problem = self.wrong_dtype()
         if problem is not None:
             yield problem
@@ -90,6 +102,17 @@ class _Site(LinearSite):
             yield linear
         elif linear is not None:
             yield from self.with_activation(linear)
+
+    def convolution(self) -> Iterator[Rejection]:
+        """For a matrix that is multiplied by as a convolution of one point, with something to fuse behind it."""
+        added = self.addition()
+        total = added[1] if added is not None else self.product
+        nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
+        if not nodes:
+            return
+        what = "multiplies every position by one matrix, as a convolution whose window is one point; the fused op is made of products"
+        edit = "write it as a product: x @ w[0, 0], or a dense layer in place of the convolution"
+        yield self.rejection("structure", f"{anchor_text(self.anchor)} {what}", edit=edit, progress=(1, 2), site=nodes)
 
     def wrong_dtype(self) -> Rejection | None:
         """For a product of integers with something to fuse behind it."""

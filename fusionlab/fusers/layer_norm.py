@@ -41,6 +41,7 @@ _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
     "the mean of (x - mean)^2, and is right there"
 )
+_LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
 _BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
@@ -110,6 +111,9 @@ class _Site(Site):
 
     def examine(self) -> Candidate | Rejection:
         """The candidate with the furthest result; else why the furthest match is none; else the nearest miss."""
+        if not self.around.is_mean:
+            edit = "take the mean of the squares, jnp.mean, if that is what is meant"
+            return self.rejection("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
         problem: Rejection | None = None
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         best: Miss | None = None
@@ -129,6 +133,11 @@ class _Site(Site):
         if outcome is not None:
             return outcome
         return self.nearly() or self.uneven() or self.held() or self.missed(self.some(best))
+
+    def rejection(self, *args: Any, **told: Any) -> Rejection:
+        """As of any site: with where the root meets x, however far a match got."""
+        made = super().rejection(*args, **told)
+        return replace(made, site_ids=made.site_ids | {n.id for n in self.around.quotients[:1]})
 
     def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
         """With the norm's name, unless a number, what it is read by or its axes make it another function."""

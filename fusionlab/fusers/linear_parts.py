@@ -6,7 +6,7 @@ something else: the scores of an attention, or one of two products that are summ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graph.ir import Node, Value
@@ -92,12 +92,15 @@ class LinearSite(Site):
     def batch_of_weights(self, total: Value | None = None) -> Rejection | None:
         """For a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""
         start = total or self.product
-        name = Epilogue(self, start, total is not None).known()
-        if name is None and total is None:
+        behind = Epilogue(self, start, total is not None)
+        name, nodes = behind.known(), behind.following(start)
+        if total is None and name is None and (not nodes or feeds_softmax(self, start)):
             return None
         rank = len(self.anchor.inputs[1].shape)
         sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
-        return self.rejection("rank", sentence, concepts=concepts_of(total is not None, name))
+        told = self.rejection("rank", sentence, concepts=concepts_of(total is not None, name))
+        added = [n for n in [self.search.block.producer[start.id]] if total is not None]
+        return replace(told, site_ids=told.site_ids | {n.id for n in (*added, *nodes)})
 
     def batch(self) -> list[Any]:
         """The batch axes of the product."""

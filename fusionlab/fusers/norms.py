@@ -37,18 +37,22 @@ class Surroundings:
       results: what may be the norm's result, the furthest first.
       view: the canonical view of the nodes between x and the results.
       is_norm: whether the root is one of a mean of x or its squares, and divides (or multiplies) what is made of x.
+      is_mean: whether a factor may make a mean of the sums below the root; where none does x is divided by its length.
+      quotients: the nodes in which the root divides (or multiplies) what is made of x.
     """
 
     def __init__(self, search: Search, anchor: Node) -> None:
         self.search, self.block, self.anchor = search, search.block, anchor
+        self.is_norm = self.is_mean = False
         self.sums = self._sums()
-        self.is_norm = False
+        self.quotients: list[Node] = []
         if not self.sums:
             return
         self.x = self._normalised(self.sums[0])
         self._made: dict[int, bool] = {self.x.id: True}
         self._nodes: dict[int, Node] = {}
         self.results = self._results()
+        self.is_norm = bool(self.quotients) and (self.is_mean or self._of_x_alone())
         if self.is_norm:
             self.view = self._view()
 
@@ -65,9 +69,8 @@ class Surroundings:
         return self.block.producer.get(atom.id) if isinstance(atom, Value) else None
 
     def _sums(self) -> list[Node]:
-        """The sums that the anchor is a root of, nearest first; none where no factor makes a mean of them."""
+        """The sums that the anchor is a root of, nearest first."""
         found: list[Node] = []
-        scaled = False
         level, seen = [self.maker(self.anchor.inputs[0])], set[int]()
         while level and len(seen) < _NODE_LIMIT:
             above: list[Node | None] = []
@@ -78,10 +81,14 @@ class Surroundings:
                 if _sums_up(node):
                     found.append(node)
                 elif node.primitive in _INNER and not is_backward(node.eqn):
-                    scaled |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
+                    self.is_mean |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
                     above += map(self.maker, node.inputs)
             level = above
-        return found if scaled else []
+        return found
+
+    def _of_x_alone(self) -> bool:
+        """Whether all sums below the root are of x, or of its squares: the length of several arrays is no statistic of one."""
+        return all(self._normalised(total) is self.x for total in self.sums)
 
     def _literal(self, atom: Any) -> bool:
         return isinstance(atom, Literal) or self.search.view.is_literal(self.search.view.ref[atom.id])
@@ -175,8 +182,9 @@ class Surroundings:
                 made = node.outputs[0]
                 self._made[made.id] = True
                 whole = math.prod(made.shape) == size
-                if node.primitive in ("mul", "div") and whole:
-                    self.is_norm |= any(self.of_x(a) and math.prod(a.shape) == size for a in others)
+                meets = node.primitive in ("mul", "div") and whole
+                if meets and any(self.of_x(a) and math.prod(a.shape) == size for a in others):
+                    self.quotients.append(node)
                 if whole and node.primitive not in VIEWS and is_float(made.dtype):
                     found.append(made)
                 stack.append((made, ended or adds))

@@ -26,6 +26,7 @@ ANY_OF = {
     ("kind", "layer"): frozenset({"layer", "rms"}),
     ("is_causal", False): frozenset({False, True}),
 }
+GATED = "act(x @ w) * (x @ v): two products of one value, multiplied"
 _HEADS = 2  # of an example; a pattern knows no sizes
 
 
@@ -61,7 +62,7 @@ def _pairs() -> Iterator[Form]:
             return gemm_epilogue(x, w, activation="relu") * linear(x, v)
 
         example = _example(f"gated pair, {name}", gated, {"x": "mk", "w": "kn", "v": "kn"})
-        yield Form("glu_pair", "act(x @ w) * (x @ v): two products of one value, multiplied", example)
+        yield Form("glu_pair", GATED, example)
 
 
 def _split(x: Any) -> Any:

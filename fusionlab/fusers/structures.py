@@ -6,7 +6,7 @@ says how sites hang together. It is made of accepted sites, and of what the prog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,11 @@ from ..graph.scopes import Source, is_backward
 from ..graph.settings import jax_defaults
 from ..graph.views import views
 from .blends import blends
-from .structure_forms import FOLDED, SOFTMAX, Form
+from .gates import sides_of
+from .structure_forms import FOLDED, GATED, SOFTMAX, Form
 
 if TYPE_CHECKING:
-    from .findings import Findings
+    from .findings import Candidate, Findings
 
 KINDS = {
     "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
@@ -86,7 +87,9 @@ class Structure:
 def structures_of(found: Findings) -> tuple[Structure, ...]:
     """Every structure of a program whose sites are known, in program order within each kind."""
     told = _told(found)
-    items = [item for view, _ in folded_views(found) for item in _Searcher(view, found.graph, told).search()]
+    items = [
+        i for view, _ in folded_views(found) for i in _Searcher(view, found.graph, told, found.candidates).search()
+    ]
     items.sort(key=lambda s: (list(KINDS).index(s.kind), max(s.node_ids)))
     return _numbered(items)
 
@@ -123,8 +126,8 @@ def _numbered(items: Sequence[Structure]) -> tuple[Structure, ...]:
 class _Searcher:
     """The structures of one block."""
 
-    def __init__(self, view: View, graph: Graph, told: frozenset[int]) -> None:
-        self.view, self.graph, self.told = view, graph, told
+    def __init__(self, view: View, graph: Graph, told: frozenset[int], candidates: Sequence[Candidate]) -> None:
+        self.view, self.graph, self.told, self.candidates = view, graph, told, candidates
 
     def search(self) -> Iterator[Structure]:
         for nid in self.view.by_op.get("dot_product_attention", ()):
@@ -133,13 +136,17 @@ class _Searcher:
             for nid in self.view.by_op.get(op, ()):
                 yield from self.row_parallel(nid)
         layers: list[tuple[Match, Structure]] = []
+        pairs: set[int] = set()  # the last nodes of gated pairs
         for form, found in self.matches(FOLDED, self.has_op):
             if form.kind == "glu_pair" and found.leaves["w"] == found.leaves["v"]:
                 continue  # one product, read twice
             structure = self.structure(form, found)
             if form.kind == "transformer_layer":
                 layers.append((found, structure))
+            if form.kind == "glu_pair":
+                pairs.add(max(structure.node_ids))
             yield structure
+        yield from self.gated(pairs)
         yield from self.in_a_row(layers)
         for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
             yield from self.softmax(found)
@@ -249,6 +256,18 @@ class _Searcher:
             seen.update(fresh)
             stack += fresh
         return found
+
+    def gated(self, known: Collection[int]) -> Iterator[Structure]:
+        """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
+        for node in self.view.block.nodes:
+            if node.primitive != "mul" or node.id in known | self.told or is_backward(node.eqn):
+                continue
+            sides = sides_of(self.view, node)
+            if sides is None:
+                continue
+            nodes = sides.nodes(self.view) | {node.id: node}
+            sites = tuple(c.id for c in self.candidates if c.node_ids <= nodes.keys())
+            yield self.of_nodes("glu_pair", GATED, nodes, sites)
 
     def row_parallel(self, summed: int) -> Iterator[Structure]:
         """A product, the sum over devices of it alone, and a vector along its features that is added as its bias."""
