@@ -14,6 +14,9 @@ from .outcomes import Candidate, Rejection
 if TYPE_CHECKING:
     from .base import Search
 
+_RESULTS = 3  # results of one node that a sentence names
+FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
+
 
 def reject(
     search: Search,
@@ -67,14 +70,20 @@ def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]
 def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
     """Why a site is none whose inner values are read outside (`problem`), where it would be none if the backward pass were what reads them
     (`outcome`): that stands before the other where an implementation was named that cannot run it, its dtypes stand in the way of
-    any fusion, or the search failed on it.
+    any fusion, or the search failed on it. Else it is said behind the other: fused before it is differentiated, the site is declined for it.
     """
-    return outcome if problem is None or outcome.code in ("implementation", "dtype") or outcome.origin else problem
+    if problem is None or outcome.code in ("implementation", "dtype") or outcome.origin:
+        return outcome
+    if outcome is problem or outcome.sentence in problem.sentence:
+        return problem
+    edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
+    return replace(problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit)
 
 
 def anchor_text(node: Node) -> str:
-    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
-    outs = ", ".join(map(repr, node.outputs))
+    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node; of many results the first ones."""
+    more = len(node.outputs) - _RESULTS
+    outs = ", ".join(map(repr, node.outputs[:_RESULTS])) + (f" and {more} more" if more > 0 else "")
     return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
 
 

@@ -33,7 +33,7 @@ from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR
-from .norms import ROOTS, Surroundings
+from .norms import ROOTS, Surroundings, crossing
 from .site import Site, with_concepts
 from .summands import Summands, summands_of
 
@@ -58,6 +58,12 @@ _HELD = {
     "custom_jvp_call": ("custom_rule", _OWN_RULE, None),
     "custom_vjp_call": ("custom_rule", _OWN_RULE, None),
 }  # primitive -> rejection code, what it does, edit
+# What the operations of a norm are to a reader.
+_WORDS = {
+    "reduce_sum": "a sum over the axis that is normalised",
+    "sum": "the mean of the squares and epsilon, or x without its mean,",
+    "prod": "x over the root, or a square,",
+}
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 
 
@@ -101,6 +107,8 @@ class LayerNormPass:
 class _Site(Site):
     """One norm, from anchor to candidate or rejection."""
 
+    words = _WORDS
+
     def __init__(
         self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings, made: Collection[int]
     ) -> None:
@@ -128,7 +136,7 @@ class _Site(Site):
         outcome = paired or problem
         if outcome is not None:
             return outcome
-        return self.nearly() or self.uneven() or self.held() or self.missed(self.some(best))
+        return self.nearly() or self.uneven() or self.held() or self.transposed() or self.missed(self.some(best))
 
     def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
         """With the norm's name, unless a number, what it is read by or its axes make it another function."""
@@ -215,9 +223,23 @@ class _Site(Site):
 
     def missed(self, miss: Miss) -> Rejection:
         near = self.near_miss(miss)
-        # Two different shares of one sum: the sample variance of a right mean, mostly.
-        edit = _BY_COUNT if near.code == "scalar" and "pattern has 1/N = " in miss.reason else near.edit
+        edge, edit = miss.pattern.edges.get(miss.at) if miss.at is not None else None, near.edit
+        if near.code == "scalar" and edge is not None and edge.scalar == "1/N":
+            edit = _BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
+        elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
+            edit = "make epsilon a Python number, known when the program is traced"
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
+
+    def transposed(self) -> Rejection | None:
+        """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
+        crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
+        node = None if crossed is None else self.raw_of(crossed)
+        if node is None:
+            return None
+        sums = self.around.sums_of_x
+        of = f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, sums[0].params['axes']))}" if sums else ""
+        sentence = f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of{of}"
+        return self.rejection("axes", sentence, [node, *sums[:1]], edit="keep the axis of mean and variance: keepdims=True")
 
     # -- the candidate --------------------------------------------------------------------------------------------
 
