@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.canonical import CNode, View
+from ..graph.canonical import ONE, CNode, View
 from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -123,9 +123,15 @@ def _exponentials(view: View, dot: CNode) -> int | None:
         return None
     for operand in dot.operands:
         exp = _reach(view, operand.nid, _is_exp, 3, _THROUGH)
-        if exp is not None and _reach(view, exp, _is_dot, 8, None) is not None:
+        if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
             return exp
     return None
+
+
+def _in_sigmoid(view: View, exp: int) -> bool:
+    """Whether an exponential is read by 1 + exp alone: that of a sigmoid, which normalises nothing."""
+    readers = [view.nodes[u] for u in view.users.get(exp, ())]
+    return bool(readers) and all(n.op == "sum" and {o.nid for o in n.operands} == {ONE, exp} for n in readers)
 
 
 def _is_dot(view: View, nid: int) -> bool:

@@ -33,6 +33,7 @@ from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR
+from .nearly import shown
 from .norms import ROOTS, Surroundings, crossing
 from .site import Site, with_concepts
 from .summands import Summands, summands_of
@@ -228,6 +229,9 @@ class _Site(Site):
             edit = _BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
         elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
             edit = "make epsilon a Python number, known when the program is traced"
+        elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
+            stands = f"{shown(self.view, miss.target, self.anchor)} stands where that is needed"
+            near = replace(near, sentence=f"{anchor_text(self.anchor)} is of the squares of {self.around.x!r}, and {stands}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
     def transposed(self) -> Rejection | None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.fusers.other_numbers import notes_of
 from fusionlab.fusers.blind import NOTE
-from fusionlab.graph.certify import Certifier
+from fusionlab.fusers.other_numbers import notes_of
+from fusionlab.graph.certify import Certifier, Verdict
 
 from .checks import jit, normal
 
