@@ -70,14 +70,16 @@ def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]
 def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
     """Why a site is none whose inner values are read outside (`problem`), where it would be none if the backward pass were what reads them
     (`outcome`): that stands before the other where an implementation was named that cannot run it, its dtypes stand in the way of
-    any fusion, or the search failed on it. Else it is said behind the other: fused before it is differentiated, the site is declined for it.
+    any fusion, or the search failed on it. Else it is said behind the other: fused before it is differentiated, it is declined for that.
     """
     if problem is None or outcome.code in ("implementation", "dtype") or outcome.origin:
         return outcome
     if outcome is problem or outcome.sentence in problem.sentence:
         return problem
     edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
-    return replace(problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit)
+    return replace(
+        problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit
+    )
 
 
 def anchor_text(node: Node) -> str:

@@ -32,49 +32,25 @@ from .attention_forms import (
     WITHOUT_MAX,
     Reading,
     Tail,
-    crossed_axes,
     readings,
     tail_example,
     whole_example,
 )
+from .attention_misses import AttentionMisses
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
 from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
-from .nearly import value_of
 from .repeated_heads import Repeated, without_repeats
-from .site import Site, with_concepts
+from .site import with_concepts
 
 MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
 _ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
 _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
-_OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
-# What would make a site of a near miss, by its code.
-_EDITS = {
-    "stop_gradient": "leave out the stop_gradient, or stop the gradient of q, k or v instead",
-    "named_residual": "name q, k, v or the result instead, with jax.ad_checkpoint.checkpoint_name",
-}
-# What the operations and operands of an attention are to a reader.
-_WORDS = {
-    "dot": "the product of queries and keys",
-    "result": "the product of the weights with the values",
-    "exp": "the exponential of the scores",
-    "reduce_max": "the maximum of the scores over the keys",
-    "reduce_sum": "the sum of the exponentials over the keys",
-    "z": "the scores",
-    "mask": "the mask",
-    "bias": "the bias",
-    "factor": "the factor",
-    "factors": "the factors on the weights",
-    "fill": "the score of masked keys",
-    "q": "the queries",
-    "k": "the keys",
-    "v": "the values",
-}
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
@@ -162,68 +138,19 @@ def _reach(
     return None
 
 
-class _Site(Site):
+class _Site(AttentionMisses):
     """One softmax between two products, from anchor to candidate or rejection."""
 
-    words = _WORDS
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
 
     def examine(self) -> Candidate | Rejection:
         try:
             found = self.read()
             if isinstance(found, Miss):
-                return self.one_key() or self.by_axes(found) or self.filled_with_data(found) or self.missed(found)
+                return self.missed(found)
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
-
-    def missed(self, found: Miss) -> Rejection:
-        """The rejection of what no other sentence is for."""
-        problem = self.near_miss(found)
-        return replace(problem, edit=_EDITS.get(problem.code))
-
-    def one_key(self) -> Rejection | None:
-        """The rejection where there is one key."""
-        contracted = self.anchor.params["dimension_numbers"][0][0]
-        if any(self.anchor.inputs[0].shape[i] != 1 for i in contracted):
-            return None
-        sentence = f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, and the result is the values"
-        return self.rejection("axes", sentence, edit="leave the attention out where there is one key")
-
-    def by_axes(self, found: Miss) -> Rejection | None:
-        """The rejection for an axis, in the program's own, where the softmax is over one and the product contracts another, or where the
-        scores have a factor for each key.
-        """
-        if found.kind != "axes":
-            return None
-        crossed = crossed_axes(self.view, found.target)
-        if crossed is not None:
-            weights, over, contracted = crossed
-            sentence = (
-                f"{anchor_text(self.anchor)}: the weights {weights!r} are a softmax over axis {over}, "
-                f"and their product with the values contracts axis {contracted}"
-            )
-            return replace(self.near_miss(found), sentence=sentence, edit=_OVER_KEYS)
-        factors = [n for n in (found.leaves or ((), 0))[0] if n.startswith("factor") and n != "factors"]
-        if not factors or not {"k", "v"} <= set(found.leaves[0] if found.leaves else ()):
-            return None
-        leaf = next(pid for pid, name in found.pattern.leaf_of.items() if name == factors[0])
-        factor, where = value_of(self.view, found.known[leaf]), anchor_text(self.anchor)
-        sentence = f"{where}: the scores have a factor for each key, {factor}; the fused op has factors for queries and heads"
-        # A factor on scores that have been masked or biased before is none on the keys.
-        alone = sum(name[:4] in ("fact", "bias", "mask") for name in found.pattern.leaf_of.values()) == 1
-        return replace(self.near_miss(found), sentence=sentence, edit="scale k by it instead" if alone else None)
-
-    def filled_with_data(self, found: Miss) -> Rejection | None:
-        """The rejection for a mask that puts an array where a number is needed."""
-        node, target = self.raw_of(found.target), self.view.nodes[found.target]
-        if node is None or target.op != "select" or len(target.operands) != 3:
-            return None
-        fill = next((o.nid for o in target.operands[1:] if self.view.nodes[o.nid].op == "leaf"), None)
-        if fill is None:
-            return None
-        sentence = f"{anchor_text(node)} gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number in the program"
-        return replace(self.near_miss(found), code="mask", sentence=sentence, edit="fill with a number, as -jnp.inf or -1e9")
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -240,16 +167,6 @@ class _Site(Site):
             return self.scaled_late(read, outcome) if outcome.code == "value" else outcome
         kind = self.kind or ("masked" if read.steps or read.tail.change else "unmasked")
         return with_concepts(outcome, ("attention", f"attention_{kind}"))
-
-    def scaled_late(self, read: Reading, outcome: Rejection) -> Rejection:
-        """The rejection of other values, where what makes them others is a factor on scores that are masked already."""
-        operands = (o for t in read.match.nodes.values() for o in self.view.nodes[t].operands)
-        late = next((o for o in operands if self.view.nodes[o.nid].op == "select" and not close(o.coef, 1.0)), None)
-        masked = None if late is None else self.raw_of(late.nid)
-        if late is None or masked is None or late.coef == 0:
-            return outcome
-        sentence = f"{anchor_text(masked)} masks the scores, which are multiplied by {float(late.coef):g} after that"
-        return replace(outcome, code="mask", sentence=sentence, edit="scale the scores, or q, before they are masked")
 
     def read(self) -> Reading | Miss:
         """The site's spelling, from the outside in; the miss that came furthest if it has none."""

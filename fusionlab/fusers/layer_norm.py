@@ -33,16 +33,15 @@ from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR
-from .nearly import shown
-from .norms import ROOTS, Surroundings, crossing
-from .site import Site, with_concepts
+from .norm_misses import BY_COUNT, NormMisses
+from .norms import ROOTS, Surroundings
+from .site import with_concepts
 from .summands import Summands, summands_of
 
 _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
     "the mean of (x - mean)^2, and is right there"
 )
-_BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
 _HELD = {
@@ -59,12 +58,6 @@ _HELD = {
     "custom_jvp_call": ("custom_rule", _OWN_RULE, None),
     "custom_vjp_call": ("custom_rule", _OWN_RULE, None),
 }  # primitive -> rejection code, what it does, edit
-# What the operations of a norm are to a reader.
-_WORDS = {
-    "reduce_sum": "a sum over the axis that is normalised",
-    "sum": "the mean of the squares and epsilon, or x without its mean,",
-    "prod": "x over the root, or a square,",
-}
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 
 
@@ -105,10 +98,8 @@ class LayerNormPass:
         return _Site(self, search, node, around, made).examine() if around.is_norm else None
 
 
-class _Site(Site):
+class _Site(NormMisses):
     """One norm, from anchor to candidate or rejection."""
-
-    words = _WORDS
 
     def __init__(
         self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings, made: Collection[int]
@@ -222,29 +213,6 @@ class _Site(Site):
                 return self.rejection(code, f"{anchor_text(node)} {what}", [node], edit=edit)
         return None
 
-    def missed(self, miss: Miss) -> Rejection:
-        near = self.near_miss(miss)
-        edge, edit = miss.pattern.edges.get(miss.at) if miss.at is not None else None, near.edit
-        if near.code == "scalar" and edge is not None and edge.scalar == "1/N":
-            edit = _BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
-        elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
-            edit = "make epsilon a Python number, known when the program is traced"
-        elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
-            stands = f"{shown(self.view, miss.target, self.anchor)} stands where that is needed"
-            near = replace(near, sentence=f"{anchor_text(self.anchor)} is of the squares of {self.around.x!r}, and {stands}")
-        return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
-
-    def transposed(self) -> Rejection | None:
-        """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
-        crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
-        node = None if crossed is None else self.raw_of(crossed)
-        if node is None:
-            return None
-        sums = self.around.sums_of_x
-        of = f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, sums[0].params['axes']))}" if sums else ""
-        sentence = f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of{of}"
-        return self.rejection("axes", sentence, [node, *sums[:1]], edit="keep the axis of mean and variance: keepdims=True")
-
     # -- the candidate --------------------------------------------------------------------------------------------
 
     def candidate(self, found: Match, root: Value) -> Candidate | Rejection:
@@ -306,7 +274,7 @@ class _Site(Site):
         where = anchor_text(self.anchor)
         if not close(share, 1 / size):
             sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
-            return self.rejection("scalar", sentence, edit=_BY_COUNT)
+            return self.rejection("scalar", sentence, edit=BY_COUNT)
         if not 0 < epsilon < _EPSILON_LIMIT:
             sentence = f"{where} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
             return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")

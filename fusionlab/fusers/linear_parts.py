@@ -78,7 +78,11 @@ class LinearSite(Site):
                 return None  # attention scores
             if sum(d >= 0 for d in self.view.read(other).dims) >= len(self.view.nodes[self.nid(self.product)].shape):
                 return self.bare()  # a difference from something as large, as a loss takes it: no bias
-            of = f"the product from {self.shown(other)}" if other is node.inputs[0] else f"{self.shown(other)} from the product"
+            of = (
+                f"the product from {self.shown(other)}"
+                if other is node.inputs[0]
+                else f"{self.shown(other)} from the product"
+            )
             sentence = f"{anchor_text(node)} subtracts {of}, where a bias is added"
             return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
         found = match(pattern_of(LINEAR), self.view, self.nid(total))

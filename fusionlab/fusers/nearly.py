@@ -36,7 +36,9 @@ def sentence_of(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) 
     reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
     if reader is None:
         return f"{target} stands where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
-    return f"{shown(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
+    return (
+        f"{shown(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
+    )
 
 
 def _at(view: View, miss: Miss, anchor: Node) -> str:
@@ -80,7 +82,9 @@ def _axis(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str
     having, lacking = told(names), told(n for n in of if n not in names)
     if not having:
         return f"{anchor_text(anchor)} has an axis of {size} entries that none of its operands has"
-    return f"{anchor_text(anchor)}: an axis of {size} entries is one of {having}" + (f", and not of {lacking}" if lacking else "")
+    return f"{anchor_text(anchor)}: an axis of {size} entries is one of {having}" + (
+        f", and not of {lacking}" if lacking else ""
+    )
 
 
 def value_of(view: View, nid: int) -> str:

@@ -43,6 +43,10 @@ def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequen
         if asked is not None:
             return f"{NOTE}, and {asked!r} asks where the NaN are"
         found.append(NOTE)
-    if verdict.edge and not (op in _ATTENDS and _out_of_reach(region.root.dtype)) and not any(_EDGE in n for n in found):
+    if (
+        verdict.edge
+        and not (op in _ATTENDS and _out_of_reach(region.root.dtype))
+        and not any(_EDGE in n for n in found)
+    ):
         found.append(edge_note(region.root.dtype))
     return tuple(found)

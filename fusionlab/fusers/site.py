@@ -12,7 +12,7 @@ from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
 from ..graph.scopes import in_differentiated, is_backward
-from .base import Pass, Plan, Search, anchor_text, escape_text, propose, reason_to_tell, reject
+from .base import Pass, Plan, Search, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
 from .findings import Candidate, Rejection
 from .nearly import sentence_of

@@ -255,7 +255,9 @@ def _verdict(errors: Mapping[str, tuple[float, float]], gaps: Mapping[str, Gap],
 class Gap:
     """How far apart two functions look: `size`, and the point where one is `got` and the other `want`."""
 
-    size: tuple[float, float, float]  # on ordinary numbers the largest, roughly, and the mean; the largest on all numbers
+    size: tuple[
+        float, float, float
+    ]  # on ordinary numbers the largest, roughly, and the mean; the largest on all numbers
     point: float
     got: float
     want: float

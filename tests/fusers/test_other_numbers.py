@@ -226,7 +226,11 @@ def test_an_attention_says_so_only_where_scores_may_come_near_the_edge():
     """Those of float16 may; those of float32 would have to be 1e30, and overflow then in the program's order, too."""
     (site,) = fl.find(scaled_before, *normal((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))).candidates
     assert not [n for n in site.notes if "near the edge" in n]
-    for dtype, op, says in (("float16", "dot_product_attention", 1), ("bfloat16", "multi_transformer", 0), ("float32", "lerp", 1)):
+    for dtype, op, says in (
+        ("float16", "dot_product_attention", 1),
+        ("bfloat16", "multi_transformer", 0),
+        ("float32", "lerp", 1),
+    ):
         region = SimpleNamespace(root=SimpleNamespace(dtype=jnp.dtype(dtype)))
         assert len(notes_of(None, region, op, Verdict(None, edge=True), ())) == says
 

@@ -239,7 +239,11 @@ def declined(fn, *args, passes):
     [
         (lambda x: x * jnp.tanh(2 * jax.nn.softplus(x)), "scalar", "times 2, where 1 is needed"),
         (lambda x: jnp.sin(x) * jnp.tanh(jax.nn.softplus(jnp.sin(x))), "structure", "is read in 2 different forms"),
-        (lambda x: (x + 1) * jnp.tanh(jax.nn.softplus(x)), "structure", "are two values, read where one is needed in both places"),
+        (
+            lambda x: (x + 1) * jnp.tanh(jax.nn.softplus(x)),
+            "structure",
+            "are two values, read where one is needed in both places",
+        ),
         (lambda x: x * jnp.tanh(jax.lax.stop_gradient(jax.nn.softplus(x))), "stop_gradient", "stop_gradient"),
     ],
 )
