@@ -60,7 +60,8 @@ def _needed(miss: Miss, words: Mapping[str, str]) -> str:
 
 def _factor(view: View, miss: Miss, anchor: Node) -> str:
     """For what is read with another factor than the pattern's."""
-    assert miss.factor is not None and miss.at is not None
+    assert miss.factor is not None
+    assert miss.at is not None
     (coef, operand), (pid, i) = miss.factor, miss.at
     edge = miss.pattern.edges.get((pid, i))
     wanted = f"{float(miss.pattern.nodes[pid].operands[i].coef):g}"

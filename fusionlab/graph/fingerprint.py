@@ -270,7 +270,7 @@ class Gap:
 
 
 def _gap(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> Gap:
-    """The differences where both are finite, relative to magnitudes above 1, and where they are largest, among ordinary numbers if they are there.
+    """The differences where both are finite, relative to magnitudes above 1, and the largest, of ordinary numbers if there is one.
 
     A difference of 1e37 between two functions of 1e38 says nothing; that one is 6 at 9 where the other is 9 does.
     """
