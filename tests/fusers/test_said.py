@@ -160,3 +160,13 @@ def test_a_reason_behind_another_is_said_with_it_and_no_edit_that_leads_to_it():
 def test_an_operation_of_many_results_is_named_by_the_first():
     node = SimpleNamespace(outputs=list(range(17)), primitive="remat2", source=None)
     assert anchor_text(node) == "0, 1, 2 and 14 more = remat2"
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "says"), [("sm_75", "device", "sm_75 is older"), ("sm_90", "slower", "measured slower")]
+)
+def test_a_train_step_is_told_why_its_attention_is_left_to_xla_and_not_to_fuse_it_first(device, code, says):
+    q = jax.ShapeDtypeStruct((2, 8, 512, 64), jnp.float32)
+    step = jax.value_and_grad(lambda q: ((softmax(dot(q, q) / 8) @ q) ** 2).sum())
+    (told,) = fl.find(step, q, device=device).rejections
+    assert (told.code, says in told.sentence, told.edit == FUSE_FIRST) == (code, True, False), told
