@@ -105,9 +105,10 @@ def _exponentials(view: View, dot: CNode) -> int | None:
 
 
 def _in_sigmoid(view: View, exp: int) -> bool:
-    """Whether an exponential is read by 1 + exp alone: that of a sigmoid, which normalises nothing."""
+    """Whether an exponential is that of a sigmoid, 1 / (1 + exp): it is added to 1, and nothing sums it over an axis."""
     readers = [view.nodes[u] for u in view.users.get(exp, ())]
-    return bool(readers) and all(n.op == "sum" and {o.nid for o in n.operands} == {ONE, exp} for n in readers)
+    added = any(n.op == "sum" and {o.nid for o in n.operands} == {ONE, exp} for n in readers)
+    return added and all(n.op != "reduce_sum" for n in readers)
 
 
 def _is_dot(view: View, nid: int) -> bool:

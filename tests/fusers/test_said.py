@@ -122,6 +122,10 @@ QUIET = {
     "a difference from a target": (lambda x, w, y: jnp.mean(jnp.square(y - x @ w)), (X, W, X)),
     "the square of a norm": (lambda x, w: rms(x @ w), (X, W)),
     "a sigmoid by exp": (lambda x, w: behind(lambda h: h / (1 + jnp.exp(-h)))(x, w) @ w, (X, W)),
+    "one in a train step": (
+        jax.value_and_grad(lambda w, x: ((behind(lambda h: h / (1 + jnp.exp(-h)))(x, w) @ w) ** 2).sum()),
+        (W, X),
+    ),
 }
 
 
