@@ -105,10 +105,16 @@ def _exponentials(view: View, dot: CNode) -> int | None:
 
 
 def _in_sigmoid(view: View, exp: int) -> bool:
-    """Whether an exponential is that of a sigmoid, 1 / (1 + exp): it is added to 1, and nothing sums it over an axis."""
-    readers = [view.nodes[u] for u in view.users.get(exp, ())]
-    added = any(n.op == "sum" and {o.nid for o in n.operands} == {ONE, exp} for n in readers)
-    return added and all(n.op != "reduce_sum" for n in readers)
+    """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
+    users = view.users.get(exp, ())
+    added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
+    return bool(added) and all(u in added or _is_derived(view, u) for u in users)
+
+
+def _is_derived(view: View, nid: int) -> bool:
+    """Whether every operation that makes a canonical node's value belongs to a backward pass."""
+    makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
+    return bool(makers) and all(is_backward(m.eqn) for m in makers)
 
 
 def _is_dot(view: View, nid: int) -> bool:
