@@ -134,7 +134,7 @@ def own_pass_runs_and_shows_its_story(own_pass):
         "mish@#1: x * tanh(softplus(x)) (In[2]:3)",
         "[escapes] mish@#1",
         "edit: compute the outside use from x again",
-        "a factor 2 where the pattern has 1",
+        "times 2, where 1 is needed",
         "cuda: unavailable, it needs a CUDA device, this is a CPU (simulated)",
         "cuda: chosen, of the pass's own",
         "gated_model: forward",

@@ -197,8 +197,12 @@ def propose(
     if facts.refused:
         return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
     if not facts.verdict.ok:
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
+        sentence = (
+            f"{anchor_text(anchor)} ends what looks like {plan.formula} and is another function: {facts.verdict.detail}"
+        )
         code, edit = facts.verdict.code or "value", None
+        if code in ("sharding", "uncertified"):
+            sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
         if code == "sharding":
             sentence, edit = f"{sentence}{_asked(region)}", AUTO_AXES
         return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ..graph.boundary import Fault, guarded
 from ..graph.ir import Node
 from ..graph.region import Escape
-from .outcomes import Candidate, Rejection
+from .outcomes import LEFT_TO_XLA, Candidate, Rejection
 
 if TYPE_CHECKING:
     from .base import Search
+
+# Codes that stand before what else reads a site's inner values: whoever that is, it is not fused.
+_BEFORE = LEFT_TO_XLA | {"implementation", "dtype"}
+_RESULTS = 3  # results of one node that a sentence names
+FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
 
 
 def reject(
@@ -67,14 +72,23 @@ def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]
 def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
     """Why a site is none whose inner values are read outside (`problem`), where it would be none if the backward pass were what reads them
     (`outcome`): that stands before the other where an implementation was named that cannot run it, its dtypes stand in the way of
-    any fusion, or the search failed on it.
+    any fusion, XLA's code is what runs on the device, or the search failed on it. Else it is said behind the other, which an edit
+    may remove, and in place of the edit that leads to it.
     """
-    return outcome if problem is None or outcome.code in ("implementation", "dtype") or outcome.origin else problem
+    if problem is None or outcome.code in _BEFORE or outcome.origin:
+        return outcome
+    if outcome is problem or outcome.sentence in problem.sentence:
+        return problem
+    edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
+    return replace(
+        problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit
+    )
 
 
 def anchor_text(node: Node) -> str:
-    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node."""
-    outs = ", ".join(map(repr, node.outputs))
+    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node; of many results the first ones."""
+    more = len(node.outputs) - _RESULTS
+    outs = ", ".join(map(repr, node.outputs[:_RESULTS])) + (f" and {more} more" if more > 0 else "")
     return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
 
 

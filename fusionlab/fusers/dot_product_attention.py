@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.canonical import CNode, View
+from ..graph.canonical import ONE, CNode, View
 from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -32,11 +32,11 @@ from .attention_forms import (
     WITHOUT_MAX,
     Reading,
     Tail,
-    crossed_axes,
     readings,
     tail_example,
     whole_example,
 )
+from .attention_misses import AttentionMisses
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
 from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test, nan_test_between
@@ -44,19 +44,13 @@ from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .repeated_heads import Repeated, without_repeats
-from .site import Site, with_concepts
+from .site import with_concepts
 
 MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
 _ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 # What may stand between the exponentials and the product that they weigh.
 _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
-# What would make a site of a near miss, by its code.
-_EDITS = {
-    "axes": "take the softmax over the keys (axis=-1), and contract the weights with v over the keys",
-    "stop_gradient": "leave out the stop_gradient, or stop the gradient of q, k or v instead",
-    "named_residual": "name q, k, v or the result instead, with jax.ad_checkpoint.checkpoint_name",
-}
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
@@ -108,9 +102,22 @@ def _exponentials(view: View, dot: CNode) -> int | None:
             view.nodes[operand.nid].op == "select"
         )  # weights with others in their place, one choice after another maybe
         exp = _reach(view, operand.nid, _is_exp, 7 if chosen else 3, _THROUGH)
-        if exp is not None and _reach(view, exp, _is_dot, 8, None) is not None:
+        if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
             return exp
     return None
+
+
+def _in_sigmoid(view: View, exp: int) -> bool:
+    """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
+    users = view.users.get(exp, ())
+    added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
+    return bool(added) and all(u in added or _is_derived(view, u) for u in users)
+
+
+def _is_derived(view: View, nid: int) -> bool:
+    """Whether every operation that makes a canonical node's value belongs to a backward pass."""
+    makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
+    return bool(makers) and all(is_backward(m.eqn) for m in makers)
 
 
 def _is_dot(view: View, nid: int) -> bool:
@@ -141,7 +148,7 @@ def _reach(
     return None
 
 
-class _Site(Site):
+class _Site(AttentionMisses):
     """One softmax between two products, from anchor to candidate or rejection."""
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
@@ -151,8 +158,7 @@ class _Site(Site):
             found = self.read()
             if isinstance(found, Miss):
                 asked = nan_test_between(self.view, exponentials, self.anchor)
-                problem = self.near_miss(found) if asked is None else self.asks_for_nan(asked)
-                return replace(self.told_by_axes(problem, found), edit=problem.edit or _EDITS.get(problem.code))
+                return self.missed(found) if asked is None else self.asks_for_nan(asked)
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
@@ -162,18 +168,6 @@ class _Site(Site):
         sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
         edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
         return self.rejection("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
-
-    def told_by_axes(self, problem: Rejection, found: Miss) -> Rejection:
-        """The rejection in the program's own axes where the softmax is over one and the product contracts another."""
-        crossed = crossed_axes(self.view, found.target) if problem.code == "axes" else None
-        if crossed is None:
-            return problem
-        weights, over, contracted = crossed
-        sentence = (
-            f"{anchor_text(self.anchor)}: the weights {weights!r} are a softmax over axis {over}, "
-            f"and their product with the values contracts axis {contracted}"
-        )
-        return replace(problem, sentence=sentence)
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -187,7 +181,7 @@ class _Site(Site):
     def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
         """With the kind of attention it is, unless a number makes it none."""
         if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
-            return outcome
+            return self.scaled_late(read, outcome) if outcome.code == "value" else outcome
         kind = self.kind or ("masked" if read.steps or read.tail.change else "unmasked")
         return with_concepts(outcome, ("attention", f"attention_{kind}"))
 

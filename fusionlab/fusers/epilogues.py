@@ -11,16 +11,18 @@ from dataclasses import replace
 from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
 from ..graph.region import VIEWS, Escape
-from ..graph.scopes import in_differentiated, is_differentiated
+from ..graph.scopes import in_backward, in_differentiated, is_differentiated
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from .base import SUMS_OVER_DEVICES, anchor_text
 from .findings import Rejection
-from .site import FUSE_FIRST, Site
+from .site import Site
 
 KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
 # Functions that make an elementwise cone an activation rather than a scaling.
 NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split()) | {"custom_jvp_call"}
 
+# What a norm and a loss make of a value before they sum it up.
+_MEASURES = frozenset("square integer_pow pow abs sign".split())
 # What says where a value lies on a mesh, and what else stands between two parts of a site and computes nothing.
 LAYS_OUT = frozenset({"reshard", "sharding_constraint"})
 _BETWEEN = LAYS_OUT | {"name", "reduce_precision"}
@@ -30,6 +32,12 @@ def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
     """What a site is made of: "linear" with a bias, and its activation by its usual name, whatever the spelling."""
     known = ACTIVATIONS.get(activation or "none")
     return (*(("linear",) if bias else ()), *((known.kind,) if known and known.name != "none" else ()))
+
+
+def shown(activation: str) -> str:
+    """An activation as a user calls it: "relu" for any spelling of it."""
+    known = ACTIVATIONS.get(activation)
+    return known.kind if known is not None else activation
 
 
 class Epilogue:
@@ -54,7 +62,8 @@ class Epilogue:
                 continue
             known = recognise(self.view, start, value, KNOWN, self.certifier)
             if known.name is None:
-                first_unknown = first_unknown or (node, known)
+                if first_unknown is None and self.is_applied(node, nodes):
+                    first_unknown = node, known
                 continue
             leak = self.leak(value)
             if leak is None:
@@ -65,10 +74,27 @@ class Epilogue:
             edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
             if problem is None:
                 self.leaking = value, known.name
-                problem = self.site.escaping(leak, edit, nodes, known.name, concepts_of(False, known.name))
+                problem = self.site.escaping(leak, edit, nodes, shown(known.name), concepts_of(False, known.name))
         if problem is None and first_unknown is not None:
             problem = self.unknown(nodes, *first_unknown)
         return None, None, problem or self.custom_rule()
+
+    def is_applied(self, node: Node, nodes: list[Node]) -> bool:
+        """Whether the program goes on with what a node makes of the start, so that it may be meant for an activation.
+
+        Not a derivative, which only a backward pass reads; nor a square or a magnitude that is only summed up, as a norm and a loss do;
+        nor what a loss is the sum of.
+        """
+        value = node.outputs[0]
+        made_by = {n.primitive for n in between(self.view, self.start, value)}
+        if in_backward(node) or not made_by & NONLINEAR:
+            return False
+        block, inside = self.site.search.block, {n.id for n in nodes}
+        if value.id in block.returned and not (block.path and in_differentiated(node)):
+            return True
+        readers = [u for u in self.site.users(value) if u.id not in inside and not in_backward(u)]
+        measured = made_by & NONLINEAR <= _MEASURES
+        return any(u.primitive != "reduce_sum" or not (measured or u.outputs[0].shape == ()) for u in readers)
 
     def leak(self, end: Value) -> Escape | None:
         """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
@@ -88,13 +114,12 @@ class Epilogue:
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
         """For a function that is no known activation."""
-        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {known.why}"
+        why = known.why.replace(known.nearest, shown(known.nearest)) if known.nearest else known.why
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
         edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
         if known.code == "gradient":
-            name = "relu" if known.nearest.startswith("relu") else known.nearest.partition("_")[0]
+            name = shown(known.nearest).partition("_")[0]
             edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
-        if in_differentiated(self.site.anchor):
-            edit = FUSE_FIRST  # the function is the activation's derivative, or holds it
         if known.origin:
             told = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
             return replace(told, origin=known.origin)

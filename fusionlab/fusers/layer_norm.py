@@ -33,8 +33,9 @@ from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR
+from .norm_misses import BY_COUNT, NormMisses
 from .norms import ROOTS, Surroundings
-from .site import Site, with_concepts
+from .site import with_concepts
 from .summands import Summands, summands_of
 
 _CANCELS = (
@@ -42,7 +43,6 @@ _CANCELS = (
     "the mean of (x - mean)^2, and is right there"
 )
 _LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
-_BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
 _HELD = {
@@ -99,7 +99,7 @@ class LayerNormPass:
         return _Site(self, search, node, around, made).examine() if around.is_norm else None
 
 
-class _Site(Site):
+class _Site(NormMisses):
     """One norm, from anchor to candidate or rejection."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _Site(Site):
         outcome = paired or problem
         if outcome is not None:
             return outcome
-        return self.nearly() or self.uneven() or self.held() or self.missed(self.some(best))
+        return self.nearly() or self.uneven() or self.held() or self.transposed() or self.missed(self.some(best))
 
     def rejection(self, *args: Any, **told: Any) -> Rejection:
         """As of any site: with where the root meets x, however far a match got."""
@@ -222,12 +222,6 @@ class _Site(Site):
                 return self.rejection(code, f"{anchor_text(node)} {what}", [node], edit=edit)
         return None
 
-    def missed(self, miss: Miss) -> Rejection:
-        near = self.near_miss(miss)
-        # Two different shares of one sum: the sample variance of a right mean, mostly.
-        edit = _BY_COUNT if near.code == "scalar" and "pattern has 1/N = " in miss.reason else near.edit
-        return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
-
     # -- the candidate --------------------------------------------------------------------------------------------
 
     def candidate(self, found: Match, root: Value) -> Candidate | Rejection:
@@ -289,7 +283,7 @@ class _Site(Site):
         where = anchor_text(self.anchor)
         if not close(share, 1 / size):
             sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
-            return self.rejection("scalar", sentence, edit=_BY_COUNT)
+            return self.rejection("scalar", sentence, edit=BY_COUNT)
         if not 0 < epsilon < _EPSILON_LIMIT:
             sentence = f"{where} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
             return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graph.ir import Node, Value
-from ..graph.match import Match, Miss, match
+from ..graph.match import Match, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.rules import passed_whole
 from .base import Pass, Search, anchor_text
@@ -76,13 +76,20 @@ class LinearSite(Site):
         if node.primitive == "sub":
             if self.batch() and feeds_softmax(self, total):
                 return None  # attention scores
-            sentence = f"{anchor_text(node)} subtracts, where a bias is added"
+            if sum(d >= 0 for d in self.view.read(other).dims) >= len(self.view.nodes[self.nid(self.product)].shape):
+                return self.bare()  # a difference from something as large, as a loss takes it: no bias
+            of = (
+                f"the product from {self.shown(other)}"
+                if other is node.inputs[0]
+                else f"{self.shown(other)} from the product"
+            )
+            sentence = f"{anchor_text(node)} subtracts {of}, where a bias is added"
             return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
         found = match(pattern_of(LINEAR), self.view, self.nid(total))
         if isinstance(found, Match):
             rows = self.row_bias(found, total, node)
             return rows or Linear(total, found, True)
-        return self.not_a_bias(node, other, found)
+        return self.not_a_bias(node, other)
 
     def bare(self) -> Linear | Rejection | None:
         """The product without a bias."""
@@ -155,7 +162,15 @@ class LinearSite(Site):
         edit = "transpose the product so that the features come last: (x @ w).T + b"
         return self.rejection("bias", sentence, [node], (1, 2), edit)
 
-    def not_a_bias(self, node: Node, other: Any, miss: Miss) -> Rejection | None:
+    def shown(self, atom: Any) -> str:
+        """What is added, as the program has it: a number, or a value with the line that makes it."""
+        ref = self.view.read(atom)
+        if self.view.is_literal(ref):
+            return f"{ref.coef:g}"
+        maker = self.search.block.producer.get(atom.id)
+        return repr(atom) if maker is None else anchor_text(maker)
+
+    def not_a_bias(self, node: Node, other: Any) -> Rejection | None:
         """Why what is added is no bias; None when the product is no linear layer at all."""
         dot = self.view.nodes[self.nid(self.product)]
         batch = self.batch()
@@ -174,10 +189,12 @@ class LinearSite(Site):
             what, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
             edit = "broadcast the bias inside the loop"
         elif span >= len(dot.shape):
-            what = f"a full tensor {list(other.shape)}, not a bias along the output features"
+            what = f"a full tensor {list(other.shape)}, {self.shown(other)}, not a bias along the output features"
             edit = "add the bias first, (x @ w + b) + y, if there is one"
         elif not span:
-            what = "a scalar, not a bias along the output features"
+            what = f"a scalar, {self.shown(other)}, not a bias along the output features"
         else:
-            what = f"{list(other.shape)}, which is no bias along the output features: {miss.reason}"
+            axes = [i for i, size in enumerate(other.shape) if size != 1]
+            of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
+            what = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
         return self.rejection("bias", f"{anchor_text(node)} adds {what}", [node], (1, 2), edit, concepts=concepts)

@@ -213,3 +213,23 @@ class Surroundings:
                 nodes[node.id] = node
             stack += below
         return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])
+
+
+def crossing(view: View, x: int, root: int) -> int | None:
+    """The canonical node in which one axis of x is met by another of its axes, as where a mean over rows is read along columns.
+
+    Args:
+      x, root: canonical nodes; the nodes between them are looked at.
+    """
+    known: dict[int, dict[int, int]] = {x: {i: i for i in range(len(view.nodes[x].shape))}}
+    for node in view.nodes[: root + 1]:  # operands stand before their readers
+        if node.id in known or node.op in ("leaf", "one"):
+            continue
+        mine: dict[int, int] = {}  # axis of the node -> the axis of x that it is
+        for operand in node.operands:
+            for axis, of in known.get(operand.nid, {}).items():
+                slot = operand.axes[axis]
+                if slot >= 0 and mine.setdefault(slot, of) != of:
+                    return node.id
+        known[node.id] = mine
+    return None

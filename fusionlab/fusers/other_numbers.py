@@ -15,6 +15,7 @@ from ..graph.region import Region
 from .blind import NOTE, nan_test
 
 _EDGE = "near the edge of"
+_NO_SCORE = 1e30  # beyond this no attention has scores; float16 ends at 65504, where some have
 _ATTENDS = frozenset({"dot_product_attention", "multi_transformer"})  # ops that are 0 for a query that sees no key
 
 
@@ -27,6 +28,11 @@ def edge_note(dtype: Any) -> str:
     )
 
 
+def _out_of_reach(dtype: Any) -> bool:
+    """Whether no score of a model comes near the largest number: scores that overflow in one order of factors and sums then do in many."""
+    return float(jnp.finfo(dtype).max) > _NO_SCORE
+
+
 def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequence[str]) -> tuple[str, ...] | str:
     """The notes with what the proof has shown beside them; a sentence where the site has to stay as it is."""
     found = list(notes)
@@ -37,6 +43,10 @@ def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequen
         if asked is not None:
             return f"{NOTE}, and {asked!r} asks where the NaN are"
         found.append(NOTE)
-    if verdict.edge and not any(_EDGE in note for note in found):
+    if (
+        verdict.edge
+        and not (op in _ATTENDS and _out_of_reach(region.root.dtype))
+        and not any(_EDGE in n for n in found)
+    ):
         found.append(edge_note(region.root.dtype))
     return tuple(found)

@@ -192,7 +192,7 @@ class OwnSite(Site):
             numbers = _numbers(found, float(ref.coef))
             if not isinstance(numbers, dict):
                 wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
-                reason = f"the result is multiplied by {float(ref.coef):g} where the pattern has {wanted}"
+                reason = f"the result is multiplied by {float(ref.coef):g}, where {wanted} is needed"
                 missed = missed or self.of_whole(found, reason)
             elif numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
                 missed = missed or Miss(

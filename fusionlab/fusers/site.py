@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,10 @@ from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
 from ..graph.scopes import in_differentiated, is_backward
-from .base import Pass, Plan, Search, anchor_text, escape_text, propose, reason_to_tell, reject
+from .base import Pass, Plan, Search, escape_text, propose, reason_to_tell, reject
+from .declining import FUSE_FIRST as FUSE_FIRST
 from .findings import Candidate, Rejection
+from .nearly import sentence_of
 
 # Rejection codes of what stands where a pattern has something else, by canonical op.
 _CODES = {
@@ -22,7 +24,6 @@ _CODES = {
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
 }
-FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
 
 
 def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
@@ -34,7 +35,13 @@ def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
 
 
 class Site:
-    """What every pass needs at its anchor. A pass derives its own and says what makes a candidate."""
+    """What every pass needs at its anchor. A pass derives its own and says what makes a candidate.
+
+    Attributes:
+      words: what the pass calls the operations, operands and numbers of its examples, where these are called otherwise.
+    """
+
+    words: Mapping[str, str] = {}
 
     def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
         self.pass_, self.search, self.anchor = pass_, search, anchor
@@ -77,8 +84,7 @@ class Site:
             code = _CODES.get(target.op, code)
         if code in ("structure", "mask") and self.is_random(miss.target):
             code = "dropout"
-        where = anchor_text(node) if node is not None else f"an operand of {anchor_text(self.anchor)}"
-        sentence = f"{where}: {miss.reason} (nearest example: {miss.pattern.example.name})"
+        sentence = sentence_of(self.view, miss, self.anchor, self.words)
         return self.rejection(code, sentence, [node] if node else [], (miss.matched, miss.total), site=site)
 
     def made_of(self, nid: int, target: int, depth: int) -> bool:

@@ -209,10 +209,10 @@ def _recognise(
     except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
         return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
     errors: dict[str, tuple[float, float]] = {}
-    gaps: dict[str, float] = {}
+    gaps: dict[str, Gap] = {}
     for name, reference in known.items():
         theirs = _known_profile(reference, str(start.dtype), points.tobytes(), twice)
-        gaps[name] = _gap(mine.value, theirs.value)
+        gaps[name] = _gap(mine.value, theirs.value, points)
         # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise.
         noisy = all(c == 0 for c in switches)
         errors[name] = (
@@ -240,22 +240,47 @@ def value_name(node: Node, known: Mapping[str, Callable[..., Any]], certifier: C
     return recognise(View(body), start, end, known, certifier).name
 
 
-def _verdict(errors: Mapping[str, tuple[float, float]], gaps: Mapping[str, float], tolerance: float) -> Recognised:
+def _verdict(errors: Mapping[str, tuple[float, float]], gaps: Mapping[str, Gap], tolerance: float) -> Recognised:
     good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
     if good:
         return Recognised(min(good, key=lambda n: errors[n]))
     by_value = [n for n, (v, _) in errors.items() if v <= tolerance]
     if by_value:
         return Recognised(None, f"its values are {by_value[0]}'s but its gradient is not", "gradient", by_value[0])
-    nearest = min(gaps, key=gaps.__getitem__)
-    return Recognised(None, f"the nearest known function is {nearest}, {gaps[nearest]:.2g} away", nearest=nearest)
+    nearest = min(gaps, key=lambda n: gaps[n].size)
+    return Recognised(None, f"the nearest known function is {nearest}{gaps[nearest]}", nearest=nearest)
 
 
-def _gap(got: np.ndarray, want: np.ndarray) -> float:
-    """How far apart two functions look: the largest difference where both are finite, relative to magnitudes above 1."""
-    both = np.isfinite(got) & np.isfinite(want)
-    got, want = got[both], want[both]
-    return float(np.max(np.abs(got - want) / np.maximum(1.0, np.abs(want)), initial=0.0))
+@dataclass(frozen=True)
+class Gap:
+    """How far apart two functions look: `size`, and the point where one is `got` and the other `want`."""
+
+    size: tuple[
+        float, float, float
+    ]  # on ordinary numbers the largest, roughly, and the mean; the largest on all numbers
+    point: float
+    got: float
+    want: float
+
+    def __str__(self) -> str:
+        digits = next((d for d in (3, 6, 9) if f"{self.got:.{d}g}" != f"{self.want:.{d}g}"), None)
+        if digits is None:
+            return ", with other infinities or NaN, or differences below 1e-9"
+        return f": at {self.point:.3g} it is {self.want:.{digits}g}, and this is {self.got:.{digits}g}"
+
+
+def _gap(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> Gap:
+    """The differences where both are finite, relative to magnitudes above 1, and the largest, of ordinary numbers if there is one.
+
+    A difference of 1e37 between two functions of 1e38 says nothing; that one is 6 at 9 where the other is 9 does.
+    """
+    with np.errstate(all="ignore"):
+        both = np.isfinite(got) & np.isfinite(want)
+        apart = np.where(both, np.abs(got - want) / np.maximum(1.0, np.abs(want)), 0.0)
+    near = np.where(np.abs(points) <= _NEAR, apart, 0.0)
+    at = int(np.argmax(near if near.any() else apart))
+    size = float(f"{near.max(initial=0.0):.2g}"), float(near.mean()), float(apart.max(initial=0.0))
+    return Gap(size, float(points[at]), float(got[at]), float(want[at]))
 
 
 def distance(got: np.ndarray, want: np.ndarray, points: np.ndarray, noisy: bool = True) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .axes import Axis, Place, axis_classes, axis_links, places, reshape_kind, reshape_parts
-from .canonical import ONE, CNode, Coef, View, view_node_text
+from .canonical import ONE, CNode, Coef, Operand, View, view_node_text
 from .labelled import Labelled
 from .pattern import Example, Pattern
 
@@ -58,7 +58,18 @@ class Match:
 class Miss:
     """The nearest miss: how far the match got and what stopped it.
 
-    `matched` of `total` pattern nodes; `target` is the canonical node that did not fit; `bound` what had been matched.
+    Attributes:
+      pattern: the pattern.
+      matched, total: of `total` pattern nodes so many had been matched.
+      target: the canonical node that did not fit.
+      reason: what stopped it, in the matcher's words: for the log.
+      kind: "structure", "scalar" or "axes".
+      bound: pattern node id -> target node id, of what had been matched.
+      wanted: the pattern node that `target` would have had to be; None where none alone did not fit.
+      at: the edge of the pattern that led there, or that has another factor: (pattern node, number of its operand).
+      factor: where a factor did not fit, the target's, and its operand.
+      known: as `bound`, of what had been matched with all below it, the leaves among them.
+      leaves: of `axes`, the leaves that have the axis that did not fit, and its size.
     """
 
     pattern: Pattern = field(repr=False)
@@ -68,6 +79,11 @@ class Miss:
     reason: str
     kind: str
     bound: Mapping[int, int]
+    wanted: int | None = None
+    at: tuple[int, int] | None = None
+    factor: tuple[Coef, int] | None = None
+    leaves: tuple[tuple[str, ...], int] | None = None
+    known: Mapping[int, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -84,12 +100,13 @@ class _Matcher:
         self.steps = 0
         self.best: Miss | None = None
 
-    def miss(self, state: _State, target: int, reason: str, kind: str) -> None:
+    def miss(self, state: _State, target: int, reason: str, kind: str, **more: Any) -> None:
         matched = len(state.entered)
         if self.best is None or matched > self.best.matched:
-            self.best = Miss(self.pattern, matched, self.pattern.size, target, reason, kind, dict(state.entered))
+            size, bound = self.pattern.size, dict(state.entered)
+            self.best = Miss(self.pattern, matched, size, target, reason, kind, bound, known=state.nodes, **more)
 
-    def node(self, pid: int, tid: int, state: _State) -> Iterator[_State]:
+    def node(self, pid: int, tid: int, state: _State, at: tuple[int, int] | None = None) -> Iterator[_State]:
         self.steps += 1
         if self.steps > _STEP_LIMIT:
             return
@@ -98,7 +115,7 @@ class _Matcher:
             if bound == tid:
                 yield state
             else:
-                self.miss(state, tid, "two uses of one value read different values", "structure")
+                self.miss(state, tid, "two uses of one value read different values", "structure", wanted=pid, at=at)
             return
         if pid in self.pattern.leaf_of:
             if tid != ONE:
@@ -106,18 +123,18 @@ class _Matcher:
             return
         want, have = self.pattern.nodes[pid], self.view.nodes[tid]
         if want.op != have.op:
-            self.miss(state, tid, f"{have.op} where the pattern has {want.op}", "structure")
+            self.miss(state, tid, f"{have.op} where the pattern has {want.op}", "structure", wanted=pid, at=at)
             return
         if pid == ONE:
             yield _State({**state.nodes, pid: tid}, state.order, state.scalars, state.entered)
             return
         if not _params_fit(want, have, self.pattern.example):
-            self.miss(state, tid, f"{have.op} of {len(have.operands)} operands does not fit", "structure")
+            self.miss(state, tid, f"{have.op} of {len(have.operands)} operands does not fit", "structure", wanted=pid)
             return
         state = _State(state.nodes, state.order, state.scalars, {**state.entered, pid: tid})
         orders = list(self._orders(want, have))
         if not orders:
-            self.miss(state, tid, f"{have.op} of other powers than the pattern's", "structure")
+            self.miss(state, tid, f"{have.op} of other powers than the pattern's", "structure", wanted=pid)
         for order in orders:
             yield from self.operands(pid, tid, order, 0, state)
 
@@ -139,32 +156,34 @@ class _Matcher:
             yield _State({**state.nodes, pid: tid}, {**state.order, pid: order}, state.scalars, state.entered)
             return
         po, to = want.operands[i], have.operands[order[i]]
-        for after in self.node(po.nid, to.nid, state):
-            scalars = self.coefficient(pid, i, to.coef, tid, after)
+        for after in self.node(po.nid, to.nid, state, (pid, i)):
+            scalars = self.coefficient(pid, i, to, tid, after)
             if scalars is not None:
                 yield from self.operands(
                     pid, tid, order, i + 1, _State(after.nodes, after.order, scalars, after.entered)
                 )
 
-    def coefficient(self, pid: int, i: int, coef: Coef, tid: int, state: _State) -> dict[str, float] | None:
+    def coefficient(self, pid: int, i: int, have: Operand, tid: int, state: _State) -> dict[str, float] | None:
         """The captured scalars with this edge's, or None when its coefficient does not fit."""
+        coef = have.coef
         operand = self.pattern.nodes[pid].operands[i]
         edge = self.pattern.edges.get((pid, i))
         if edge is not None:
             try:
                 value = float((coef / edge.const) ** (1 / edge.power))
             except (ZeroDivisionError, TypeError, OverflowError):
-                return self._coef_miss(state, tid, coef, edge.scalar)
+                return self._coef_miss(state, tid, (pid, i), have, edge.scalar)
             known = state.scalars.get(edge.scalar)
             if known is not None and not close(known, value):
-                return self._coef_miss(state, tid, coef, f"{edge.scalar} = {known:g}")
+                return self._coef_miss(state, tid, (pid, i), have, f"{edge.scalar} = {known:g}")
             return {**state.scalars, edge.scalar: value} if known is None else state.scalars
         if operand.nid in self.pattern.gauged or close(operand.coef, coef):
             return state.scalars
-        return self._coef_miss(state, tid, coef, f"{operand.coef:g}")
+        return self._coef_miss(state, tid, (pid, i), have, f"{operand.coef:g}")
 
-    def _coef_miss(self, state: _State, tid: int, coef: Coef, wanted: str) -> None:
-        self.miss(state, tid, f"a factor {coef:g} where the pattern has {wanted}", "scalar")
+    def _coef_miss(self, state: _State, tid: int, at: tuple[int, int], have: Operand, wanted: str) -> None:
+        reason = f"a factor {have.coef:g} where the pattern has {wanted}"
+        self.miss(state, tid, reason, "scalar", at=at, factor=(have.coef, have.nid))
 
     def axes(self, state: _State) -> Match | Miss:
         """The axis check: every target axis must play a letter's part in every matched node."""
@@ -188,20 +207,19 @@ class _Matcher:
             if len(fits) != 1:
                 names = sorted(pattern.leaf_of[p] for p in pids if p in pattern.leaf_of)
                 owner = " and ".join(names) or "no operand"
-                return self._other_axes(
-                    state, f"an axis of size {sizes[c]} that {owner} has plays no part in the pattern"
-                )
+                reason = f"an axis of size {sizes[c]} that {owner} has plays no part in the pattern"
+                return self._other_axes(state, reason, (tuple(names), sizes[c]))
             letters[fits[0]].append(c)
         fixed = {x: tuple(cs) for x, cs in letters.items()}
         if not self._parts_fit(state, classes, fixed):
             return self._other_axes(state, "axes are split or merged in another order than the pattern's")
         return Match(pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
 
-    def _other_axes(self, state: _State, reason: str) -> Miss:
+    def _other_axes(self, state: _State, reason: str, leaves: tuple[tuple[str, ...], int] | None = None) -> Miss:
         """The miss of a match whose nodes all fit, and whose axes do not."""
-        root = state.nodes[self.pattern.root]
-        self.miss(state, root, reason, "axes")
-        return Miss(self.pattern, self.pattern.size, self.pattern.size, root, reason, "axes", state.nodes)
+        root, size = state.nodes[self.pattern.root], self.pattern.size
+        self.miss(state, root, reason, "axes", leaves=leaves)
+        return Miss(self.pattern, size, size, root, reason, "axes", state.nodes, leaves=leaves, known=state.nodes)
 
     def _parts_fit(self, state: _State, classes: Mapping[Axis, int], letters: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether reshapes merge and split the axes in the pattern's order."""

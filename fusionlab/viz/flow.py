@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fusionlab.graph.ir import Block, Graph, Node, Value
+from fusionlab.graph.traffic import COMBINES
 
 Key = int | tuple[str, int]
 
@@ -47,7 +48,8 @@ def flow(graph: Graph) -> Flow:
 
 def _flow_block(block: Block, origin: dict[int, tuple[Key, ...]], edges: Flow) -> None:
     for node in block.nodes:
-        if node.blocks:
+        # What a scatter or a reduction combines entries with is no region: its block is given single numbers, not the operands.
+        if node.blocks and node.primitive not in COMBINES:
             _flow_region(node, origin, edges)
             continue
         for atom in node.inputs:

@@ -407,7 +407,8 @@ def test_the_rejection_says_how_far_the_match_got():
     rejection = declined(near(softmax=lambda s: jax.nn.softmax(jnp.sin(s))), *S)
     assert 0 < rejection.matched < rejection.total
     assert f"({rejection.matched} of {rejection.total} matched)" in str(rejection)
-    assert "nearest example: softmax" in rejection.sentence
+    assert "= sin (" in rejection.sentence
+    assert "where the product of queries and keys is needed" in rejection.sentence
 
 
 def test_a_projection_around_attention_is_left_to_gemm_epilogue():

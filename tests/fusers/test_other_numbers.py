@@ -4,6 +4,8 @@ than the program is declined, or said with the site.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.fusers.blind import NOTE
-from fusionlab.graph.certify import Certifier
+from fusionlab.fusers.other_numbers import notes_of
+from fusionlab.graph.certify import Certifier, Verdict
 
 from .checks import jit, normal
 
@@ -219,9 +222,17 @@ def test_what_overflows_as_the_program_does_has_no_note(fn, args):
     assert not [n for n in site.notes if "near the edge" in n]
 
 
-def test_an_attention_whose_queries_are_scaled_first_may_overflow_sooner_and_says_so():
+def test_an_attention_says_so_only_where_scores_may_come_near_the_edge():
+    """Those of float16 may; those of float32 would have to be 1e30, and overflow then in the program's order, too."""
     (site,) = fl.find(scaled_before, *normal((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))).candidates
-    assert [n for n in site.notes if "near the edge of float32" in n]
+    assert not [n for n in site.notes if "near the edge" in n]
+    for dtype, op, says in (
+        ("float16", "dot_product_attention", 1),
+        ("bfloat16", "multi_transformer", 0),
+        ("float32", "lerp", 1),
+    ):
+        region = SimpleNamespace(root=SimpleNamespace(dtype=jnp.dtype(dtype)))
+        assert len(notes_of(None, region, op, Verdict(None, edge=True), ())) == says
 
 
 def test_each_proof_looks_at_zeros_masks_and_the_edge(monkeypatch):

@@ -359,4 +359,4 @@ def test_the_formula_says_what_there_is():
     assert OP.formula(scale=0.125, **given) == "softmax(0.125 * q @ k.T + bias, mask, causal) @ v"
     assert OP.formula(factors=True) == "(softmax(1/sqrt(H) * q @ k.T) * factors) @ v"
     capped = OP.formula(scale=1, softcap=30.0, factors=True, factors_scale=1.25)
-    assert capped == "(softmax(30 * tanh(1 * q @ k.T / 30)) * factors * 1.25) @ v"
+    assert capped == "(softmax(30 * tanh(q @ k.T / 30)) * factors * 1.25) @ v"

@@ -108,7 +108,7 @@ EPSILON = (
 )  # fmt: skip
 
 SCALARS = (
-    near("the sample variance, ddof=1", "scalar", normed(spread=lambda x: variance(x, ddof=1)), says="a factor 0.142857 where",
+    near("the sample variance, ddof=1", "scalar", normed(spread=lambda x: variance(x, ddof=1)), says="where 1/N = 0.125 is needed",
          edit=DDOF, repaired=normed(spread=variance)),
     near("sums over 7 of 8 entries", "scalar",
          normed(lambda x: x - share(x, lambda x: x, 7), lambda x: share(x - share(x, lambda x: x, 7), jnp.square, 7)),

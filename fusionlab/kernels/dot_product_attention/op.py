@@ -241,7 +241,7 @@ class DotProductAttention(Op):
     ) -> str:
         """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v, 8 query heads a key head"; `bias`, `mask`, `factors` and `dropout_key` say
         which operands there are."""
-        scores = f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
+        scores = "q @ k.T" if scale == 1 else f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
         local = "" if window is None else f", local window of {sum(window) + 1} keys"

@@ -1,0 +1,61 @@
+"""What a norm that is nearly one is told: another share of the sum, an epsilon that is no number, statistics along another axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..graph.match import Miss
+from .base import anchor_text
+from .findings import Rejection
+from .nearly import shown
+from .norms import Surroundings, crossing
+from .site import Site
+
+BY_COUNT = "divide the sums by the number of entries (ddof=0)"
+# What the operations of a norm are to a reader.
+_WORDS = {
+    "reduce_sum": "a sum over the axis that is normalised",
+    "sum": "the mean of the squares and epsilon, or x without its mean,",
+    "prod": "x over the root, or a square,",
+}
+
+
+class NormMisses(Site):
+    """A site at the root of a mean of squares: what is said where it matches no example.
+
+    Attributes:
+      around: what stands around the root.
+      x: the canonical node of what is normalised, by its name in the examples.
+    """
+
+    words = _WORDS
+    around: Surroundings
+    x: Mapping[str, int]
+
+    def missed(self, miss: Miss) -> Rejection:
+        near = self.near_miss(miss)
+        edge, edit = miss.pattern.edges.get(miss.at) if miss.at is not None else None, near.edit
+        if near.code == "scalar" and edge is not None and edge.scalar == "1/N":
+            edit = BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
+        elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
+            edit = "make epsilon a Python number, known when the program is traced"
+        elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
+            stands = f"{shown(self.view, miss.target, self.anchor)} stands where that is needed"
+            near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
+        return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
+
+    def transposed(self) -> Rejection | None:
+        """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
+        crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
+        node = None if crossed is None else self.raw_of(crossed)
+        if node is None:
+            return None
+        sums = self.around.sums_of_x
+        of = f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, sums[0].params['axes']))}" if sums else ""
+        sentence = (
+            f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of{of}"
+        )
+        return self.rejection(
+            "axes", sentence, [node, *sums[:1]], edit="keep the axis of mean and variance: keepdims=True"
+        )
