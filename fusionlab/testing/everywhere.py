@@ -9,8 +9,8 @@ or what is changed in place, has another type or is further from float64 than ro
 `jax.jit` refuses, too, and what has side effects is skipped, and counted as that. A test's own results are those of its own calls.
 
 The terminal summary tells calls, distinct programs, sites fused and declined, and what was not compared and why; with pytest-xdist's
-workers, too. Options: `--fusionlab-everywhere-passes A,B`, and `--fusionlab-everywhere-seconds N`, after which a test's further programs are
-let alone. Functions are traced more often than without the plugin: what a test counts while its function is traced is put back where it is
+workers, too. Options: `--fusionlab-everywhere-passes A,B`, and `--fusionlab-everywhere-seconds N`, after which further programs of a test
+are let alone. Functions are traced more often than without the plugin: what a test counts while its function is traced is put back where it is
 a number or a list that the function closes over, and not otherwise.
 
 JAX is imported before any conftest.py runs: what that sets in the environment (JAX_PLATFORMS, XLA_FLAGS) is set in the shell instead.
@@ -128,7 +128,7 @@ class Everywhere:
         if key in self._programs:
             return None
         self._programs[key] = (fn, given)
-        if self._seconds > self._most:
+        if self._seconds >= self._most:
             self._counts[f"{_SKIPPED}out of time"] += 1
             return None
         self._counts["programs"] += 1
