@@ -108,7 +108,7 @@ class Fused:
 
         if self._jit is not None and self._jit.kind == "filter_jit":
             # Equinox warns of a function around a module (of a filter_grad, say): it would hold the module's parameters fixed.
-            rewritten.__signature__ = inspect.signature(self._inside)  # pyright: ignore[reportFunctionMemberAccess]
+            vars(rewritten)["__signature__"] = inspect.signature(self._inside)
             del rewritten.__wrapped__
         return rewritten
 

@@ -137,7 +137,7 @@ def arrays_of(out: Any, args: Any) -> list[Any]:
 
 
 def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = None) -> Verdict:
@@ -182,12 +182,12 @@ def _has_side_effects(function: Callable, arrays: list[Any], holds_objects: bool
 
 def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[Any], passes: Any) -> Verdict:
     """What `fl.fuse(fn)` gives on `call()`, against what `jax.jit` gave."""
-    fused = lab.fuse(fn, passes=passes)
     args, kwargs = call()
     found: lab.Findings | None = None
     try:
-        found = fused.findings(*args, **kwargs)
-        refuse_side_effects("call", found.graph.top.jaxpr)
+        fused = lab.fuse(fn, passes=passes)
+        found = seen = fused.findings(*args, **kwargs)
+        refuse_side_effects("call", seen.graph.top.jaxpr)
         args, kwargs = call()
         out = fused(*args, **kwargs)
     except SideEffectError:

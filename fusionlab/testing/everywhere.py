@@ -10,8 +10,8 @@ or what is changed in place, has another type or is further from float64 than ro
 
 The terminal summary tells calls, distinct programs, sites fused and declined, and what was not compared and why; with pytest-xdist's
 workers, too. Options: `--fusionlab-everywhere-passes A,B`, and `--fusionlab-everywhere-seconds N`, after which further programs of a test
-are let alone. Functions are traced more often than without the plugin: what a test counts while its function is traced is put back where it is
-a number or a list that the function closes over, and not otherwise.
+are let alone. Functions are traced more often than without the plugin: what a test counts while its function is traced is put back where
+it is a number or a list that the function closes over, and not otherwise.
 
 JAX is imported before any conftest.py runs: what that sets in the environment (JAX_PLATFORMS, XLA_FLAGS) is set in the shell instead.
 """
@@ -104,7 +104,7 @@ class Everywhere:
         """The test's own call, then the same beside it."""
         start = time.perf_counter()
         self._counts["calls"] += 1
-        given = self._new(fn, args, kwargs)
+        given = self._mine(lambda: self._new(fn, args, kwargs))
         self._seconds += time.perf_counter() - start
         try:
             out = run(*args, **kwargs)
@@ -114,9 +114,17 @@ class Everywhere:
         if given is not None:
             start = time.perf_counter()
             with _undisturbed(fn):
-                self._count(fn, given, beside(fn, given, (out, (args, kwargs)), self._passes))
+                self._mine(lambda: self._count(fn, given, beside(fn, given, (out, (args, kwargs)), self._passes)))
             self._seconds += time.perf_counter() - start
         return out
+
+    def _mine(self, step: Callable[[], Any]) -> Any:
+        """What a step of the plugin's own gives. One that fails is no fault of the test's, nor of the fused function's: it is counted."""
+        try:
+            return step()
+        except Exception as error:
+            self._counts[f"{_SKIPPED}the plugin failed: {type(error).__name__}"] += 1
+            return None
 
     def _new(self, fn: Callable, args: tuple, kwargs: dict) -> Given | None:
         """A copy of the arguments where this is a program that the test has not called before."""

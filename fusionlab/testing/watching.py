@@ -8,6 +8,7 @@ called inside of it is part of its program.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from ..graph.state import is_object
 from ..graph.wrappers import Jit, jit_of
@@ -134,14 +136,14 @@ class Watch:
         self._add_class(base)
         for cls in base.__subclasses__():
             self._add_tree(cls)
-        meta = next(m for m in type(base).__mro__ if "__call__" in vars(m))
+        meta = next(m for m in inspect.getmro(type(base)) if "__call__" in vars(m))
         if meta not in self._seen:
             self._seen.add(meta)
             make = meta.__call__
 
             @functools.wraps(make)
             def made(cls: type, *args: Any, **kwargs: Any) -> Any:
-                for c in cls.__mro__ if cls not in self._seen else ():
+                for c in type.mro(cls) if cls not in self._seen else ():
                     if issubclass(c, base):
                         self._add_class(c)
                 return make(cls, *args, **kwargs)
@@ -174,10 +176,10 @@ class Watch:
 
 def _is_traced(tree: Any) -> bool:
     """Whether a trace is under way, or a value of one is in the arguments."""
-    if isinstance(jax.lax.iota("int32", 1), jax.core.Tracer):
+    if isinstance(jax.lax.iota("int32", 1), Tracer):
         return True
     leaves = jax.tree.leaves(tree, is_leaf=is_object)
     if any(map(is_object, leaves)):
         nnx = sys.modules["flax.nnx"]
         leaves = jax.tree.leaves([nnx.state(x) if is_object(x) else x for x in leaves])
-    return any(isinstance(x, jax.core.Tracer) for x in leaves)
+    return any(isinstance(x, Tracer) for x in leaves)

@@ -7,7 +7,7 @@ import equinox  # noqa: F401 - pytester forgets the modules that a run inside th
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen, nnx  # noqa: F401
+from flax import linen, nnx
 
 import fusionlab.testing.everywhere
 from fusionlab.testing.closures import put_back
