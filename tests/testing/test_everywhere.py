@@ -1,6 +1,5 @@
 """The plugin that puts `fl.fuse` beside `jax.jit` in the tests of a library: what it sees, what it lets alone, what it fails."""
 
-import os
 import textwrap
 
 import equinox  # noqa: F401 - pytester forgets the modules that a run inside this process imports
@@ -190,13 +189,6 @@ def test_a_test_gets_so_many_seconds(everywhere):
     )
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(told("1 tests, 2 calls, 0 programs: *", "not compared: out of time: 2"))
-
-
-def test_the_summary_adds_up_what_workers_tell(pytester, monkeypatch, everywhere):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(fusionlab.__file__)), prepend=os.pathsep)
-    result = everywhere("def test_one():\n    jax.jit(layer)(X, W, B)", "-n1")
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(told("1 tests, 1 calls, 1 programs: 1 sites fused, * 0 faults"))
 
 
 def test_what_is_under_watch_is_used_as_before():
