@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,10 @@ class Fused:
         def rewritten(*args: Any, **kwargs: Any) -> Any:
             return self._rewritten(way, args, kwargs)
 
+        if self._jit is not None and self._jit.kind == "filter_jit":
+            # Equinox warns of a function around a module (of a filter_grad, say): it would hold the module's parameters fixed.
+            vars(rewritten)["__signature__"] = inspect.signature(self._inside)
+            del rewritten.__wrapped__
         return rewritten
 
     def _runner(self, way: str, fixed: str) -> Any:

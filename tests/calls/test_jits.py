@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import warnings
 
 import equinox as eqx
 import jax
@@ -252,3 +253,12 @@ def test_one_variable_makes_fused_functions_the_originals(monkeypatch, searches)
     fl.fuse(layer)(params(), data())
     assert len(searches) == 2
     assert "ready    fusing" in str(fl.doctor())
+
+
+def test_a_filtered_jit_of_a_module_that_is_a_transformation_is_fused_without_a_warning():
+    """Equinox warns of functions of JAX's that are made around a module, and the fused one is not."""
+    model = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    step = eqx.filter_jit(eqx.filter_value_and_grad(lambda model, x: jax.nn.relu(model(x)).sum()))
+    with warnings.catch_warnings(action="error"):
+        out = fl.fuse(step)(model, jnp.ones(3))
+    assert jax.tree.structure(out) == jax.tree.structure(step(model, jnp.ones(3)))

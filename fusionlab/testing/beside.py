@@ -1,0 +1,240 @@
+"""One call with `fl.fuse` beside `jax.jit`: what differs beyond rounding, and what raises fused alone.
+
+Both run on copies, so that neither what a call donates nor what it changes in place is touched twice. A function under a jit of its own
+(`jax.jit`, `nnx.jit`, `eqx.filter_jit`) has run already, and what it gave is what is wanted; `fl.fuse` is given it as it is. Any other
+is put under `jax.jit`, or `nnx.jit` where objects of nnx are among its arguments, as a function of the arrays of the call alone: once
+with numbers for arrays, as `jax.jit` has it, and where that is refused with numbers held fixed, as a static argument is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import lab
+from ..errors import FusionLabError, RewriteError, SideEffectError
+from ..evidence.check import check_same
+from ..evidence.program import refuse_side_effects
+from ..graph.parts import is_array
+from ..graph.settings import is_jit_disabled
+from ..graph.state import is_object
+from ..graph.trace import error_text
+from ..graph.wrappers import jit_of
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a call.
+
+    Attributes:
+      sites, declined: of its program.
+      skipped: why it was not compared; "" where it was.
+      fault: what is wrong with the fused function; "" where nothing is.
+    """
+
+    sites: int = 0
+    declined: int = 0
+    skipped: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The arguments of a call as they were before it."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: dict, donated: bool = False) -> Given:
+        """A copy of what a call may change: objects of nnx, arrays of numpy, and with `donated` arrays of JAX."""
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        return cls(copied(leaves, donated), tree)
+
+    def call(self, donated: bool = False) -> tuple[tuple, dict]:
+        """Arguments for one more call."""
+        return jax.tree.unflatten(self.tree, copied(self.leaves, donated))
+
+    @property
+    def types(self) -> str:
+        """ "f32[8,4], Linear, 'mean'", as a message shows it."""
+        shown = [_type_text(x) for x in self.leaves]
+        return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
+
+
+def copied(leaves: Sequence[Any], donated: bool = False) -> tuple[Any, ...]:
+    """Leaves of which another call may do what it wants; Variables that objects share are shared by the copies."""
+    where = [i for i, x in enumerate(leaves) if is_object(x)]
+    new = dict(zip(where, _cloned([leaves[i] for i in where]), strict=True))
+    return tuple(new[i] if i in new else _copied(x, donated) for i, x in enumerate(leaves))
+
+
+def _cloned(objects: list[Any]) -> list[Any]:
+    if not objects:
+        return []
+    return list(sys.modules["flax.nnx"].clone(objects))
+
+
+def _copied(x: Any, donated: bool) -> Any:
+    if isinstance(x, np.ndarray) or (donated and isinstance(x, jax.Array)):
+        return x.copy()
+    return x
+
+
+def _type_text(x: Any) -> str:
+    if is_array(x, numbers=False):
+        return f"{getattr(x, 'dtype', '')}{list(getattr(x, 'shape', ()))}".replace(" ", "")
+    text = repr(x)
+    return text if isinstance(x, int | float | complex | str) and len(text) < 20 else type(x).__name__
+
+
+class Closed:
+    """A function of a list, the arrays and objects of a call; what else is in its arguments is held fixed.
+
+    Its result is the list of arrays and objects in the function's own.
+    """
+
+    def __init__(self, fn: Callable, given: Given, numbers: bool) -> None:
+        self._fn, self._given = fn, given
+        self._moves = [is_object(x) or is_array(x, numbers) for x in given.leaves]
+        self.holds_objects = any(map(is_object, given.leaves))
+
+    def arrays(self) -> list[Any]:
+        return [x for x, moves in zip(copied(self._given.leaves), self._moves, strict=True) if moves]
+
+    @property
+    def function(self) -> Callable:
+        """As a function of its own, which has the name of the user's."""
+
+        def called(arrays: list[Any]) -> list[Any]:
+            rest = iter(arrays)
+            pairs = zip(self._given.leaves, self._moves, strict=True)
+            leaves = [next(rest) if moves else x for x, moves in pairs]
+            args, kwargs = jax.tree.unflatten(self._given.tree, leaves)
+            return moving(self._fn(*args, **kwargs))
+
+        called.__name__ = called.__qualname__ = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        return called
+
+
+def moving(tree: Any) -> list[Any]:
+    """The arrays and objects in a result."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_object) if is_object(x) or is_array(x)]
+
+
+def arrays_of(out: Any, args: Any) -> list[Any]:
+    """The arrays in a result, and those in objects of it and of the arguments; keys of random numbers as their bits."""
+    leaves: list[Any] = []
+    for x in [*moving(out), *filter(is_object, jax.tree.leaves(args, is_leaf=is_object))]:
+        leaves += jax.tree.leaves(sys.modules["flax.nnx"].state(x)) if is_object(x) else [x]
+    return [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = None) -> Verdict:
+    """Runs `fl.fuse(fn)` on the arguments of a call and compares.
+
+    Args:
+      fn: what was called.
+      given: what with.
+      after: (the result, the arguments as the call left them); read only where `fn` is under a jit.
+      passes: as for `fusionlab.fuse`.
+    """
+    if is_jit_disabled():
+        return Verdict(skipped="jit is disabled")
+    jit = jit_of(fn)
+    if jit is not None:
+        donates = bool(jit.donate_argnums or jit.donate_argnames or jit.donates_rest)
+        return _compared(fn, lambda: given.call(donates), arrays_of(*after), passes)
+    return _beside_a_jit_of_ours(fn, given, passes)
+
+
+def _beside_a_jit_of_ours(fn: Callable, given: Given, passes: Any) -> Verdict:
+    refused: Exception | None = None
+    for numbers in (True, False):
+        closed = Closed(fn, given, numbers)
+        under = sys.modules["flax.nnx"].jit if closed.holds_objects else jax.jit
+        function, arrays = closed.function, closed.arrays()
+        try:
+            if _has_side_effects(function, arrays, closed.holds_objects):
+                return Verdict(skipped="has side effects")
+            want = arrays_of(under(function)(arrays), arrays)
+        except Exception as error:  # whatever the user's function raises there is no fault of ours
+            refused = error
+            continue
+        return _compared(closed.function, lambda c=closed: ((c.arrays(),), {}), want, passes)
+    return Verdict(skipped=f"refused by jax.jit: {type(refused).__name__}")
+
+
+def _has_side_effects(function: Callable, arrays: list[Any], holds_objects: bool) -> bool:
+    """Told before anything runs, for a callback would be called once more; with objects by the search."""
+    return not holds_objects and bool(jax.make_jaxpr(function)(arrays).effects)
+
+
+def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[Any], passes: Any) -> Verdict:
+    """What `fl.fuse(fn)` gives on `call()`, against what `jax.jit` gave."""
+    args, kwargs = call()
+    found: lab.Findings | None = None
+    try:
+        fused = lab.fuse(fn, passes=passes)
+        found = seen = fused.findings(*args, **kwargs)
+        refuse_side_effects("call", seen.graph.top.jaxpr)
+        args, kwargs = call()
+        out = fused(*args, **kwargs)
+    except SideEffectError:
+        return Verdict(skipped="has side effects")
+    except Exception as error:  # every error is what is looked for here
+        where = "fl.fuse" if found is not None else "fl.find"
+        return Verdict(*_counts(found), fault=f"raises under {where}, not under jax.jit: {error_text(error)}")
+    got = arrays_of(out, (args, kwargs))
+    said = _other_types(want, got) or _other_values(want, got, lambda: _is_rounding(fn, fused, call))
+    return Verdict(*_counts(found), fault=said)
+
+
+def _counts(found: lab.Findings | None) -> tuple[int, int]:
+    return (0, 0) if found is None else (len(found.select()), len(found.rejections))
+
+
+def _other_types(want: list[Any], got: list[Any]) -> str:
+    """How what came out differs from what was wanted in number or type; "" where it does not."""
+    if len(want) != len(got):
+        return f"gives {len(got)} arrays, under jax.jit {len(want)}"
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        if (old := _array_type(a)) != (new := _array_type(b)):
+            return f"array {i} of the result and of what is changed in place is {new}, under jax.jit {old}"
+    return ""
+
+
+def _other_values(want: list[Any], got: list[Any], is_rounding: Callable[[], bool]) -> str:
+    try:
+        check_same(want, got, "call")
+    except RewriteError as error:
+        return "" if is_rounding() else str(error)
+    return ""
+
+
+def _array_type(x: Any) -> str:
+    if not hasattr(x, "dtype"):
+        return type(x).__name__
+    weak = ", weakly typed" if getattr(x, "weak_type", False) else ""
+    return f"{x.dtype}{list(x.shape)}{weak}"
+
+
+def _is_rounding(fn: Callable, fused: lab.Fused, call: Callable[[], tuple[tuple, dict]]) -> bool:
+    """Whether the fused version is as near to float64 as the original, however far they are from each other."""
+    args, kwargs = call()
+    run = functools.partial(lab.compare, fn, fused, *args, grad=False, timing=False, memory=False, **kwargs)
+    try:
+        numerics = run().numerics
+    except FusionLabError:  # no program that can be taken to float64
+        return False
+    return numerics is not None and not numerics.regressions
