@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ def apart(work: Callable[[], Sequence[float]]) -> list[float]:
             os.close(out)
             os.write(into, json.dumps(list(work())).encode())
             status = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             os._exit(status)  # nothing of the parent's is to be run or flushed twice
     os.close(into)

@@ -19,6 +19,7 @@ from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
 from .keys import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
 KEPT_SIZES = 4  # axes of so few entries are not reduced
+_SMALL = 1 << 12  # entries of operands and results which no reduction makes too many of
 
 Array = np.ndarray
 Rule = Callable[[Any, Any, list[Array]], Any]
@@ -68,6 +69,8 @@ def at_real_sizes(sizes: Any, eqn: Any) -> None:
 
 def no_more_than(most: tuple[int, int], sizes: Any, eqn: Any) -> None:
     """Raises TooLargeError where a result of an equation would have more entries, or be made of more terms, than `most`."""
+    if all(math.prod(v.aval.shape) <= _SMALL for v in (*eqn.outvars, *eqn.invars[:1]) if hasattr(v.aval, "shape")):
+        return
     entries = max((math.prod(sizes.shape(getattr(v.aval, "shape", ()))) for v in eqn.outvars), default=0)
     each = 1
     if eqn.primitive.name == "dot_general":
