@@ -44,6 +44,7 @@ class Example:
       loose: fused ops of the target may have operands and numbers that the example's lack (a bias, a mask).
       root: the canonical op of the result and its number of operands, where they are written down (`fits`).
       holds: likewise, canonical ops that it has and others like it have not.
+      jitted: it may hold loops, or whatever else JAX treats otherwise where nothing is jitted.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Example:
     loose: bool = False
     root: tuple[str, int] | None = None
     holds: frozenset[str] = frozenset()
+    jitted: bool = False
 
     def fits(self, view: View, nid: int) -> bool:
         """Whether a node of a view may be its result, as far as is told without tracing it: of many alike a search needs one or two."""
@@ -162,8 +164,10 @@ def _trace_example(example: Example, which: int) -> View:
         for name, axes in example.leaves.items()
     ]
     scalars = _MAGIC[which][: len(example.scalars)]
-    # Not `trace`: an example has no state, names or symbols to look for, and there are many of them.
-    return View(block_of_jaxpr(jax.make_jaxpr(lambda *leaves: example.fn(*leaves, *scalars))(*args)))
+    # Not `trace`: an example has no state, names or symbols to look for, and there are many of them. Without a jit around each of jnp's
+    # functions, which would only be flattened again, tracing takes two thirds of the time.
+    with jax.disable_jit(not example.jitted):
+        return View(block_of_jaxpr(jax.make_jaxpr(lambda *leaves: example.fn(*leaves, *scalars))(*args)))
 
 
 def _solve(example: Example, a: Coef, b: Coef) -> ScalarEdge:
