@@ -11,6 +11,7 @@ NAMES = (
     "attention_cpu",
     "decoding",
     "dispatch",
+    "first_find",
     "gemm_epilogue",
     "kernel_resources",
     "lerp",

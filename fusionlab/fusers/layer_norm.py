@@ -168,13 +168,11 @@ class _Site(NormMisses):
         ref = self.view.ref[value.id]
         if not close(ref.coef, 1.0):
             return None
-        target, best = self.view.nodes[ref.nid], None
+        best: Miss | None = None
         for example in examples:
-            pattern = pattern_of(example)
-            root = pattern.nodes[pattern.root]
-            if root.op != target.op or len(root.operands) != len(target.operands):
+            if not example.fits(self.view, ref.nid):
                 continue
-            found = match(pattern, self.view, ref.nid, self.x)
+            found = match(pattern_of(example), self.view, ref.nid, self.x)
             if isinstance(found, Match):
                 return found
             if best is None or found.matched > best.matched:
@@ -196,6 +194,8 @@ class _Site(NormMisses):
             for value in self.around.results:
                 nid = self.nid(value)
                 for example in near.examples:
+                    if not example.fits(self.view, nid):
+                        continue
                     if isinstance(match(pattern_of(example), self.view, nid, self.x), Match):
                         problem = self.rejection("structure", f"{anchor_text(self.anchor)} {near.what}", edit=near.edit)
                         return replace(problem, concepts=(f"{example.name.partition('_')[0]}_norm",))

@@ -51,24 +51,38 @@ def _norms(root: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return norms
 
 
-_AFFINE: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
-    ", scale and bias": ({"scale": "n", "bias": "n"}, lambda xhat, scale, bias: xhat * scale + bias),
-    ", bias": ({"bias": "n"}, lambda xhat, bias: xhat + bias),
-    ", scale": ({"scale": "n"}, lambda xhat, scale: xhat * scale),
-    "": ({}, lambda xhat: xhat),
+def _holds(name: str) -> frozenset[str]:
+    """Canonical ops that a norm of this name has, and most have not."""
+    told = {"max(0,": "max", "of x - 0": "difference"}
+    return frozenset(op for words, op in told.items() if words in name)
+
+
+_Affine = tuple[
+    dict[str, str], tuple[str, int], Callable[..., Any]
+]  # leaves, the root, what is done to the normalised x
+_AFFINE: dict[str, _Affine] = {
+    ", scale and bias": (
+        {"scale": "n", "bias": "n"},
+        ("sum", 2),
+        lambda xhat, scale, bias: xhat * scale + bias,
+    ),
+    ", bias": ({"bias": "n"}, ("sum", 2), lambda xhat, bias: xhat + bias),
+    ", scale": ({"scale": "n"}, ("prod", 3), lambda xhat, scale: xhat * scale),
+    "": ({}, ("prod", 2), lambda xhat: xhat),
 }
 _SCALARS = ("1/N", "epsilon")
 
 
 def _examples() -> Iterator[Example]:
-    for after, (leaves, affine) in _AFFINE.items():
+    for after, (leaves, root, affine) in _AFFINE.items():
         for name, norm in _norms(lambda variance, epsilon: jnp.sqrt(variance + epsilon)).items():
 
             def fn(x: Any, *rest: Any, norm: Any = norm, affine: Any = affine) -> Any:
                 *vectors, share, epsilon = rest
                 return affine(norm(x, share, epsilon), *vectors)
 
-            yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, bare=True)
+            told = {"bare": True, "root": root, "holds": _holds(name)}
+            yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, **told)
 
 
 EXAMPLES = tuple(_examples())
@@ -84,8 +98,11 @@ class Near:
 
 
 def _near(name: str, root: Callable[..., Any], what: str, edit: str) -> Near:
-    made = (Example(f"{n}, {name}", f, {"x": "mn"}, _SCALARS, bare=True) for n, f in _norms(root).items())
-    return Near(tuple(made), what, edit)
+    def example(norm: str, fn: Callable[..., Any]) -> Example:
+        told = {"bare": True, "root": ("prod", 2), "holds": _holds(norm)}
+        return Example(f"{norm}, {name}", fn, {"x": "mn"}, _SCALARS, **told)
+
+    return Near(tuple(example(*one) for one in _norms(root).items()), what, edit)
 
 
 NEAR = (

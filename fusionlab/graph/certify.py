@@ -15,9 +15,11 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
+from .compat import varies
 from .draws import STEPS, Reduction, inputs_of, is_number
 from .evaluate import CannotEvaluate, Inline, Sizes, is_float, traced_once
-from .explicit import Misplaced, placing
+from .explicit import Misplaced, placing, sharding_in_type
+from .ir import Node
 from .manual import Sums, as_typed, is_weak, make_jaxpr
 from .programs import FEW, Programs
 from .reducing import SOON, at_sizes, elements
@@ -157,8 +159,8 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
         return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     try:
         with placing((*avals, out)):
-            old = with_vjp(lambda *a: old_fn(*a)[0], avals, out, sums=sums)
-            new = with_vjp(replacement, avals, out, sums=sums)
+            old = with_gradients(lambda *a: old_fn(*a)[0], avals, out, sums, any(map(_has_vjp_rule, region.nodes)))
+            new = with_gradients(replacement, avals, out, sums)
     except Misplaced as error:
         return misplaced(error)
     return _same(region, _names(region), Programs(old, new, avals, out, inline, sums.axes))
@@ -267,6 +269,47 @@ def with_vjp(
         return [value, *pull(ct)]
 
     return make_jaxpr(joint, [*avals, out], sums=sums, weak=weak)
+
+
+def with_gradients(
+    fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums | None = None, as_jax: bool = False
+) -> Any:
+    """As `with_vjp`, for a proof, to which nothing but numbers matters: the derivative is transposed as a whole. JAX linearises each
+    equation by itself, in an order that other callers want, and takes twice as long.
+
+    With `as_jax`, and on a mesh, whose types the transposition of a whole is not told, it is `with_vjp`.
+    """
+    types = (*avals, out)
+    if as_jax or (sums is not None and sums.axes) or any(varies(a) or sharding_in_type(a) is not None for a in types):
+        return with_vjp(fn, avals, out, sums=sums)
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
+
+    def joint(*args: Any) -> list[Any]:
+        *primals, ct = args
+        value: list[Any] = []
+
+        def of_floats(*xs: Any) -> Any:
+            full = list(primals)
+            for i, x in zip(floats, xs, strict=True):
+                full[i] = x
+            return as_typed(fn(*full), out)
+
+        moving = tuple(primals[i] for i in floats)
+
+        def tangent(*ts: Any) -> Any:
+            made, moved = jax.jvp(of_floats, moving, ts)
+            value.append(made)
+            return moved
+
+        gradients = jax.linear_transpose(tangent, *moving)(ct)
+        return [value[0], *gradients]
+
+    return make_jaxpr(joint, [*avals, out])
+
+
+def _has_vjp_rule(node: Node) -> bool:
+    """Whether a derivative of the user's own, written for reverse mode, is in a node."""
+    return node.primitive.startswith("custom_vjp") or any(_has_vjp_rule(n) for b in node.blocks for n in b.nodes)
 
 
 def weak_gradients(region: Region) -> frozenset[int]:

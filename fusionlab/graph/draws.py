@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 
 from .compat import split_closed, threefry_key
 from .evaluate import Sizes
+from .keys import Keys
 from .numpy_rules import KEPT_SIZES, CannotEvaluate, is_float
 
 STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
@@ -80,9 +81,7 @@ def _keys(aval: Any, rng: np.random.Generator) -> Any:
     """Random keys of JAX's default generator; of another there is no proof."""
     if aval.dtype != threefry_key():
         raise CannotEvaluate(f"an operand of dtype {aval.dtype}")
-    data = rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32)
-    with jax.ensure_compile_time_eval():
-        return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
+    return Keys(rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32), aval.dtype)
 
 
 def _mixed(drawn: np.ndarray) -> np.ndarray:

@@ -20,10 +20,12 @@ from jax.extend import core as jex_core
 
 from .compat import scan_counts, split_closed
 from .explicit import make_typed_jaxpr
+from .keys import as_jax
 from .literals import fold
 from .numpy_places import PLACED
 from .numpy_rules import (
     BOUND,
+    OF_KEYS,
     PLAIN,
     SHAPED,
     Array,
@@ -190,8 +192,11 @@ class _Run:
         if name in FLATTENED or name in ("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"):
             child = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             return self.call(child, ins, eqn.invars)
-        if name in _CONTROL or name in BOUND or name == "optimization_barrier":
+        if name == "optimization_barrier":
+            return ins
+        if name in _CONTROL or name in BOUND:
             return self.whole(eqn, ins)
+        ins = [as_jax(x) for x in ins]
         rule = SHAPED.get(name) or PLACED.get(name)
         if rule is not None:
             made = rule(self, eqn, ins)
@@ -207,12 +212,12 @@ class _Run:
     def whole(self, eqn: Any, ins: list[Array]) -> list[Array]:
         """What has several results: control flow, and what JAX runs for us."""
         name = eqn.primitive.name
-        if name == "optimization_barrier":
-            return ins
         if name == "random_bits":
             return random_bits(self.sizes, eqn, ins)
         at_real_sizes(self.sizes, eqn)
-        return _CONTROL[name](self, eqn.params, ins) if name in _CONTROL else bound(eqn, ins)
+        if name in _CONTROL:
+            return _CONTROL[name](self, eqn.params, [as_jax(x) for x in ins])
+        return OF_KEYS.get(name, bound)(eqn, ins)
 
     def call(self, child: Any, ins: list[Array], operands: Sequence[Any] = ()) -> list[Array]:
         """Runs a child jaxpr, which may be shared by calls with other operands."""

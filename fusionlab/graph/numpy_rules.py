@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
+from .keys import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
 KEPT_SIZES = 4  # axes of so few entries are not reduced
+_SMALL = 1 << 12  # entries of operands and results which no reduction makes too many of
 
 Array = np.ndarray
 Rule = Callable[[Any, Any, list[Array]], Any]
@@ -67,6 +69,8 @@ def at_real_sizes(sizes: Any, eqn: Any) -> None:
 
 def no_more_than(most: tuple[int, int], sizes: Any, eqn: Any) -> None:
     """Raises TooLargeError where a result of an equation would have more entries, or be made of more terms, than `most`."""
+    if all(math.prod(v.aval.shape) <= _SMALL for v in (*eqn.outvars, *eqn.invars[:1]) if hasattr(v.aval, "shape")):
+        return
     entries = max((math.prod(sizes.shape(getattr(v.aval, "shape", ()))) for v in eqn.outvars), default=0)
     each = 1
     if eqn.primitive.name == "dot_general":
@@ -321,7 +325,7 @@ def bound(eqn: Any, ins: list[Any]) -> list[Any]:
     wide = any(str(kind).endswith("64") for kind in (*kinds, *(v.aval.dtype for v in eqn.outvars)))
     params = dict(eqn.params)
     with jax.ensure_compile_time_eval(), enable_x64(wide):
-        given = [x if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
+        given = [as_jax(x) if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
         if params.get("update_jaxpr") is not None:  # a scatter's sum, written down for the program's dtype
             number = jax.ShapeDtypeStruct((), kinds[0])
             params["update_jaxpr"] = split_closed(jax.make_jaxpr(jax.lax.add)(number, number))[0]
@@ -336,15 +340,32 @@ def random_bits(sizes: Any, eqn: Any, ins: list[Any]) -> list[Any]:
 
     Half of them are all ones, which a comparison with any probability tells from the rest.
     """
-    (key,) = eqn.invars
-    shape = sizes.shape(eqn.params["shape"])
-    if shape == tuple(eqn.params["shape"]):
+    (key,), shape = eqn.invars, sizes.shape(eqn.params["shape"])
+    reduced = shape != tuple(eqn.params["shape"])
+    ours = not key.aval.shape and key.aval.dtype == threefry_key() and draws_by_entry(eqn)
+    if not ours:
+        if reduced:
+            raise CannotEvaluate("primitive random_bits at reduced sizes")
         return bound(eqn, ins)
-    if key.aval.shape or key.aval.dtype != threefry_key() or not draws_by_entry(eqn):
-        raise CannotEvaluate("primitive random_bits at reduced sizes")
-    with jax.ensure_compile_time_eval(), jax.threefry_partitionable(True):
-        bits = np.asarray(eqn.primitive.bind(*ins, **{**eqn.params, "shape": shape}))
-    return [np.where(bits & 1, np.iinfo(bits.dtype).max, bits)]
+    bits = bits_by_entry(words_of(ins[0]), eqn.params["bit_width"], shape)
+    return [np.where(bits & 1, np.iinfo(bits.dtype).max, bits) if reduced else bits]
+
+
+def _unwrapped(eqn: Any, ins: list[Any]) -> list[Any]:
+    return [words_of(ins[0])] if eqn.invars[0].aval.dtype == threefry_key() else bound(eqn, ins)
+
+
+def _wrapped(eqn: Any, ins: list[Any]) -> list[Any]:
+    made = eqn.outvars[0].aval.dtype
+    return [Keys(np.asarray(ins[0]), made)] if made == threefry_key() else bound(eqn, ins)
+
+
+# What is known of keys and their bits without JAX: a program that it compiles takes longer than all the rest of a proof.
+OF_KEYS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
+    "random_unwrap": _unwrapped,
+    "random_wrap": _wrapped,
+    "threefry2x32": lambda eqn, ins: list(threefry2x32(ins[:2], *ins[2:])),
+}
 
 
 SHAPED: dict[str, Rule] = {

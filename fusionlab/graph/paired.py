@@ -17,7 +17,7 @@ from .gradients import BackwardPart, terms_beside
 from .ir import Block, Graph, Node, Value
 from .region import Region
 from .signature import node_signature, region_signature
-from .split import Split, split_vjp
+from .split import Split, split_of
 from .travel import CROSSED, Tree
 from .wide import arithmetic_of, computed_wider
 
@@ -135,8 +135,8 @@ class Pairer:
             avals, out = [v.aval for v in inputs], region.root.aval
             old = slice_jaxpr(block, nodes, (*inputs, found.cotangent), flat, known)
             groups = [(name, len(group)) for (_, name, _), group in zip(placed, terms, strict=True)]
-            verdict = prove_gradients(region, old, with_vjp(fn, avals, out, wanted), groups, self.certifier.inline)
-            return verdict, split_vjp(fn, avals, out, wanted)
+            new = with_vjp(fn, avals, out, wanted)
+            return prove_gradients(region, old, new, groups, self.certifier.inline), split_of(new)
 
         verdict, split = self.certifier.once(key, prove)
         if not verdict.ok:

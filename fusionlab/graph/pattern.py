@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .axes import Part, Place, axis_classes, axis_links, places, reshape_parts
 from .canonical import ONE, CNode, Coef, View
-from .trace import trace_raw
+from .trace import block_of_jaxpr
 
 # Even, so that an example may split an axis in two; no length is another one's half.
 _SIZES = ((4, 6, 10, 14, 22, 26, 34, 38), (8, 12, 18, 46, 58, 62, 74, 82))
@@ -42,6 +42,9 @@ class Example:
       bare: leaves carry no factor (as in `View.over`), so that every coefficient has to be the example's.
       any_of: a trait of the example's fused ops with its value -> the values it stands for in the target.
       loose: fused ops of the target may have operands and numbers that the example's lack (a bias, a mask).
+      root: the canonical op of the result and its number of operands, where they are written down (`fits`).
+      holds: likewise, canonical ops that it has and others like it have not.
+      jitted: it may hold loops, or whatever else JAX treats otherwise where nothing is jitted.
     """
 
     name: str
@@ -53,6 +56,14 @@ class Example:
     bare: bool = False
     any_of: Mapping[tuple[str, Any], frozenset[Any]] = field(default_factory=dict)
     loose: bool = False
+    root: tuple[str, int] | None = None
+    holds: frozenset[str] = frozenset()
+    jitted: bool = False
+
+    def fits(self, view: View, nid: int) -> bool:
+        """Whether a node of a view may be its result, as far as is told without tracing it: of many alike a search needs one or two."""
+        node = view.nodes[nid]
+        return self.root in (None, (node.op, len(node.operands))) and self.holds <= view.by_op.keys()
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,16 @@ def compile_example(example_key: _ById) -> Pattern:
     letters, parts = _letters(first, example, leaf_of, needed)
     may_lack = {x: _may_lack(first, leaf_of, names) for x, names in example.optional.items()}
     size = sum(n not in leaf_of and n != ONE for n in needed)
+    _as_written(example, first, root, needed)
     return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)
+
+
+def _as_written(example: Example, view: View, root: int, needed: frozenset[int]) -> None:
+    """Raises where the example says something of its nodes that is not so."""
+    made = view.nodes[root].op, len(view.nodes[root].operands)
+    ops = {view.nodes[n].op for n in needed}
+    if example.root not in (None, made) or not example.holds <= ops:
+        raise ValueError(f"example {example.name}: its root is {made}, among {sorted(ops)}")
 
 
 class _ById:
@@ -144,8 +164,10 @@ def _trace_example(example: Example, which: int) -> View:
         for name, axes in example.leaves.items()
     ]
     scalars = _MAGIC[which][: len(example.scalars)]
-    graph = trace_raw(lambda *leaves: example.fn(*leaves, *scalars), *args)
-    return View(graph.top)
+    # Not `trace`: an example has no state, names or symbols to look for, and there are many of them. Without a jit around each of jnp's
+    # functions, which would only be flattened again, tracing takes two thirds of the time.
+    with jax.disable_jit(not example.jitted):
+        return View(block_of_jaxpr(jax.make_jaxpr(lambda *leaves: example.fn(*leaves, *scalars))(*args)))
 
 
 def _solve(example: Example, a: Coef, b: Coef) -> ScalarEdge:

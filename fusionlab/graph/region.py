@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 
 from .canonical import ONE, View
 from .compat import has_side_effects
+from .constants import computed
 from .emit import slice_jaxpr
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
@@ -290,7 +291,7 @@ def escapes(region: Region) -> list[Escape]:
 def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
     """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
 
-    Computed by JAX in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
+    Computed in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
     the one its formula suggests. `memo` remembers the result, since layers repeat their masks. With `outside`, operands that a
     scan or a remat is given may be such constants of the block around it: to be told, but not to be computed in their place.
     """
@@ -347,8 +348,7 @@ def _from_outside(view: View, value: Value, memo: Memo) -> np.ndarray | None:
 def _compute(view: View, nodes: list[Node], value: Value, given: tuple[tuple[Value, np.ndarray], ...]) -> np.ndarray:
     inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
     closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
-    with jax.ensure_compile_time_eval():
-        return np.asarray(jex_core.jaxpr_as_fun(closed)(*arrays)[0])
+    return computed(closed, arrays)
 
 
 def _concrete(const: Any) -> bool:

@@ -39,7 +39,12 @@ class Split:
 
 def split_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Sequence[int]) -> Split:
     """Splits `fn` (arguments of types `avals` -> one result of type `out`), differentiated by the arguments `wanted`."""
-    jaxpr, consts = split_closed(with_vjp(fn, avals, out, wanted))
+    return split_of(with_vjp(fn, avals, out, wanted))
+
+
+def split_of(closed: Any) -> Split:
+    """Splits a jaxpr of (inputs, cotangent) -> (value, gradients)."""
+    jaxpr, consts = split_closed(closed)
     constants = dict(zip(jaxpr.constvars if consts else (), consts, strict=True))
     *inputs, cotangent = jaxpr.invars
     value, *gradients = jaxpr.outvars

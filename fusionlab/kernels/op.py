@@ -27,6 +27,8 @@ from jax.interpreters import ad, batching, mlir
 
 from ..device import Device
 from ..errors import BackendError, unknown_name
+from ..graph.compat import varies
+from ..graph.explicit import sharding_in_type
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
 from ..graph.settings import WHERE_IT_RUNS, jax_defaults
@@ -500,5 +502,8 @@ def plain_meaning_of(eqn: Any) -> Any:
     names = primitive.operand_names(eqn.params)
     given = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n, v in zip(names, eqn.invars, strict=True)}
     params, shapes = primitive.op.plain(eqn.params, given)
-    meaning = primitive.op.meaning(primitive.name, params)
-    return meaning if params is eqn.params and shapes == given else jax.make_jaxpr(meaning)(*shapes.values())
+    meaning, avals = primitive.op.meaning(primitive.name, params), [v.aval for v in eqn.invars]
+    if params is not eqn.params or shapes != given:
+        return jax.make_jaxpr(meaning)(*shapes.values())
+    placed = any(varies(a) or sharding_in_type(a) is not None for a in avals)  # to be traced on its mesh
+    return meaning if placed else primitive.traced(avals, params)

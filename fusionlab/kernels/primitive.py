@@ -66,6 +66,8 @@ class FusedPrimitive(Primitive):
         self.multiple_results = True
         self.op = op
         self.role = role
+        # A search asks for the types of the same ones again and again, and a proof for what they mean.
+        self._traced = functools.lru_cache(maxsize=1024)(self._trace)
 
     def bind(self, *operands: Any, **params: Any) -> Any:
         # A new one for each equation: a jaxpr that two equations hold JAX prints, in full.
@@ -161,6 +163,15 @@ class FusedPrimitive(Primitive):
         """
         return jax_defaults(WHERE_IT_RUNS)(self._function(params, implementation, device))
 
+    def traced(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
+        """Its meaning as a closed jaxpr, at operands of these types; traced once in a process."""
+        x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        return self._traced(tuple(avals), tuple(sorted(params.items())), get_abstract_mesh(), x64)
+
+    def _trace(self, avals: tuple, params: tuple, mesh: Any, x64: bool) -> Any:
+        # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
+        return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
+
     def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:
         one, attrs = self.op.implementations[implementation], attributes_of(params) | {"device": device}
         if self.role == "call":
@@ -193,16 +204,9 @@ class FusedPrimitive(Primitive):
 def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
     """What a primitive needs before it is lowered or transformed: the types of its results, and how it runs outside a jit."""
 
-    # Types hang on nothing else; a search asks for the same ones again and again.
-    @functools.lru_cache(maxsize=1024)
-    def types(avals: tuple, params: tuple, mesh: Any, x64: bool) -> list[Any]:
-        # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
-        return [v.aval for v in jax.make_jaxpr(primitive.function(dict(params), "xla"))(*avals).jaxpr.outvars]
-
     @jax_defaults()
     def abstract(*avals: Any, **params: Any) -> list[Any]:
-        x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        return list(types(avals, tuple(sorted(params.items())), get_abstract_mesh(), x64))
+        return [v.aval for v in primitive.traced(avals, params).jaxpr.outvars]
 
     compiled = jax.jit(lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params")
 
