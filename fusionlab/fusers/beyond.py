@@ -57,7 +57,7 @@ def is_of_one_point(node: Node) -> bool:
     return all(node.inputs[1].shape[i] == 1 for i in window) and node.params["batch_group_count"] == 1
 
 
-def beyond(pass_: Pass, search: Search, told: Collection[int]) -> Iterator[Rejection]:
+def beyond(pass_: Pass, search: Search, told: Collection[int]) -> Iterator[Candidate | Rejection]:
     """A rejection for each node that keeps activations from the products they are made of; `told`: nodes that a site of the pass has."""
     found: dict[int, Between] = {}
     for node in search.block.nodes:

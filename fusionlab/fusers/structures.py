@@ -260,7 +260,7 @@ class _Searcher:
     def gated(self, known: Collection[int]) -> Iterator[Structure]:
         """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
         for node in self.view.block.nodes:
-            if node.primitive != "mul" or node.id in known | self.told or is_backward(node.eqn):
+            if node.primitive != "mul" or node.id in {*known, *self.told} or is_backward(node.eqn):
                 continue
             sides = sides_of(self.view, node)
             if sides is None:

@@ -1,7 +1,8 @@
 """Constants of a program, computed in numpy as the program computes them: in its own dtypes, one equation after another.
 
-Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that numpy may have with other bits (a transcendental function, a quotient of floats,
-numbers so small that a device flushes them to zero) JAX computes.
+Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that numpy
+may have with other bits (a transcendental function, a quotient of floats, numbers so small that a device flushes them to zero) JAX
+computes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     env.update(zip(jaxpr.invars, arrays, strict=True))
 
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex_core.Literal) else env[atom]
+        if isinstance(atom, jex_core.Literal):
+            return np.asarray(atom.val, atom.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        return env[atom]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars]), strict=True))

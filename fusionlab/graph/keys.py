@@ -29,7 +29,7 @@ def threefry2x32(key: Sequence[Any], first: np.ndarray, second: np.ndarray) -> t
     return x, y
 
 
-def bits_by_entry(key: Sequence[Any], width: int, shape: Sequence[int]) -> np.ndarray:
+def bits_by_entry(key: Any, width: int, shape: Sequence[int]) -> np.ndarray:
     """Random bits of which each entry hangs on the key and its number alone (`jax_threefry_partitionable`)."""
     numbers = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     high, low = threefry2x32(key, (numbers >> np.uint64(32)).astype(np.uint32), numbers.astype(np.uint32))
