@@ -14,6 +14,7 @@ from typing import Any
 from fusionlab.kernels.compile import ARCHS, KERNELS, Resources, Source, compile_source, nvrtc_version, resources
 from fusionlab.kernels.dot_product_attention import tiles
 from fusionlab.kernels.dot_product_attention.probe import probe_plan
+from fusionlab.kernels.dot_product_attention.reference import ROUNDED_OFF
 from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
@@ -190,6 +191,7 @@ def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:
         sizes = (2, 4, 1024, 1024, features, features)
         call = tiles.Attention(dtype, *sizes, *(strides,) * 4, features**-0.5, **kinds[kind])
         saves = "logsumexp" if call.plain else "max_and_log_sum"
+        saves += ROUNDED_OFF if dtype != "float32" else ""
         name = f"attention {dtype} {features} {kind}"
         yield f"{name}: forward", tiles.forward_plan(call, saves)
         yield f"{name}: query", tiles.query_plan(call, saves)

@@ -18,7 +18,7 @@ from ..graph.region import CASTS, VIEWS
 from ..graph.rules import SUMS_OVER_DEVICES
 from ..graph.scopes import is_backward
 from .base import Pass, Search, anchor_text, examined, reject
-from .outcomes import Rejection
+from .outcomes import Candidate, Rejection
 
 PARTS = frozenset({"slice", "split", "dynamic_slice", "squeeze", "gather"})
 _ACTIVATES = frozenset("tanh logistic erf erfc exp exp2 expm1 log1p clamp".split())

@@ -11,6 +11,7 @@ import pytest
 
 from fusionlab.ops import dot_product_attention
 from tests.kernels.attention_suite import CASES, AttentionSuite, Case
+from tests.kernels.saturated import SaturatedSuite
 
 
 class TestCuda(AttentionSuite):
@@ -53,6 +54,36 @@ class TestBlockwise(AttentionSuite):
     implementation = "xla_blockwise"
     skips = True
     slack = 2.0
+
+
+class TestCudaSaturated(SaturatedSuite):
+    implementation = "cuda"
+    sizes = (2, 200, 4, 64)
+
+
+class TestCudaSaturatedFewFeatures(SaturatedSuite):
+    """A scale that is no power of two."""
+
+    implementation = "cuda"
+    sizes = (2, 64, 4, 32)
+
+
+class TestXlaSaturated(SaturatedSuite):
+    implementation = "xla"
+    sizes = (2, 64, 4, 32)
+
+
+class TestBlockwiseSaturated(SaturatedSuite):
+    implementation = "xla_blockwise"
+    sizes = (2, 64, 4, 32)
+
+
+class TestCudnnSaturated(SaturatedSuite):
+    """Which says of itself that it is off by a rounding of its result (`cudnn.PRECISION`): by no more than that."""
+
+    implementation = "cudnn"
+    sizes = (2, 64, 4, 32)
+    reads_it_rounded = True
 
 
 # SYSTEMS 2.4: what the fused attention of the pass was held to, here forward and all gradients, by every implementation that takes it.

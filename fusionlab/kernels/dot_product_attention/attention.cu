@@ -20,6 +20,7 @@
 //   FL_FACTORS   0 none, 1 bool, 2 float, 3 bfloat16, 4 half, 5 a dropout mask made here of a key (threefry.cuh)
 //   FL_PLAIN     1: neither bias nor softcap nor a finite mask value, and scale > 0: scores are compared before they are scaled
 //   FL_STATS     what the forward saves: 0 nothing, 1 the log of the sum of exp(s), 2 the largest score and the log of the rest
+//   FL_ROUNDED   1: the forward also gives what `out` was rounded by
 //   FL_GRADS     of attention_keys: 1 that of the key, 2 that of the value, 3 both
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -122,6 +123,18 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const Left& a, const R
   multiply_tf32(sum, a.part[0], b.part[1]);
 #endif
   multiply_tf32(sum, a.part[0], b.part[0]);
+#endif
+}
+
+// A right operand of ones: times it, a left one is summed over its columns.
+__device__ __forceinline__ Right ones() {
+#if FL_T == 0
+  Right one = {};
+  for (int i = 0; i < 2; ++i) put(one, i, 1.0f);
+  return one;
+#else
+  const unsigned pair = FL_T == 1 ? 0x3f803f80u : 0x3c003c00u;
+  return {{{pair, pair}}};
 #endif
 }
 
@@ -229,15 +242,20 @@ __device__ __forceinline__ void multiply_rows(
   }
 }
 
-// sums += weights (kTiles x 16 rows, kColumns columns) times `tile`, which has a row for each column.
+// sums += weights (kTiles x 16 rows, kColumns columns) times `tile`, which has a row for each column; totals += the sums of those rows of
+// weights, as they are multiplied: rounded.
 template <int kWidth, int kCount>
 __device__ __forceinline__ void multiply_weights(
-    float (&sums)[kTiles][kCount][4], const float (&weights)[kTiles][kColumns / 8][4], const Tile<kWidth>& tile) {
+    float (&sums)[kTiles][kCount][4], const float (&weights)[kTiles][kColumns / 8][4], const Tile<kWidth>& tile,
+    float (*totals)[4] = nullptr) {
 #pragma unroll
   for (int k = 0; k < kColumns; k += kStep) {
     Left a[kTiles];
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) as_left(a[m], weights[m], k);
+    for (int m = 0; m < kTiles; ++m) {
+      as_left(a[m], weights[m], k);
+      if (totals) multiply(totals[m], a[m], ones());
+    }
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
       Right b[2];
@@ -402,10 +420,24 @@ __device__ __forceinline__ int row_in(int e) { return lane_of() / 4 + 8 * (e / 2
 __device__ __forceinline__ int column_in(int e) { return lane_of() % 4 * 2 + e % 2; }
 __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 * 16 * kTiles; }
 
-// Writes a warp's rows of sums, times `by`, to rows first + ... of a matrix with `count` rows of kReal elements.
+__device__ __forceinline__ void put_pair(T* at, float x, float y) {
+#if FL_T == 0
+  *reinterpret_cast<float2*>(at) = float2{x, y};
+#else
+  *reinterpret_cast<unsigned*>(at) = pair_of(x, y);
+#endif
+}
+
+#if FL_T != 0
+// What is left of a number that is rounded to T.
+__device__ __forceinline__ float left_of(float x) { return x - static_cast<float>(static_cast<T>(x)); }
+#endif
+
+// Writes a warp's rows of sums, times `by`, to rows first + ... of a matrix with `count` rows of kReal elements; what they were rounded by
+// to `rounded`, if it is given.
 template <int kReal, int kCount>
 __device__ __forceinline__ void write(
-    T* to, Index stride, int first, int count, const float (&sums)[kTiles][kCount][4], float by) {
+    T* to, Index stride, int first, int count, const float (&sums)[kTiles][kCount][4], float by, T* rounded = nullptr) {
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -417,11 +449,9 @@ __device__ __forceinline__ void write(
         const int column = 8 * n + column_in(0);
         if (column >= kReal) continue;
         const float x = sums[m][n][2 * half] * by, y = sums[m][n][2 * half + 1] * by;
-        T* at = to + row * stride + column;
-#if FL_T == 0
-        *reinterpret_cast<float2*>(at) = float2{x, y};
-#else
-        *reinterpret_cast<unsigned*>(at) = pair_of(x, y);
+        put_pair(to + row * stride + column, x, y);
+#if FL_T != 0
+        if (rounded) put_pair(rounded + row * stride + column, left_of(x), left_of(y));
 #endif
       }
     }
@@ -456,7 +486,7 @@ __device__ __forceinline__ int end_of(int first, int reach, int count) {
 // Blocks along x take rows from the last to the first: with a causal mask those have most to do.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forward(
     const T* query, const T* key, const T* value, const void* bias, const unsigned char* mask, const void* factors,
-    T* out, float* statistic, float* log_sum, FL_GEOMETRY) {
+    T* out, float* statistic, float* log_sum, T* rounded, FL_GEOMETRY) {
   FL_TAKE_GEOMETRY;
   const int first = (gridDim.x - 1 - blockIdx.x) * kRows, head = blockIdx.y, batch = blockIdx.z;
   const T* q = rows_at(query, of_query, batch, head);
@@ -487,7 +517,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
   bring<kDV, FL_DV>(values_in[begin % 2], v, of_value.row, begin * kColumns, kColumns, keys);
 
   float sums[kTiles][kDV / 8][4] = {};
-  float top[kTiles][2], total[kTiles][2] = {};
+  // `total` is the sum of the weights as they are multiplied, rounded: out is a mean of values then, which the backward's row sums rely on.
+  // With factors the weights are others than those the softmax adds up: each thread has its part of those.
+  float top[kTiles][2], total[kTiles][4] = {};
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) top[m][0] = top[m][1] = -infinity();
 #if FL_PLAIN
@@ -548,17 +580,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
         for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
           for (int e = 2 * half; e < 2 * half + 2; ++e) {
-#if FL_PLAIN
+#if FL_PLAIN && !FL_FACTORS
             float p = exp2_of(fmaf(s[m][n][e], by, -base * by));
 #else
-            float p = exp2_of((s[m][n][e] - base) * by);
+            float p = exp2_of((s[m][n][e] - base) * by); // 1 where it is the largest, which no rounding changes
 #endif
+#if FL_FACTORS
             sum += p;
+#endif
             const int row = first + warp_row() + 16 * m + row_in(e);
             s[m][n][e] = meaning.weigh(p, row, column + 8 * n + column_in(e));
           }
         }
-        total[m][half] = total[m][half] * shrink + sum;
+        total[m][2 * half] = total[m][2 * half] * shrink + sum;
 #pragma unroll
         for (int n = 0; n < kDV / 8; ++n) {
           sums[m][n][2 * half] *= shrink;
@@ -566,14 +600,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
         }
       }
     }
-    multiply_weights(sums, s, values_in[step % 2]);
+    multiply_weights(sums, s, values_in[step % 2], FL_FACTORS ? nullptr : total);
   }
 
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = sum_of_row(total[m][half]);
+      const float sum = FL_FACTORS ? sum_of_row(total[m][2 * half]) : total[m][2 * half];
       float inverse = sum == 0.0f ? 0.0f : 1.0f / sum; // 0: the row sees no key
 #if FL_FACTORS
       inverse *= factors_scale;
@@ -610,7 +644,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_forwar
 #endif
     }
   }
-  write<FL_DV>(rows_at(out, of_out, batch, head), of_out.row, first, queries, sums, 1.0f);
+  T* rest = FL_ROUNDED ? rows_at(rounded, of_out, batch, head) : nullptr;
+  write<FL_DV>(rows_at(out, of_out, batch, head), of_out.row, first, queries, sums, 1.0f, rest);
 }
 #endif
 

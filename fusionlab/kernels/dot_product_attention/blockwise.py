@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from .blocks import (
     scan_rows,
     unheads,
 )
-from .reference import Form, near, residual_names, statistics_dtype, through_softcap, weigh
+from .reference import Form, near, rounded, statistics, statistics_dtype, through_softcap, weigh
 
 Array = Any
 
@@ -92,7 +93,7 @@ def forward(
     form = Form.of(attrs)
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
-    q = heads(query, wide) * form.scale
+    q, form = _scaled(query, form)
     kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors})
     size, rows = block_shape(
         _heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES, form.group, form.window
@@ -103,8 +104,8 @@ def forward(
         (q, k, v), entries = operands
         cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
-        statistics = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in residual_names(saves, None))
-        results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *statistics
+        kept = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in statistics(saves))
+        results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *kept
         for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             seen_k, seen_v = k[:, :keys], v[:, :keys]
 
@@ -118,7 +119,7 @@ def forward(
                 if factors is not None and factors.dtype == jnp.bool_:  # 0 also where what is left out is NaN
                     out = jnp.where(sums == 0, sums, out)
                 log = jnp.log(total)
-                found = (top + log,) if saves == "logsumexp" else (top, log)
+                found = (top + log,) if len(statistics(saves)) == 1 else (top, log)
                 found = out, *(a[..., 0] for a in found)
                 return tuple(put_rows(whole, a, first) for whole, a in zip(results, found, strict=True))
 
@@ -127,9 +128,9 @@ def forward(
 
     entries = {slot: kind.entry for slot, kind in kinds.items()}
     arrays = (q, heads(key, wide), heads(value, wide)), entries
-    _, (out, *statistics) = scan_heads(some_heads, size, arrays, ())
-    out = unheads(out, query).astype(value.dtype)
-    return [out, *(a.reshape(*_leading(query), t) for a in statistics)] if residuals else [out]
+    _, (out, *kept) = scan_heads(some_heads, size, arrays, ())
+    out, off = rounded(unheads(out, query), value.dtype, saves if residuals else None)
+    return [out, *(a.reshape(*_leading(query), t) for a in kept), *off] if residuals else [out]
 
 
 def cotangent(
@@ -147,8 +148,9 @@ def cotangent(
     query, key = saved["query"], saved["key"]
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
-    by_row = {"q": heads(query, wide) * form.scale, "ct": heads(ct, wide)}
-    by_row |= {n: saved[n].reshape(-1, t) for n in residual_names(saves, None)}
+    q, form = _scaled(query, form)
+    by_row = {"q": q, "ct": heads(ct, wide)}
+    by_row |= {n: saved[n].reshape(-1, t) for n in statistics(saves)}
     by_key = {"k": heads(key, wide)}
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
@@ -168,7 +170,9 @@ def cotangent(
             step = _backward_step({n: a[:, :keys] for n, a in all_keys.items()}, rows, cut, wanted, form)
             sums = scan_rows(step, start, rows, part, sums)
         shared = {n: sums.pop(n) for n in shared}
-        return shared, {n: a * form.scale if n == "query" else _t(a) for n, a in sums.items()}
+        last = {"query": attrs["scale"], "key": form.scale}
+        sums = {n: a * last.get(n, 1.0) for n, a in sums.items()}
+        return shared, {n: a if n == "query" else _t(a) for n, a in sums.items()}
 
     entries = {slot: kind.entry for slot, kind in kinds.items()}
     shared = {slot: jnp.zeros_like(by_row["q"], shape=kind.shape) for slot, kind in summed.items()}
@@ -207,12 +211,21 @@ def _backward_step(
             found["bias"] = cut.add("bias", sums["bias"], ds, corner)
         ds = through_softcap(ds, tanh)
         if "key" in wanted:
-            found["key"] = add_keys(sums["key"], _over_rows(part["q"], ds, form), corner.key)  # the scale is in q
+            found["key"] = add_keys(sums["key"], _over_rows(part["q"], ds, form), corner.key)
         if "query" in wanted:
             found["query"] = put_rows(sums["query"], _by_key(ds, keys["k"], form), first)
         return found
 
     return step
+
+
+def _scaled(query: Array, form: Form) -> tuple[Array, Form]:
+    """The query with the scale, and a form with what is left of it for the products: all of it where operands have 16 bits, which a GPU
+    multiplies in TF32 as they are, but not scaled."""
+    wide = statistics_dtype(query.dtype)
+    if query.dtype == wide:
+        return heads(query, wide) * form.scale, replace(form, scale=1.0)
+    return heads(query, wide), form
 
 
 def _broadcasts(query: Array, operands: dict[str, Any]) -> tuple[dict[str, Broadcast], dict[str, Array]]:
@@ -262,8 +275,8 @@ def _seen_from(first: Array, rows: int, by_key: tuple[Array, ...], form: Form) -
 
 
 def _scores(q: Array, k: Array, corner: Corner, cut: Cut, form: Form) -> tuple[Array, Array | None]:
-    """Scores of a block, and the tanh of the softcap; the scale is in q already."""
-    scores, tanh = _by_key(q, _t(k), form), None
+    """Scores of a block, and the tanh of the softcap."""
+    scores, tanh = _by_key(q, _t(k), form) * form.scale, None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
         scores = form.softcap * tanh

@@ -5,7 +5,8 @@ The rule for CUDA devices is what was measured on an H200 with jax 0.11.2 (forwa
 0.118, 0.083 and 0.078 ms at batch 32, 12 heads, 128 x 128 scores, and 4.94, 1.35 and 2.91 ms at batch 32, 16 heads, 1024 x 1024. With a
 mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in float32 XLA's code takes 2.2
 and our kernels 3.7. So from 128 x 128 scores a head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias
-or factors are read and the dtype has 16 bits; below that nothing was measured.
+or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN gives away for that in precision
+(`cudnn.PRECISION`) is said with the choice: nothing before the call tells how far its softmax saturates.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..arrays import is_explicitly_sharded
 from ..choices import CHOICES, Choice, case_text
 from . import cuda, cudnn
 from .layouts import Sizes
+from .reference import ROUNDED_OFF
 
 MEASURED = ("sm_90",)
 SIZES = ("batch", "heads", "queries", "keys")
@@ -48,7 +50,8 @@ def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -
     if name == "xla":
         return "probabilities"
     far = "bias" in shapes or ("mask" in shapes and attrs["mask_value"] != -math.inf)  # a whole row may be far from 0
-    return "max_and_log_sum" if far else "logsumexp"
+    reads_rounded_off = name == "cuda" and np.dtype(shapes["query"].dtype).itemsize == 2
+    return ("max_and_log_sum" if far else "logsumexp") + (ROUNDED_OFF if reads_rounded_off else "")
 
 
 def _for_training(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -> str:
@@ -89,7 +92,8 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
     for name, refusal in refused.items():
         _, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else ("", "")
         if not refusal and not slow:
-            why = "; ".join([f"{size}: never written to memory", *refusals])
+            less = [cudnn.PRECISION] if name == "cudnn" else []
+            why = "; ".join([f"{size}: never written to memory", *refusals, *less])
             return name, why
         refusals.append(f"not {name}: {refusal or slow}")
     text = "; ".join(refusals)

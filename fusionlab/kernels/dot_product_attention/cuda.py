@@ -22,7 +22,7 @@ from ..compile import why_missing
 from ..launch import launch
 from . import tiles
 from .layouts import Sizes
-from .reference import residual_names
+from .reference import residual_names, statistics
 from .tiles import Attention, Strides
 
 Array = Any
@@ -119,11 +119,11 @@ def forward(
     optional = {"bias": bias, "mask": mask, "factors": factors, "dropout_key": dropout_key}
     call, operands = _described({"query": query, "key": key, "value": value, **optional}, layout, attrs)
     shape = sizes._replace(features=value.shape[-1]).shape(layout)
-    results = [jax.ShapeDtypeStruct(shape, query.dtype)]
-    kept = saves if residuals else None
+    out = jax.ShapeDtypeStruct(shape, query.dtype)
     statistic = jax.ShapeDtypeStruct((*sizes.batch, sizes.heads, sizes.length), np.float32)
-    results += [statistic] * (len(residual_names(saves, None)) if kept else 0)
-    return launch(tiles.forward_plan(call, kept), operands, results)
+    kept = residual_names(saves, None) if residuals else ()
+    results = [out, *(out if name == "rounded_off" else statistic for name in kept)]
+    return launch(tiles.forward_plan(call, saves if residuals else None), operands, results)
 
 
 def cotangent(
@@ -143,9 +143,9 @@ def cotangent(
     call, operands = _described(
         {"query": saved["query"], "key": saved["key"], "value": value, **given}, layout, attrs, value_shape=like
     )
-    statistics = [saved[n] for n in residual_names(saves, None)]
-    delta = _delta(saved["out"], ct, layout) if "out" in saved else statistics[0]
-    operands = [*operands, *statistics, delta, ct]
+    kept = [saved[n] for n in statistics(saves)]
+    delta = _delta(saved, ct, layout, call.terms) if "out" in saved else kept[0]
+    operands = [*operands, *kept, delta, ct]
     found = {}
     if "query" in wanted:
         found["query"] = launch(tiles.query_plan(call, saves), operands, [_like(saved["query"].shape, ct)])[0]
@@ -166,10 +166,25 @@ def _value_shape(key: Array, ct: Array) -> tuple[int, ...]:
     return (*key.shape[:-1], ct.shape[-1])
 
 
-def _delta(out: Array, ct: Array, layout: str) -> Array:
-    """rowsum(ct * out) as *B N T: one pass, which XLA fuses."""
-    found = jnp.sum(out.astype(np.float32) * ct.astype(np.float32), axis=-1)
+def _delta(saved: Mapping[str, Array], ct: Array, layout: str, terms: int) -> Array:
+    """rowsum(ct * out) as *B N T: one pass, which XLA fuses.
+
+    Of the numbers that the kernels multiply, since they take it from a row's ct value^T: of a softmax near one key next to nothing is left
+    then, and whatever either was rounded by alone would stand in its place.
+    """
+    out = saved["out"].astype(np.float32)
+    if "rounded_off" in saved:
+        out = out + saved["rounded_off"].astype(np.float32)
+    wide = _tf32(ct) if ct.dtype == np.float32 and terms == 1 else ct.astype(np.float32)
+    found = jnp.sum(out * wide, axis=-1)
     return jnp.swapaxes(found, -1, -2) if layout == "BTNH" else found
+
+
+def _tf32(x: Array) -> Array:
+    """As `cvt.rna.tf32` rounds: to 10 bits of mantissa, the nearest, ties away from 0."""
+    bits = lax.bitcast_convert_type(x, np.uint32)
+    nearest = lax.bitcast_convert_type((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000), np.float32)
+    return jnp.where(jnp.isfinite(x), nearest, x)
 
 
 def _described(

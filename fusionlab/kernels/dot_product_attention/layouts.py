@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ...errors import unknown_name
+from .reference import residual_names
 
 Array = Any
 
 LAYOUTS = ("BTNH", "BNTH")
-_LAID_OUT = ("query", "key", "value", "out")
+_LAID_OUT = ("query", "key", "value", "out", "rounded_off")
 
 
 class Sizes(NamedTuple):
@@ -52,8 +53,9 @@ def forward_of(btnh: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
     def forward(query: Array, key: Array, value: Array, *rest: Any, layout: str = "BTNH", **more: Any) -> list[Array]:
         if layout == "BTNH":
             return btnh(query, key, value, *rest, **more)
-        out, *residuals = btnh(*map(_swapped, (query, key, value)), *rest, **more)
-        return [_swapped(out), *residuals]
+        found = btnh(*map(_swapped, (query, key, value)), *rest, **more)
+        names = ("out", *residual_names(more["saves"], more.get("softcap")))
+        return list(_each_swapped(dict(zip(names, found, strict=False))).values())
 
     return forward
 

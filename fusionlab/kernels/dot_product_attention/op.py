@@ -72,7 +72,7 @@ class DotProductAttention(Op):
         ),
         "cudnn": Implementation(
             "cudnn",
-            "cuDNN's fused attention through JAX's own call of it; backward from one statistic a row",
+            f"cuDNN's fused attention through JAX's own call of it; backward from one statistic a row: {cudnn.PRECISION}",
             cudnn.forward,
             _TANGENT,
             cudnn.cotangent,
@@ -81,7 +81,8 @@ class DotProductAttention(Op):
         ),
         "cuda": Implementation(
             "cuda",
-            "kernels of our own: the T x S matrix never exists, masks and biases are read where they stand",
+            "kernels of our own: the T x S matrix never exists, masks and biases are read where they stand; for the backward of 16-bit "
+            "operands it keeps what the result was rounded by",
             cuda.forward,
             _TANGENT,
             cuda.cotangent,
@@ -141,9 +142,10 @@ class DotProductAttention(Op):
             if softcap is not None and {"query", "key"} & set(wanted):
                 names.add("tanh")
             return frozenset(names).intersection((*present, "probabilities", "tanh"))
-        statistics = self.residual_names(saves=saves, softcap=softcap)
-        names |= {"query", "key", "bias", "mask", *statistics} | ({"out"} if scores else set())
-        return frozenset(names).intersection((*present, "out", *statistics))
+        names |= {"query", "key", "bias", "mask", *reference.statistics(saves)} | (
+            {"out", "rounded_off"} if scores else set()
+        )
+        return frozenset(names).intersection((*present, "out", *self.residual_names(saves=saves, softcap=softcap)))
 
     def batch(
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
@@ -256,7 +258,7 @@ def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tu
     scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
     statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum"), (*batch, *"ht"))
     k = key_heads
-    btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"))
+    btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"), ("rounded_off", "thd"))
     swapped = layout == "BNTH"
     laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
     return scores | statistics | laid_out | {"dropout_key": ("w",)}

@@ -17,6 +17,8 @@ Scores and statistics are float32 for float32, bfloat16 and float16 operands, fl
     Of a row that sees no key it is kept as 0, so that p = exp(-inf) is 0.
   "max_and_log_sum": the row's largest score, and the log of the sum of exp(s - row_max). Where a whole row is masked by -1e9,
     logsumexp is -1e9 + log(S), which float32 rounds to -1e9: p would be 1 in place of 1 / S.
+  Either of these with "_and_rounded_off": beside them what out was rounded by, in its dtype. rowsum(ct * out) needs it: where a softmax is
+    near one key, dp - rowsum(p * dp) is far below what out was rounded by.
 With dp the cotangent of p, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source:
 Dao et al. 2022, arXiv:2205.14135, appendix B.2.
 """
@@ -74,11 +76,28 @@ def statistics_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+ROUNDED_OFF = "_and_rounded_off"
+
+
 def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
     """What the forward keeps beside its result."""
     if saves == "probabilities":
         return ("probabilities",) if softcap is None else ("probabilities", "tanh")
-    return ("logsumexp",) if saves == "logsumexp" else ("row_max", "log_sum")
+    return (*statistics(saves), "rounded_off") if saves.endswith(ROUNDED_OFF) else statistics(saves)
+
+
+def statistics(saves: str) -> tuple[str, ...]:
+    """Those with an entry for each row, where the probabilities are not kept."""
+    return ("logsumexp",) if saves.startswith("logsumexp") else ("row_max", "log_sum")
+
+
+def rounded(wide: Array, dtype: Any, saves: str | None) -> tuple[Array, list[Array]]:
+    """A result in its dtype, and what it was rounded by if that is kept."""
+    narrow = wide.astype(dtype)
+    if saves is None or not saves.endswith(ROUNDED_OFF):
+        return narrow, []
+    info = jnp.finfo(dtype)  # by this operation, since XLA may leave out a cast there and back
+    return narrow, [(wide - lax.reduce_precision(wide, info.nexp, info.nmant)).astype(dtype)]
 
 
 def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = None) -> Array:
@@ -160,14 +179,14 @@ def forward(
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
     out = _dot(weights, value, "...nts,...skh->...tnh", form, statistics_dtype(value.dtype))
-    out = out.astype(value.dtype)
+    out, off = rounded(out, value.dtype, saves)
     if not residuals:
         return [out]
     if saves == "probabilities":
         return [out, probabilities] if tanh is None else [out, probabilities, tanh]
     log_sum = jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1))
-    kept = [top + log_sum] if saves == "logsumexp" else [top, log_sum]
-    return [out, *(kept if blind is None else [jnp.where(blind, 0, a) for a in kept])]
+    kept = [top + log_sum] if len(statistics(saves)) == 1 else [top, log_sum]
+    return [out, *(kept if blind is None else [jnp.where(blind, 0, a) for a in kept]), *off]
 
 
 def weigh(p: Array, factors: Array | None, form: Form) -> Array:

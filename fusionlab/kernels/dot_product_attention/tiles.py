@@ -13,6 +13,7 @@ from typing import Any
 
 from ..compile import ARCHS, Source
 from ..kernel_plan import KernelPlan, Launch
+from .reference import ROUNDED_OFF, statistics
 
 SOURCE = Source(
     "dot_product_attention/attention.cu",
@@ -120,24 +121,26 @@ def keys_tiles(dtype: str, features: int, reads_scores: bool) -> Tiles:
 
 def forward_plan(call: Attention, saves: str | None) -> KernelPlan:
     """Operands query, key, value[, bias][, mask][, factors]; results out and what `saves` names ("logsumexp": one float32 array, batch x
-    heads x queries; "max_and_log_sum": two of them; None: none)."""
+    heads x queries; "max_and_log_sum": two of them; None: none; with what out was rounded by: an array like it)."""
     stats = _statistics(saves)
+    rounded = saves is not None and saves.endswith(ROUNDED_OFF)
     tiles = forward_tiles(*_kind(call))
     results = [("result", i) if i <= stats else ("null", 0) for i in range(3)]
+    results.append(("result", stats + 1) if rounded else ("null", 0))
     params = (*(("operand", i) for i in range(3)), *_optional(call, 3), *results, *_geometry(call))
     shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns) + _bytes(
         call, call.value_features, 2 * tiles.columns
     )
     grid = (_parts(call.queries, tiles.rows), call.heads, call.batch)
     launch = Launch("attention_forward", grid, (32 * tiles.warps, 1, 1), shared, params)
-    return KernelPlan(SOURCE.path, _options(call, tiles, FORWARD=1, STATS=stats), (launch,))
+    return KernelPlan(SOURCE.path, _options(call, tiles, FORWARD=1, STATS=stats, ROUNDED=int(rounded)), (launch,))
 
 
 def query_plan(call: Attention, saves: str) -> KernelPlan:
     """The gradient of the query, laid out as it is.
 
-    Operands query, key, value[, bias][, mask][, factors], what `saves` names, delta (float32, batch x heads x queries: the sum over a
-    row of ct * out) and ct, laid out as out; result dquery.
+    Operands query, key, value[, bias][, mask][, factors], the statistics that `saves` names, delta (float32, batch x heads x queries: the
+    sum over a row of ct * out) and ct, laid out as out; result dquery.
     """
     tiles = query_tiles(*_kind(call))
     shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
@@ -184,7 +187,7 @@ def _kind(call: Attention) -> tuple[str, int, bool]:
 
 
 def _statistics(saves: str | None) -> int:
-    return 0 if saves is None else 1 if saves == "logsumexp" else 2
+    return 0 if saves is None else len(statistics(saves))
 
 
 def _optional(call: Attention, first: int) -> tuple[tuple[str, int], ...]:
