@@ -94,6 +94,11 @@ def _type_text(x: Any) -> str:
     return text if isinstance(x, int | float | complex | str) and len(text) < 20 else type(x).__name__
 
 
+def _is_data(x: Any, numbers: bool) -> bool:
+    """An array; not a layer of linen that has a shape and a dtype among its options, which JAX would take for one."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic) or (numbers and isinstance(x, int | float | complex))
+
+
 class Closed:
     """A function of a list, the arrays and objects of a call; what else is in its arguments is held fixed.
 
@@ -102,7 +107,7 @@ class Closed:
 
     def __init__(self, fn: Callable, given: Given, numbers: bool) -> None:
         self._fn, self._given = fn, given
-        self._moves = [is_object(x) or is_array(x, numbers) for x in given.leaves]
+        self._moves = [is_object(x) or _is_data(x, numbers) for x in given.leaves]
         self.holds_objects = any(map(is_object, given.leaves))
 
     def arrays(self) -> list[Any]:
