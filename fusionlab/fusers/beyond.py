@@ -172,7 +172,7 @@ def _rank(search: Search, node: Node, operands: int) -> int:
 def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
     code, what, edit = _sentence(search, between)
     packed = between.node.primitive in PARTS and len(between.products) == 1
-    gates = [g for a in between.activations if packed and (g := _gate(search, a)) is not None]
+    gates = [g for a in between.activations if packed for g in _gates(search, a)]
     if gates:
         code, edit = "activation", "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
         what = (
@@ -222,19 +222,20 @@ def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
     return "activation", what, None
 
 
-def _gate(search: Search, activation: Node) -> Node | None:
-    """The product of an activated part with another part of the same product."""
-    users = search.block.users
+def _gates(search: Search, activation: Node) -> list[Node]:
+    """The products of an activated part with another part of the same product."""
+    found: list[Node] = []
     stack, seen = [activation], {activation.id}
     while stack:
-        for user in users.get(stack.pop().outputs[0].id, ()):
-            if user.id in seen or user.primitive not in ELEMENTWISE | VIEWS | _COPIES:
+        for user in search.block.users.get(stack.pop().outputs[0].id, ()):
+            if user.id in seen or user.primitive not in ELEMENTWISE | VIEWS | _COPIES or is_backward(user.eqn):
                 continue
             seen.add(user.id)
             if user.primitive == "mul" and len(_parts_below(search, user)) > 1:
-                return user
-            stack.append(user)
-    return None
+                found.append(user)
+            else:
+                stack.append(user)
+    return found
 
 
 def _parts_below(search: Search, node: Node) -> set[int]:

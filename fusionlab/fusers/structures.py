@@ -6,7 +6,7 @@ says how sites hang together. It is made of accepted sites, and of what the prog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -257,7 +257,7 @@ class _Searcher:
             stack += fresh
         return found
 
-    def gated(self, known: Collection[int]) -> Iterator[Structure]:
+    def gated(self, known: Set[int]) -> Iterator[Structure]:
         """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
         for node in self.view.block.nodes:
             if node.primitive != "mul" or node.id in {*known, *self.told} or is_backward(node.eqn):

@@ -86,8 +86,12 @@ class Raw:
     def number(self, atom: Any) -> float | None:
         """The number that an operand is everywhere; None where it is not known to be one."""
         atom = self.bare(atom)
-        if isinstance(atom, Literal) and np.asarray(atom.val).dtype.kind != "V":
-            return float(np.asarray(atom.val).reshape(-1)[0]) if np.asarray(atom.val).size == 1 else None
+        if isinstance(atom, Literal):
+            value = np.asarray(atom.val)
+            numeric = (
+                value.dtype.kind in "biuf" or "float" in value.dtype.name
+            )  # the kind of bfloat16 is that of no number
+            return float(value.reshape(-1)[0]) if value.size == 1 and numeric else None
         return None
 
     def back(self, atom: Any, through: Callable[[Node], bool], steps: int = 60) -> Iterator[tuple[Any, Node | None]]:
