@@ -150,7 +150,9 @@ def _prepare() -> Any:
 
 def main(argv: list[str]) -> int:
     """Prints the summary; 1 where a bound does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks first_find", description="The first search of a process.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks first_find", description="The first search of a process."
+    )
     parser.add_argument("--variant", choices=("forward", "train"), action="append", help="default: both")
     parser.add_argument("--dtype", choices=("f32", "bf16"), action="append", help="default: both")
     parser.add_argument("--models", default="", metavar="TEXT", help="only those whose id contains it")

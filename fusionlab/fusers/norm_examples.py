@@ -57,7 +57,9 @@ def _holds(name: str) -> frozenset[str]:
     return frozenset(op for words, op in told.items() if words in name)
 
 
-_Affine = tuple[dict[str, str], tuple[str, int], Callable[..., Any]]  # leaves, the root, what is done to the normalised x
+_Affine = tuple[
+    dict[str, str], tuple[str, int], Callable[..., Any]
+]  # leaves, the root, what is done to the normalised x
 _AFFINE: dict[str, _Affine] = {
     ", scale and bias": (
         {"scale": "n", "bias": "n"},

@@ -40,17 +40,17 @@ def _run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex_core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars]), strict=True))
+        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars], jaxpr.debug_info), strict=True))
     return [read(a) for a in jaxpr.outvars]
 
 
-def _equation(eqn: Any, ins: list[Any]) -> list[Any]:
+def _equation(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
     if eqn.primitive.name in FLATTENED:
         return _run(*split_closed(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))), ins)
     try:
         return [_in_numpy(eqn, ins)]
     except _Unknown:
-        return _by_jax(eqn, ins)
+        return _by_jax(eqn, ins, debug)
 
 
 def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
@@ -65,10 +65,11 @@ def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
     return made
 
 
-def _by_jax(eqn: Any, ins: list[Any]) -> list[Any]:
+def _by_jax(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
     """The equation alone, compiled: beside others XLA may keep more digits than the dtypes between them have."""
     given = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, jex_core.Literal)}
-    alone = jex_core.Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects)
+    debug = debug._replace(arg_names=None, result_paths=None)
+    alone = jex_core.Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects, debug_info=debug)
     return [*map(_plain, jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, []))(*given.values()))]
 
 
