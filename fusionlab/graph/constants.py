@@ -1,7 +1,8 @@
 """Constants of a program, computed in numpy as the program computes them: in its own dtypes, one equation after another.
 
-Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that numpy may have with other bits (a transcendental function, a quotient of floats,
-numbers so small that a device flushes them to zero) JAX computes.
+Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that
+numpy may have with other bits (a transcendental function, a quotient of floats, numbers so small that a device flushes them to zero)
+JAX computes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def _run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     env.update(zip(jaxpr.invars, arrays, strict=True))
 
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex_core.Literal) else env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype) if isinstance(atom, jex_core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars], jaxpr.debug_info), strict=True))
@@ -57,7 +59,8 @@ def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
     name, rule = eqn.primitive.name, _RULES.get(eqn.primitive.name)
     if rule is None or not all(isinstance(x, np.ndarray) for x in ins):
         raise _Unknown
-    made, aval = rule(eqn, ins), eqn.outvars[0].aval
+    made = rule(eqn, ins)
+    aval: Any = eqn.outvars[0].aval
     if made.dtype != aval.dtype or made.shape != tuple(aval.shape):
         raise _Unknown
     if is_float(made.dtype) and name in _ROUNDING:

@@ -15,7 +15,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def threefry2x32(key: Sequence[Any], first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def threefry2x32(key: Any, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The two words that a key of two makes of two counters (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     a, b = (np.uint32(k) for k in key)
     keys = (a, b, a ^ b ^ _PARITY)
@@ -29,7 +29,7 @@ def threefry2x32(key: Sequence[Any], first: np.ndarray, second: np.ndarray) -> t
     return x, y
 
 
-def bits_by_entry(key: Sequence[Any], width: int, shape: Sequence[int]) -> np.ndarray:
+def bits_by_entry(key: Any, width: int, shape: Sequence[int]) -> np.ndarray:
     """Random bits of which each entry hangs on the key and its number alone (`jax_threefry_partitionable`)."""
     numbers = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     high, low = threefry2x32(key, (numbers >> np.uint64(32)).astype(np.uint32), numbers.astype(np.uint32))

@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core as jex_core
 
 from .canonical import ONE, View
 from .compat import has_side_effects
