@@ -3,9 +3,9 @@
     python -m benchmarks first_find [--models TEXT] [--variant forward|train] [--dtype f32|bf16] [--every N] [-o FILE]
 
 For each program of the zoo, in processor time (and wall time beside it): `jax.make_jaxpr(fn)(*args)` in one process and
-`fl.find(fn, *args)` in another. A process is a fork of one that has imported everything and has traced, compiled and computed
-nothing: the first one builds the model, forgets what JAX remembers of that (`jax.clear_caches`), and is measured. What is imported for
-the first time is counted, as are FusionLab's own examples, which are traced once in a process.
+`fl.find(fn, *args)` in another. A process is a fork of one that has imported everything and has traced, compiled and computed nothing:
+it builds the model, forgets what JAX remembers of that (`jax.clear_caches`), and is measured. What is imported only then is counted, as
+are FusionLab's own examples, which are traced once in a process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Constants of a program, computed in numpy as the program computes them: in its own dtypes, one equation after another.
 
-Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that numpy
-may have with other bits (a transcendental function, a quotient of floats, numbers so small that a device flushes them to zero) JAX
-computes.
+Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that
+numpy may have with other bits (a transcendental function, a quotient of floats, numbers so small that a device flushes them to zero)
+JAX computes.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ def _run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     env.update(zip(jaxpr.invars, arrays, strict=True))
 
     def read(atom: Any) -> Any:
-        if isinstance(atom, jex_core.Literal):
-            return np.asarray(atom.val, atom.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        return env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype) if isinstance(atom, jex_core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars]), strict=True))
+        env.update(zip(eqn.outvars, _equation(eqn, [read(a) for a in eqn.invars], jaxpr.debug_info), strict=True))
     return [read(a) for a in jaxpr.outvars]
 
 
-def _equation(eqn: Any, ins: list[Any]) -> list[Any]:
+def _equation(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
     if eqn.primitive.name in FLATTENED:
         return _run(*split_closed(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))), ins)
     try:
         return [_in_numpy(eqn, ins)]
     except _Unknown:
-        return _by_jax(eqn, ins)
+        return _by_jax(eqn, ins, debug)
 
 
 def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
     name, rule = eqn.primitive.name, _RULES.get(eqn.primitive.name)
     if rule is None or not all(isinstance(x, np.ndarray) for x in ins):
         raise _Unknown
-    made, aval = rule(eqn, ins), eqn.outvars[0].aval
+    made = rule(eqn, ins)
+    aval: Any = eqn.outvars[0].aval
     if made.dtype != aval.dtype or made.shape != tuple(aval.shape):
         raise _Unknown
     if is_float(made.dtype) and name in _ROUNDING:
@@ -68,10 +68,11 @@ def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
     return made
 
 
-def _by_jax(eqn: Any, ins: list[Any]) -> list[Any]:
+def _by_jax(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
     """The equation alone, compiled: beside others XLA may keep more digits than the dtypes between them have."""
     given = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, jex_core.Literal)}
-    alone = jex_core.Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects)
+    debug = debug._replace(arg_names=None, result_paths=None)
+    alone = jex_core.Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects, debug_info=debug)
     return [*map(_plain, jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, []))(*given.values()))]
 
 

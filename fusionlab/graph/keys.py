@@ -15,7 +15,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def threefry2x32(key: Sequence[Any], first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def threefry2x32(key: Any, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The two words that a key of two makes of two counters (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     a, b = (np.uint32(k) for k in key)
     keys = (a, b, a ^ b ^ _PARITY)
