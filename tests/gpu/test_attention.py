@@ -76,6 +76,9 @@ class TestXlaSaturated(SaturatedSuite):
 class TestBlockwiseSaturated(SaturatedSuite):
     implementation = "xla_blockwise"
     sizes = (2, 64, 4, 32)
+    unmet = {
+        "float32": "dq of float32 is up to 27 times as far from float64 as the original's on an H200, by TF32 products (CPUs are exact)"
+    }
 
 
 class TestCudnnSaturated(SaturatedSuite):
