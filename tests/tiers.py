@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ONE_IN = 64  # of the cases of a test but the first
-SLICE_SECONDS = 510.0  # of processor time that a slice of the rest may take
+SLICE_SECONDS = 300.0  # of processor time that a slice of the rest may take
 SLICE_VARIABLE = "FUSIONLAB_SLICE"
 RECORD = Path(__file__).with_name("durations.json")
 UNKNOWN_SECONDS = 0.5  # a case of a test that has no record
