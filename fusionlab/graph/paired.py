@@ -122,6 +122,10 @@ class Pairer:
         wide = computed_wider(nodes, (*inputs, found.cotangent), arithmetic_of(region.root.dtype))
         if wide is not None:
             raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
+        asked = {_precision(n) for n in region.nodes if n.primitive == "dot_general"}
+        other = next((n for n in nodes if n.primitive == "dot_general" and asked and _precision(n) not in asked), None)
+        if other is not None:
+            raise Unpaired(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
         number: dict[int, Any] = {i: ("known", c) for i, c in found.view.known_inputs.items()}
         number.update((v.id, ("const", id(c))) for v, c in block.consts)
         number.update((v.id, i) for i, v in enumerate((*inputs, found.cotangent)))
@@ -199,6 +203,12 @@ def _read_outside(block: Block, placed: list[tuple[int, str, Share]], gone: set[
 
 def _separate(share: Share, leaf: Value) -> bool:
     return share.through is not None and kind(share.value.aval) == kind(leaf.aval)
+
+
+def _precision(node: Node) -> tuple[Any, Any]:
+    """What a product asks for, of each operand: numbers in float64 do not tell."""
+    asked = node.params["precision"]
+    return tuple(asked) if isinstance(asked, tuple) else (asked, asked)
 
 
 def _values(block: Block, share: Share) -> list[Value]:

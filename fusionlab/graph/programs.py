@@ -74,7 +74,7 @@ class Programs:
         sizes, args = given
         lost: dict[str, None] = {}
         values = replace(self, old=_value_of(self.old), new=_value_of(self.new)) if "value" in names else None
-        for special in specials(self.avals):
+        for special in specials(self.avals, _added(self.old, len(self.avals))):
             if special.exact:
                 verdict = self._told(special, given, names, tolerance, of)
             elif values is not None:
@@ -142,6 +142,28 @@ def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
     """Which values may be others on each device along some mesh axes: where types do not tell, every float."""
     typed = any(map(varies, avals))
     return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
+
+
+_PASS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "transpose", "mul", "copy"})
+
+
+def _added(closed: Any, count: int) -> list[int]:
+    """The numbers of those of the first `count` floats that are added to something whose exponentials are summed: terms of scores."""
+    jaxpr, _ = split_closed(closed)
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    if not {"exp", "reduce_sum"} <= names or names & {"rsqrt", "sqrt"}:
+        return []
+    floats = [i for i, v in enumerate(jaxpr.invars[:count]) if is_float(v.aval.dtype)]
+    return [i for i in floats if _is_term(jaxpr.eqns, jaxpr.invars[i])]
+
+
+def _is_term(eqns: Sequence[Any], var: Any) -> bool:
+    """Whether a value is first added to another, views and factors aside."""
+    readers = [eqn for eqn in eqns if any(v is var for v in eqn.invars)]
+    first = readers[0] if readers else None
+    if first is None or first.primitive.name in ("add", "sub"):
+        return first is not None
+    return first.primitive.name in _PASS and _is_term(eqns, first.outvars[0])
 
 
 def _value_of(closed: Any) -> Any:

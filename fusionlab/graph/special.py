@@ -6,8 +6,8 @@ real numbers go overflows in one spelling and not in another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from .evaluate import is_float
 # The share of inputs that are near the dtype's edge, and that are infinite, draw by draw: few, or a sum of products is NaN anyway; many, or
 # two never meet.
 _EDGE = ((0.1, 0.0), (0.5, 0.1))
+_HIDES = -1e30  # as a mask that is added: beside it a score is lost, and the logarithm of a sum of exponentials, too
 _AGAIN = 3  # draws of each for a site of few elements
 
 
@@ -27,17 +28,21 @@ class Special:
     """Drawn inputs, changed: `told` says how.
 
     Attributes: `exact` (numbers that are made of them are compared; else only where the value is one), `hides` (masks alone are changed,
-    so that queries may see no key).
+    so that queries may see no key), `alike` (values are compared as numbers, and not where either is none).
     """
 
     told: str
     of: Callable[[Sequence[Any]], list[Any]]
     exact: bool = False
     hides: bool = False
+    alike: bool = False
 
 
-def specials(avals: Sequence[Any]) -> Iterator[Special]:
-    """The special inputs of a program with arguments of these types; the last of what is drawn is the cotangent, and stays."""
+def specials(avals: Sequence[Any], added: Collection[int] = ()) -> Iterator[Special]:
+    """The special inputs of a program with arguments of these types; the last of what is drawn is the cotangent, and stays.
+
+    `added` are the numbers of those that are added to the scores of a softmax.
+    """
     floats = frozenset(i for i, a in enumerate(avals) if is_float(a.dtype))
     masks = frozenset(i for i, a in enumerate(avals) if a.dtype == np.bool_)
 
@@ -46,6 +51,10 @@ def specials(avals: Sequence[Any]) -> Iterator[Special]:
 
     yield Special("inputs of zeros", filled(floats, lambda i: 0.0), exact=True)
     yield Special("inputs without variance", filled(floats, lambda i: 1.5 / (1 + i)))
+    if added:
+        yield Special(
+            "a term of the scores that hides everything", filled(frozenset(added), lambda _: _HIDES), alike=True
+        )
     if masks:
         yield Special("masks of False", filled(masks, lambda i: False), exact=True, hides=True)
         yield Special("masks of True", filled(masks, lambda i: True), exact=True, hides=True)
@@ -57,6 +66,8 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
     NaN and infinities of the program that are numbers in the other are `lost`, if only masks hide something. All else that differs is
     another function.
     """
+    if special.alike:
+        return _numbers_agree(special, names, found, tolerance)
     lost: list[str] = []
     for name, want, got in zip(names, *found.pair, strict=True):
         a, b = np.asarray(want, np.float64), np.asarray(got, np.float64)
@@ -69,12 +80,14 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
                 told = f"{name} is {a[~held & holds][0]} for {special.told}, which would become a number"
                 return Verdict(code, told)
             lost.append(name)
-    if special.exact:
-        numbers = Results(_numbers(found.pair), lambda n: _numbers(found.nudged(n)))
-        verdict = agree(tolerance, names, numbers)
-        if not verdict.ok:
-            return Verdict(verdict.code, f"{verdict.detail} for {special.told}")
-    return Verdict(None, lost=tuple(lost))
+    verdict = _numbers_agree(special, names, found, tolerance) if special.exact else Verdict(None)
+    return replace(verdict, lost=tuple(lost))
+
+
+def _numbers_agree(special: Special, names: Sequence[str], found: Results, tolerance: float) -> Verdict:
+    numbers = Results(_numbers(found.pair), lambda n: _numbers(found.nudged(n)))
+    verdict = agree(tolerance, names, numbers)
+    return verdict if verdict.ok else Verdict(verdict.code, f"{verdict.detail} for {special.told}")
 
 
 def _numbers(pair: Pair) -> Pair:

@@ -295,3 +295,15 @@ def test_the_rewritten_step_keeps_no_more_between_the_passes_than_the_original(s
     print(f"temporary bytes: {before:,} and {after:,}, {after / before:.2f} of it")
     assert after <= 1.02 * before
     assert math.isfinite(float(new(params, x, x)[0]))
+
+
+def test_a_backward_pass_that_asks_for_another_precision_keeps_it():
+    def gradients(x, w, b):
+        y, pull = jax.vjp(lambda x, w, b: jnp.tanh(x @ w + b), x, w, b)
+        with jax.default_matmul_precision("highest"):
+            return pull(jnp.ones_like(y))
+
+    args = [jnp.ones(shape) for shape in ((8, 4), (4, 6), (6,))]
+    texts = [jax.jit(f).lower(*args).as_text() for f in (gradients, fl.fuse(gradients))]
+    assert [text.count("HIGHEST, HIGHEST") for text in texts] == [2, 2]
+    assert fl.find(gradients, *args).counts()["gemm_epilogue_grad"] == 0
