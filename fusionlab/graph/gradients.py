@@ -148,10 +148,10 @@ def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | 
     beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
     atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]
     closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms], value.aval)
-    eqns, (env[value.id],) = inlined(closed, atoms, source_info(at), extra)
-    out = env[value.id]
+    eqns, (out,) = inlined(closed, atoms, source_info(at), extra)
     if kind(out.aval) != kind(value.aval):
         raise RewriteError(f"the gradient {value!r} came out as {out.aval.str_short()}; this is a bug")
+    env[value.id] = out
     return eqns
 
 

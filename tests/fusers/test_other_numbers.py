@@ -108,6 +108,38 @@ def test_a_pass_of_ones_own_loses_no_nan_either(own):
     same(fn, ZERO_ROW[1])
 
 
+# -- rows that see no key: a mask that is added ----------------------------------------------------------------------------
+
+
+def softmax_by_logsumexp(s):
+    return jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True))
+
+
+def attended(weights_of, fill, dtype="float32"):
+    """Attention in which the first query sees no key; the mask is added."""
+
+    def fn(q, k, v):
+        i = jnp.arange(4)
+        hidden = jnp.where(i[:, None] > i, 0.0, fill).astype(dtype)
+        return weights_of(jnp.einsum("qd,kd->qk", q, k) + hidden) @ v
+
+    return fn
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("fill", [-1e9, -1e30])
+@pytest.mark.parametrize("weights_of", [jax.nn.softmax, softmax_by_logsumexp])
+def test_the_weights_of_a_row_that_sees_no_key_stay_what_they_are(weights_of, fill):
+    """Beside -1e9 the logarithm of the number of keys is lost: by logsumexp each weight is 1, by a quotient a quarter."""
+    fn, args = attended(weights_of, fill), [normal((4, 8), seed=s)[0] for s in (1, 2, 3)]
+    found = fl.find(fn, *args, passes="dot_product_attention")
+    assert bool(found.candidates) == (weights_of is jax.nn.softmax)
+    if not found.candidates:
+        (reason,) = found.rejections
+        assert (reason.code, "for a term of the scores that hides everything" in reason.sentence) == ("value", True)
+    np.testing.assert_allclose(fl.fuse(fn)(*args), jax.jit(fn)(*args), rtol=1e-5, atol=1e-6)
+
+
 # -- rows that see no key -------------------------------------------------------------------------------------------------
 
 NAMES = ("multi_transformer_encoder", "multi_transformer_encoder_fuse_qkv")
@@ -240,7 +272,7 @@ def test_each_proof_looks_at_zeros_masks_and_the_edge(monkeypatch):
 
     told = []
     original = programs.specials
-    monkeypatch.setattr(programs, "specials", lambda avals: (told.append(s.told) or s for s in original(avals)))
+    monkeypatch.setattr(programs, "specials", lambda *given: (told.append(s.told) or s for s in original(*given)))
     edges = []
     at_edge = programs.at_edge
     monkeypatch.setattr(programs, "at_edge", lambda *a: edges.append(1) or at_edge(*a))
