@@ -42,6 +42,12 @@ class Sides:
     gate: Node
     up: Behind
 
+    def alike(self, view: View) -> bool:
+        """Whether both products have one operand as it is, along the same axes."""
+        gate, up = self.gate, self.up.product
+        same = any(_as_read(view, a) == _as_read(view, b) for a, b in zip(gate.inputs, up.inputs, strict=True))
+        return same and gate.params["dimension_numbers"] == up.params["dimension_numbers"]
+
     def nodes(self, view: View) -> dict[int, Node]:
         """Both products, and what stands between them and the multiplication, by their ids."""
         found = {n.id: n for n in (self.gate, self.up.product, *self.up.between)}
@@ -130,3 +136,8 @@ def _share_a_value(view: View, gate: Node, up: Node) -> bool:
 def _shown(view: View, atom: Any) -> Any:
     """The canonical node that an operand shows, or the operand itself where the view has none."""
     return view.read(atom).nid if not isinstance(atom, Value) or atom.id in view.ref else atom
+
+
+def _as_read(view: View, atom: Any) -> Any:
+    """An operand with its axes in their order, or itself where the view has none of it."""
+    return view.read(atom) if not isinstance(atom, Value) or atom.id in view.ref else atom

@@ -168,7 +168,7 @@ class _Site(LinearSite):
             region = cut(self.view, root, linear.leaves, as_read=frozenset({"x"}))
             problem = self.conditions(linear, region, activation)
             if problem is not None:
-                return problem
+                return replace(problem, site_ids=problem.site_ids | region.node_ids)
             plan = _plan(self.search, linear, region, activation, self.anchor)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)

@@ -263,7 +263,7 @@ class _Searcher:
             if node.primitive != "mul" or node.id in {*known, *self.told} or is_backward(node.eqn):
                 continue
             sides = sides_of(self.view, node)
-            if sides is None:
+            if sides is None or not sides.alike(self.view):
                 continue
             nodes = sides.nodes(self.view) | {node.id: node}
             sites = tuple(c.id for c in self.candidates if c.node_ids <= nodes.keys())

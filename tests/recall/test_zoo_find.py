@@ -1,4 +1,5 @@
-"""The search takes every program of the zoo: it raises on none, recognises what its configuration says, and nothing else.
+"""The search takes every program of the zoo: it raises on none, recognises what its configuration says, and nothing else. What looks
+like a site, by the primitives of the raw graph alone, has a candidate, a rejection or a structure.
 
 `python -m benchmarks recall` prints the same as a table.
 """
@@ -13,6 +14,8 @@ import fusionlab as fl
 from benchmarks.recall import Outcome, counted
 from tests.asked import by_default
 
+from .looks_like_sites import silent
+
 PROGRAMS = tuple(programs())
 OFTEN = [p for p in PROGRAMS if p.dtype == "f32" and p.variant == "forward"]
 SELDOM = [p for p in PROGRAMS if p not in OFTEN]
@@ -24,6 +27,7 @@ def search(program: Program) -> Outcome:
     assert set(found.counts()) == {p.name + grad for p in by_default() for grad in ("", "_grad")}
     shapes = [(a.shape, a.dtype) for a in found.rewritten().out_avals]
     assert shapes == [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(function, *args))]
+    assert [str(spot) for spot in silent(found)] == []
     return counted(program, found)
 
 
