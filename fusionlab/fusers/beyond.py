@@ -61,7 +61,7 @@ def beyond(pass_: Pass, search: Search, told: Collection[int]) -> Iterator[Candi
     """A rejection for each node that keeps activations from the products they are made of; `told`: nodes that a site of the pass has."""
     found: dict[int, Between] = {}
     for node in search.block.nodes:
-        if node.id in told or is_backward(node.eqn) or not _activates(search, node):
+        if node.id in told or is_backward(node.eqn) or not activates(search, node):
             continue
         between = _read_back(search, node)
         if between is not None and between.node.id not in told:
@@ -70,7 +70,7 @@ def beyond(pass_: Pass, search: Search, told: Collection[int]) -> Iterator[Candi
         yield from examined(search, pass_.name, between.node, lambda b=between: _declined(pass_, search, b))
 
 
-def _activates(search: Search, node: Node) -> bool:
+def activates(search: Search, node: Node) -> bool:
     """Whether a node makes an activation of what it reads."""
     if node.primitive in ("exp", "exp2"):
         return not _is_summed(search.block, node)
@@ -119,7 +119,7 @@ def _read_back(search: Search, activation: Node) -> Between | None:
             continue
         seen.add(value.id)
         node = search.block.producer.get(value.id)
-        if len(seen) > _STEPS or (node is not None and _activates(search, node)):
+        if len(seen) > _STEPS or (node is not None and activates(search, node)):
             return None
         if node is None:
             continue

@@ -14,6 +14,7 @@ from ..graph.match import Match, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.rules import passed_whole
 from .base import Pass, Search, anchor_text
+from .beyond import activates
 from .epilogues import Epilogue, concepts_of, feeds_softmax
 from .findings import Rejection
 from .layout import axes_of
@@ -101,7 +102,8 @@ class LinearSite(Site):
         start = total or self.product
         behind = Epilogue(self, start, total is not None)
         name, nodes = behind.known(), behind.following(start)
-        if total is None and name is None and (not nodes or feeds_softmax(self, start)):
+        activated = name or any(activates(self.search, n) for n in nodes)  # a loss's square is no activation
+        if total is None and (not activated or feeds_softmax(self, start)):
             return None
         rank = len(self.anchor.inputs[1].shape)
         sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"

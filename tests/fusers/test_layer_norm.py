@@ -60,7 +60,6 @@ VARIANCES = {
     "max(0, var)": lambda x: jnp.maximum(x.var(-1, keepdims=True), 0.0),
     "sum / N": lambda x: ((x - mean(x)) ** 2).sum(-1, keepdims=True) / x.shape[-1],
     "sum * (1 / N)": lambda x: ((x - mean(x)) ** 2).sum(-1, keepdims=True) * (1 / x.shape[-1]),
-    "std squared": lambda x: x.std(-1, keepdims=True) ** 2,
     "without keepdims": lambda x: x.var(-1)[..., None],
 }
 DIVISIONS = {

@@ -387,17 +387,16 @@ def _no_worse(pair: Pair, want: list, before: list, after: list, where: str) -> 
             continue
         if where == "rounded":  # the worst of several roundings, for one may be lucky
             old, new = _worst(pair, index, scale)
-        if new > allowed + (_GROWTH if old < _LOST else _GROWTH_LOST) * old and new > _moved(pair, index, scale):
+        if new > allowed + (_GROWTH if old < _LOST else _GROWTH_LOST) * old and new > _moved(pair, index, w, scale):
             raise Wrong(f"{pair.names[index]} is {new:.2g} from float64 {where}, the original {old:.2g}")
         pair.shaken += 1
 
 
-def _moved(pair: Pair, index: int, scale: float) -> float:
-    """How far the original itself goes, in float64, when normal inputs are off by some roundings: a tie, say."""
-    args = pair.arguments("normal")
-    want = pair.run(pair.old, args)[index]
-    near = _shaken(args, 4 * _NEARBY[pair.coarse], _MORE)
-    return max(_furthest(pair.run(pair.old, moved)[index], want) / scale for moved in near)
+def _moved(pair: Pair, index: int, want: np.ndarray, scale: float) -> float:
+    """How far the original itself goes, in float64, when normal inputs are off by a rounding: a tie, say. Of the entries that are judged."""
+    near = _shaken(pair.arguments("normal"), 2 * _STEP[pair.coarse], _MORE)
+    judged = (np.where(np.isnan(want), np.nan, pair.run(pair.old, moved)[index]) for moved in near)
+    return max(_furthest(got, want) / scale for got in judged)
 
 
 def _judged(
