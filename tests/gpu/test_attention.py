@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -77,9 +76,6 @@ class TestXlaSaturated(SaturatedSuite):
 class TestBlockwiseSaturated(SaturatedSuite):
     implementation = "xla_blockwise"
     sizes = (2, 64, 4, 32)
-    unmet: ClassVar = {
-        "float32": "by TF32 products dq is up to 27 times as far from float64 as the original's on an H200"
-    }
 
 
 class TestCudnnSaturated(SaturatedSuite):

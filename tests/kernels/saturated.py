@@ -7,7 +7,6 @@ What a row of scores gives there is a difference, dp - rowsum(p * dp), of number
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -82,7 +81,6 @@ class SaturatedSuite:
     implementation: str
     sizes: tuple[int, ...] = (1, 40, 2, 32)
     tf32 = True  # whether its products of float32 may be of TF32
-    unmet: Mapping[str, str] = {}  # dtype -> why its gradients are known to be less precise than this asks for
     reads_it_rounded = False  # its backward takes row sums of the result as it was rounded, and has no input for more
 
     def refusal(self, dtype: str, attrs: dict[str, Any]) -> str | None:
@@ -100,8 +98,6 @@ class SaturatedSuite:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("mask", MASKS)
     def test_at_most_twice_the_originals_error_or_what_the_dtype_leaves(self, mask, dtype, spread):
-        if dtype in self.unmet and spread > 1:
-            pytest.xfail(self.unmet[dtype])
         made, attrs = spread_out(dtype, self.sizes, spread), MASKS[mask]
         row = tolerance(dtype, self.sizes[1], tf32=self.tf32)
         found = zip(GRADIENTS, self.of_it(made, attrs), of_original(made, attrs), of_float64(made, attrs), strict=True)

@@ -393,7 +393,7 @@ def _no_worse(pair: Pair, want: list, before: list, after: list, where: str) -> 
 
 
 def _moved(pair: Pair, index: int, want: np.ndarray, scale: float) -> float:
-    """How far the original itself goes, in float64, when normal inputs are off by a rounding: a tie, say. Of the entries that are judged."""
+    """How far the original itself goes, in float64, when normal inputs are off by a rounding: a tie, say. Of what is judged."""
     near = _shaken(pair.arguments("normal"), 2 * _STEP[pair.coarse], _MORE)
     judged = (np.where(np.isnan(want), np.nan, pair.run(pair.old, moved)[index]) for moved in near)
     return max(_furthest(got, want) / scale for got in judged)

@@ -220,12 +220,14 @@ def _backward_step(
 
 
 def _scaled(query: Array, form: Form) -> tuple[Array, Form]:
-    """The query with the scale, and a form with what is left of it for the products: all of it where operands have 16 bits, which a GPU
-    multiplies in TF32 as they are, but not scaled."""
-    wide = statistics_dtype(query.dtype)
-    if query.dtype == wide:
-        return heads(query, wide) * form.scale, replace(form, scale=1.0)
-    return heads(query, wide), form
+    """The query with the scale where that rounds nothing, and a form with what is left of it for the scores.
+
+    A GPU multiplies in TF32: operands that it would take as they are, it would round once scaled, and a score of 1e3 by 0.5.
+    """
+    q = heads(query, statistics_dtype(query.dtype))
+    if abs(math.frexp(form.scale)[0]) == 0.5:  # a power of two
+        return q * form.scale, replace(form, scale=1.0)
+    return q, form
 
 
 def _broadcasts(query: Array, operands: dict[str, Any]) -> tuple[dict[str, Broadcast], dict[str, Array]]:
