@@ -180,6 +180,32 @@ def test_a_wrong_rewrite_another_type_and_an_error_each_fail_their_test(everywhe
     )
 
 
+def test_a_wrong_result_of_the_call_alone_is_no_rounding(everywhere, monkeypatch):
+    """What is compared with float64 is traced anew and is right: it excuses nothing that only the call gave."""
+    real = fusionlab.Fused.__call__
+    monkeypatch.setattr(fusionlab.Fused, "__call__", lambda self, *args: real(self, *args) * 1.01)
+    result = everywhere("""
+        from flax import nnx
+
+        @pytest.mark.parametrize("under", [jax.jit, nnx.jit])
+        def test_jitted(under):
+            under(layer)(X, W, B)
+    """)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*layer(*): *differs from the original's in 64 of 64 entries*", "*, 2 faults"])
+
+
+def test_a_difference_no_larger_than_the_errors_of_both_is_rounding(everywhere, monkeypatch):
+    real = fusionlab.Fused._rewritten
+    monkeypatch.setattr(fusionlab.Fused, "_rewritten", lambda self, *args: real(self, *args) * 1.001)
+    result = everywhere("""
+        def test_cancels():
+            jax.jit(lambda x, c: (x + c) - c)(X / 10, jnp.float32(1e4))  # float32 is right to 0.4%
+    """)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(told("1 tests, 1 calls, 1 programs: *, 0 faults"))
+
+
 def test_a_test_gets_so_many_seconds(everywhere):
     result = everywhere(
         """
