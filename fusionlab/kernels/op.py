@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from ..device import Device
 from ..errors import BackendError, unknown_name
 from ..graph.compat import varies
-from ..graph.explicit import sharding_in_type
+from ..graph.explicit import mesh_of, sharding_in_type
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
 from ..graph.settings import WHERE_IT_RUNS, jax_defaults
@@ -505,5 +505,7 @@ def plain_meaning_of(eqn: Any) -> Any:
     meaning, avals = primitive.op.meaning(primitive.name, params), [v.aval for v in eqn.invars]
     if params is not eqn.params or shapes != given:
         return jax.make_jaxpr(meaning)(*shapes.values())
-    placed = any(varies(a) or sharding_in_type(a) is not None for a in avals)  # to be traced on its mesh
-    return meaning if placed else primitive.traced(avals, params)
+    if any(varies(a) or sharding_in_type(a) is not None for a in avals):  # to be traced with such types
+        return meaning
+    with mesh_of(avals):
+        return primitive.traced(avals, params)
