@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
-from .compat import rebuild, with_weakness, without_dead_code
+from .compat import rebuild, split_closed, variable_like, with_weakness, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
@@ -108,7 +108,8 @@ class _Emitter:
                 self.way.setdefault((out, key), into)
 
     def block(self, block: Block) -> Any:
-        env: Env = {v.id: jex_core.Var(v.aval) for v in block.inputs}
+        binders = split_closed(block.jaxpr)[0].invars
+        env: Env = {v.id: variable_like(var) for v, var in zip(block.inputs, binders, strict=True)}
         # What its calls captured, and fused functions do, is written into a block that may not have constants.
         closed = self._may_capture(block)
         env.update((v.id, jex_core.Var(v.aval) if closed else jex_core.Literal(c, v.aval)) for v, c in block.consts)
