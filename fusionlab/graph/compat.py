@@ -59,6 +59,16 @@ def child_jaxprs(eqn: Any) -> Iterator[tuple[str, int | None, Any]]:
                     yield key, i, item
 
 
+def types_in(closed: Any) -> Iterator[Any]:
+    """The types of all values of a jaxpr, those inside its equations included."""
+    jaxpr, _ = split_closed(closed)
+    yield from (v.aval for v in (*jaxpr.constvars, *jaxpr.invars))
+    for eqn in jaxpr.eqns:
+        yield from (v.aval for v in eqn.outvars)
+        for _, _, child in child_jaxprs(eqn):
+            yield from types_in(child)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation."""
     if "num_consts" in params:

@@ -31,7 +31,7 @@ from ..graph.compat import varies
 from ..graph.explicit import mesh_of, sharding_in_type
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
-from ..graph.settings import WHERE_IT_RUNS, jax_defaults
+from ..graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import partition
 from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
@@ -461,7 +461,7 @@ class Op(abc.ABC):
 
 def rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule of FusionLab's own by which JAX transforms a primitive: its code runs at JAX's defaults."""
-    return jax_defaults(WHERE_IT_RUNS)(rule)
+    return jax_defaults(WHERE_IT_RUNS)(types_of_operands(rule))
 
 
 def _one_or_all(results: Sequence[Array]) -> Any:

@@ -147,3 +147,30 @@ def test_a_comparison_is_made_under_the_strictest_settings():
     with settings.SETTINGS["together"]():
         assert fl.compare(fn, fl.fuse(fn), *args).numerics is not None
         fl.find(fn, *args).report(xla=True)
+
+
+def in_64_bits(fn):
+    def within(*args):
+        with jax.enable_x64(True):
+            return fn(*(a.astype("float64") for a in args)).astype("float32")
+
+    return within
+
+
+def in_both(fn):
+    return lambda *args: fn(*args) + in_64_bits(lambda *given: fn(*(given[0] * 2, *given[1:])))(*args)
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of the original, when it is transposed
+@pytest.mark.parametrize("of", [in_64_bits, in_both], ids=lambda of: of.__name__)
+@pytest.mark.parametrize("number", range(3))
+def test_what_switches_64_bit_types_on_inside_is_fused_as_it_is(number, of, monkeypatch):
+    monkeypatch.setenv("FUSIONLAB_RAISE", "1")
+    fn, args, name = list(settings.programs())[number]
+    fn = of(fn)
+    for program in (fn, settings.step(fn)):
+        found = fl.find(program, *args)
+        assert any(c.op == name and c.root.dtype == "float64" for c in found.candidates), found.report()
+        for fused in (fl.fuse(program), jax.jit(fl.fuse(program))):
+            settings.same(fused(*args), jax.jit(program)(*args))
