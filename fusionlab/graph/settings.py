@@ -4,9 +4,9 @@ Settings are for the user's own code: that it broadcasts by rank or mixes dtypes
 Where FusionLab traces a replacement, computes a mask or lowers an implementation they would raise for code that the user never wrote, or
 change what it means with whatever is set at that moment. The function of the user's is traced outside of this, under their settings.
 
-`jax_enable_x64` is no such setting: it says which dtypes there are, and the program has them. Where the user's function switches 64-bit types
-on around a part of itself, they are switched on for what FusionLab does with them, too (`wide_types`). How the bits of a key are drawn
-(`jax_threefry_partitionable`, `jax_default_prng_impl`) is the program's as well.
+`jax_enable_x64` is no such setting: it says which dtypes there are, and the program has them. Where the user's function switches 64-bit
+types on around a part of itself, they are switched on for what FusionLab does with them, too (`wide_types`). How the bits of a key are
+drawn (`jax_threefry_partitionable`, `jax_default_prng_impl`) is the program's as well.
 """
 
 from __future__ import annotations
