@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 from . import lab
 from .errors import ArgumentError
@@ -18,6 +17,7 @@ from .evidence.regions import local_errors
 from .evidence.timing import check_effort
 from .fusers import Candidate
 from .graph.binding import Bound
+from .graph.settings import as_function
 from .graph.trace import bind_users
 
 _FAULTS = ("error", "time")
@@ -154,7 +154,7 @@ def _trials(found: lab.Findings, call: Bound, grad: bool) -> trials.Trials:
         closed = found.rewritten(sites)
 
         def with_sites(*given: Any, **named: Any) -> Any:
-            outs = jex_core.jaxpr_as_fun(closed)(*jax.tree.leaves((given, named)))
+            outs = as_function(closed)(*jax.tree.leaves((given, named)))
             return jax.tree.unflatten(found.graph.out_tree, outs)
 
         return with_sites

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend import core as jex_core
 
 from .device import Device
 from .errors import BackendError
@@ -22,7 +21,7 @@ from .fusers import Findings as PlainFindings
 from .graph import ir
 from .graph.binding import as_tuple, bind, lost_by
 from .graph.parts import flattened, is_array
-from .graph.settings import is_jit_disabled
+from .graph.settings import as_function, is_jit_disabled
 from .graph.state import are_of_another_trace, is_object, may_be_there
 from .graph.trace import graph_of, name_of, trace
 from .graph.wrappers import Jit, jit_of, unwrapped
@@ -140,7 +139,7 @@ class Fused:
 
             write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
         closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
-        outs = jex_core.jaxpr_as_fun(closed)(*jax.tree.leaves((bound.args, bound.kwargs)))
+        outs = as_function(closed)(*jax.tree.leaves((bound.args, bound.kwargs)))
         out = bound.finish(jax.tree.unflatten(graph.out_tree, outs))
         if way == ASKS and _holds_objects(out):
             raise _Objects

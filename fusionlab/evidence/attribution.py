@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Candidate, Findings
 from fusionlab.graph.emit import slice_jaxpr
 from fusionlab.graph.ir import Block, Graph, Node, Value
+from fusionlab.graph.settings import as_function
 
 from .program import Program, compile_program
 from .progress import Progress, Reporter
@@ -155,7 +155,7 @@ def _program(name: str, closed: Any, arrays: Sequence[Any]) -> Program:
 
 
 def _function(closed: Any) -> Callable[..., Any]:
-    run = jex_core.jaxpr_as_fun(closed)
+    run = as_function(closed)
 
     def part(*arrays: Any) -> Any:
         return run(*arrays)

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend import core as jex_core
 
 from fusionlab.fusers import Candidate, Findings
 from fusionlab.graph.binding import Bound
 from fusionlab.graph.emit import slice_jaxpr
 from fusionlab.graph.ir import Block, Node, Value
 from fusionlab.graph.region import Region
+from fusionlab.graph.settings import as_function
 
 from .original import Original
 from .trials import SiteErrors
@@ -60,7 +60,7 @@ def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: 
 def _function(region: Region) -> Callable[..., Any]:
     """A region's inputs -> its root, or a tuple of its roots where it has several."""
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    run = jex_core.jaxpr_as_fun(slice_jaxpr(region.block, nodes, region.inputs, region.roots, region.known))
+    run = as_function(slice_jaxpr(region.block, nodes, region.inputs, region.roots, region.known))
 
     def plain(*values: Any) -> Any:
         outs = run(*values)
@@ -73,7 +73,7 @@ def _values(block: Block, wanted: Sequence[Value], arrays: Sequence[Any]) -> tup
     """The values themselves, computed by the nodes they hang on and no others."""
     nodes = sorted(_behind(block, wanted), key=lambda n: n.id)
     closed = slice_jaxpr(block, nodes, block.inputs, wanted)
-    return tuple(jax.jit(jex_core.jaxpr_as_fun(closed))(*arrays))
+    return tuple(jax.jit(as_function(closed))(*arrays))
 
 
 def _behind(block: Block, wanted: Sequence[Value]) -> list[Node]:

@@ -345,7 +345,7 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     if not region.others:
         return search.certifier.region(region, plan.call, what)
     lost: dict[str, None] = {}
-    edge = False
+    edge = regained = False
     for i, root in enumerate(region.roots):
 
         def one(*inputs: Any, i: int = i) -> Any:
@@ -355,8 +355,8 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
         if not verdict.ok:
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
         lost.update(dict.fromkeys(verdict.lost))
-        edge = edge or verdict.edge
-    return Verdict(None, lost=tuple(lost), edge=edge)
+        edge, regained = edge or verdict.edge, regained or verdict.regained
+    return Verdict(None, lost=tuple(lost), edge=edge, regained=regained)
 
 
 def is_whole(pass_: Pass) -> bool:

@@ -14,8 +14,9 @@ from ..device import Device, asked_about
 from ..graph.boundary import Fault, guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier
+from ..graph.compat import types_in
 from ..graph.ir import Block, Graph, Node
-from ..graph.settings import jax_defaults
+from ..graph.settings import jax_defaults, wide_types
 from ..graph.views import views
 from ..kernels import plain_meaning_of
 from .base import GRADIENT, Pass, Search, faulty, found_at, has_gradient, is_whole
@@ -44,7 +45,7 @@ def find_in(
       certifier: remembers proofs; a new one by default.
     """
     certifier = certifier or Certifier(plain_meaning_of)
-    with jax_defaults(), _collector_paused(), asked_about(device):
+    with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _collector_paused(), asked_about(device):
         if graph.numbered is not None and graph.numbered.graph is None:
             names = ", ".join(graph.numbered.symbols)
             note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"

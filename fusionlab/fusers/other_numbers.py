@@ -1,6 +1,7 @@
 """What a fused op makes of numbers that a model is not meant to see, where the program makes something else: said with the site.
 
-Certification shows it (`Verdict.lost`, `Verdict.edge`); here it becomes a note, or the reason why the site stays as it is.
+Certification shows it (`Verdict.lost`, `Verdict.edge`, `Verdict.regained`); here it becomes a note, or the reason why the site stays as
+it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ def edge_note(dtype: Any) -> str:
     )
 
 
+def squares_note(dtype: Any) -> str:
+    """The note for a norm of numbers whose squares overflow, where the program's gradient may be NaN."""
+    name = jnp.promote_types(dtype, jnp.float32).name
+    root = float(jnp.finfo(name).max) ** 0.5
+    return f"where squares overflow {name} (beyond {root:.1e}) the gradient of the program may be NaN, and that of the fused op is 0"
+
+
 def _out_of_reach(dtype: Any) -> bool:
     """Whether no score of a model comes near the largest number: scores that overflow in one order of factors and sums then do in many."""
     return float(jnp.finfo(dtype).max) > _NO_SCORE
@@ -49,4 +57,6 @@ def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequen
         and not any(_EDGE in n for n in found)
     ):
         found.append(edge_note(region.root.dtype))
+    if verdict.regained and op == "layer_norm" and not any("overflows sooner" in n for n in found):
+        found.append(squares_note(region.root.dtype))
     return tuple(found)

@@ -32,12 +32,15 @@ class Verdict:
       code: None when the proof succeeded, else a rejection code; `detail` says why.
       lost: the results (the value, gradients) that are NaN in the program where a mask hides everything, and numbers in what replaces it.
       edge: whether numbers near the dtype's edge become infinities in what replaces it, or infinities NaN.
+      regained: whether a gradient that is NaN or infinite in the program, for finite numbers near the dtype's edge, is a number in what
+        replaces it.
     """
 
     code: str | None
     detail: str = ""
     lost: tuple[str, ...] = ()
     edge: bool = False
+    regained: bool = False
 
     @property
     def ok(self) -> bool:

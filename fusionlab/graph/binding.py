@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ..errors import ArgumentError
 from .parts import LostValue, Outcome, Parts, Rest, flattened, is_array, is_hashable, keystr
 from .passed import passed_through
+from .settings import as_function
 from .state import may_be_there
 from .wrappers import Jit, jit_of, unwrapped
 
@@ -180,7 +180,7 @@ def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
     def fn(*args: Any, **kwargs: Any) -> Outcome:
         leaves = jax.tree.leaves((args, kwargs))
         if list(map(_shape, leaves)) == [_shape(v.aval) for v in closed.jaxpr.invars]:
-            outs = jex_core.jaxpr_as_fun(closed)(*leaves)
+            outs = as_function(closed)(*leaves)
         else:  # symbolic sizes, at numbers
             outs = _run_of(parts)(*args, **kwargs).arrays
         return Outcome(tuple(outs[i] for i in kept), leaf_names, rest)

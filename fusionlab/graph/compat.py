@@ -28,6 +28,12 @@ def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
     return (x.jaxpr if hasattr(x, "jaxpr") else x), tuple(consts)
 
 
+def variable_like(var: Any) -> Any:
+    """A new variable of the same type. Of an object that may change (hijax) its binder tells more: its state before and after."""
+    state = {name: found for name in ("initial_qdd", "final_qdd") if (found := getattr(var, name, None)) is not None}
+    return jex_core.Var(var.aval, **state)
+
+
 def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: list, consts: list) -> Any:
     """A jaxpr of the same kind (open or closed) as `template`, with its debug info and effects."""
     base, _ = split_closed(template)
@@ -51,6 +57,16 @@ def child_jaxprs(eqn: Any) -> Iterator[tuple[str, int | None, Any]]:
             for i, item in enumerate(val):
                 if is_jaxpr(item) or (hasattr(item, "jaxpr") and is_jaxpr(item.jaxpr)):
                     yield key, i, item
+
+
+def types_in(closed: Any) -> Iterator[Any]:
+    """The types of all values of a jaxpr, those inside its equations included."""
+    jaxpr, _ = split_closed(closed)
+    yield from (v.aval for v in (*jaxpr.constvars, *jaxpr.invars))
+    for eqn in jaxpr.eqns:
+        yield from (v.aval for v in eqn.outvars)
+        for _, _, child in child_jaxprs(eqn):
+            yield from types_in(child)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

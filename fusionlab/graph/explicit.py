@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from .compat import sharding_type_error
 
@@ -38,10 +38,22 @@ def is_typed_by_mesh(avals: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def mesh_of(avals: Iterable[Any]) -> Iterator[None]:
-    """Tracing among the explicit axes that some types have; as it is where none has any."""
-    found = next((s.mesh for a in avals if (s := sharding_in_type(a)) is not None), None)
-    with contextlib.nullcontext() if found is None else on_mesh(found.abstract_mesh):
+    """Tracing on the mesh that some types stand on, whatever its axes are, or on none; on the one that is set where they do not tell.
+
+    Not on that one alone: inside a shard_map and under `auto_axes` a value's mesh is another.
+    """
+    meshes = [mesh for a in avals if (mesh := _mesh(a)) is not None]
+    found = next((m for m in meshes if not m.empty), meshes[0] if meshes else None)
+    with contextlib.nullcontext() if found in (None, get_abstract_mesh()) else on_mesh(found):
         yield
+
+
+def _mesh(aval: Any) -> AbstractMesh | None:
+    """The mesh of a traced value's type, an empty one on no mesh. Of an array it is no part of the type, if its axes are auto."""
+    if (sharding := sharding_in_type(aval)) is not None:
+        return sharding.mesh.abstract_mesh
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh if isinstance(mesh, AbstractMesh) else None
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .explicit import sharding_in_type
 from .ir import Literal, Node, Value
 from .rules import is_jax_rule
+from .settings import is_x64
 from .signature import node_signature
 
 ELEMENTWISE = frozenset(
@@ -204,7 +205,7 @@ def _recognise(
     twice = any(n.blocks for n in nodes)  # a custom rule may have any second derivative
     try:
         (mine,) = _on_points(closed, start.shape, points, certifier.inline)
-        given = str(start.dtype), points.tobytes(), _x64()
+        given = str(start.dtype), points.tobytes(), is_x64()
         theirs = {name: _known_values(reference, *given) for name, reference in known.items()}
         tolerance = TOLERANCE.get(np.dtype(start.dtype).name, 1e-6)
         # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise.
@@ -222,10 +223,6 @@ def _recognise(
     except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
         return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
     return _verdict(errors, {name: _gap(mine, values, points) for name, values in theirs.items()}, tolerance)
-
-
-def _x64() -> bool:
-    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 from .hlo_text import CONTROL, Instruction, Module, inside, kind_of, parse_hlo, running
 from .ir import Graph, Node
 from .scopes import Source, clean_scope, in_backward, source_among, split_scope
+from .settings import as_function
 from .symbolic import needs_numbers
 from .tagged import tag_in, tagged_jaxpr
 from .trace import trace
@@ -157,7 +157,7 @@ def xla_view(
 
 def compiled_text(closed: Any, graph: Graph) -> str:
     """Optimised HLO text of a closed jaxpr that takes the graph's inputs."""
-    run = jex_core.jaxpr_as_fun(closed)
+    run = as_function(closed)
 
     def program(*args: Any) -> Any:
         return run(*args)

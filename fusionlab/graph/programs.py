@@ -15,7 +15,7 @@ from .draws import Reduction, inputs_of, summed_with
 from .emit import live
 from .evaluate import Inline, Sizes, evaluate, is_float
 from .reducing import elements
-from .special import Special, at_edge, compared, overflows, specials
+from .special import Special, at_edge, compared, near_edge, overflows, specials
 
 FEW = 256  # elements: such a site is looked at with several draws, as one may miss a whole branch
 _NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
@@ -84,7 +84,8 @@ class Programs:
             if not verdict.ok:
                 return verdict
             lost.update(dict.fromkeys(verdict.lost))
-        return Verdict(None, lost=tuple(lost), edge=values is not None and values._overflows(sizes, args[0]))
+        edge = values is not None and values._overflows(sizes, args[0])
+        return Verdict(None, lost=tuple(lost), edge=edge, regained=values is not None and self._regains(sizes, args[0]))
 
     def _told(
         self,
@@ -113,6 +114,21 @@ class Programs:
             overflows(*(evaluate(p, moved, sizes, self.inline, rounded=True)[0] for p in (self.old, self.new)))
             for moved in at_edge(args, self.avals, few)
         )
+
+    def _regains(self, sizes: Sizes, args: Sequence[Any]) -> bool:
+        """Whether a gradient is a number where the old one is none, of finite numbers whose squares overflow.
+
+        Asked of what is divided by a root of a sum of squares alone: the derivative of the root is 0 there, and 0 times an infinity is NaN.
+        """
+        jaxpr, _ = split_closed(self.old)
+        names = {eqn.primitive.name for eqn in jaxpr.eqns}
+        if self.axes or not names & _ROOTS or "reduce_sum" not in names or "exp" in names:
+            return False
+        for moved in near_edge(args, self.avals):
+            old, new = (evaluate(p, moved, sizes, self.inline, rounded=True)[1:] for p in (self.old, self.new))
+            if any((~np.isfinite(a) & np.isfinite(b)).any() for a, b in zip(old, new, strict=True)):
+                return True
+        return False
 
     def _nudged(self, number: int, sizes: Sizes, args: list[list[Any]]) -> Pair:
         """What both make of inputs that are moved a little."""
@@ -144,6 +160,7 @@ def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
     return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
 
 
+_ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _PASS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "transpose", "mul", "copy"})
 
 

@@ -14,14 +14,14 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from ..errors import RewriteError
-from .compat import rebuild, with_weakness, without_dead_code
+from .compat import rebuild, split_closed, types_in, variable_like, with_weakness, without_dead_code
 from .emit import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from .gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
 from .neighbours import with_neighbours
 from .order import in_order, last_of
-from .settings import jax_defaults
+from .settings import jax_defaults, wide_types
 from .travel import Tree, more_operands, more_results
 
 
@@ -64,9 +64,10 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
         several results wait for each other's.
     """
     chosen = tuple(replacements)
-    closed = _Emitter(chosen, Tree(graph)).block(graph.top)
-    # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
-    return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
+    with wide_types(types_in(graph.top.jaxpr)):
+        closed = _Emitter(chosen, Tree(graph)).block(graph.top)
+        # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
+        return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
 
 
 _REMAT = frozenset({"remat2", "remat", "checkpoint"})
@@ -108,7 +109,8 @@ class _Emitter:
                 self.way.setdefault((out, key), into)
 
     def block(self, block: Block) -> Any:
-        env: Env = {v.id: jex_core.Var(v.aval) for v in block.inputs}
+        binders = split_closed(block.jaxpr)[0].invars
+        env: Env = {v.id: variable_like(var) for v, var in zip(block.inputs, binders, strict=True)}
         # What its calls captured, and fused functions do, is written into a block that may not have constants.
         closed = self._may_capture(block)
         env.update((v.id, jex_core.Var(v.aval) if closed else jex_core.Literal(c, v.aval)) for v, c in block.consts)

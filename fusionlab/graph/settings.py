@@ -4,17 +4,22 @@ Settings are for the user's own code: that it broadcasts by rank or mixes dtypes
 Where FusionLab traces a replacement, computes a mask or lowers an implementation they would raise for code that the user never wrote, or
 change what it means with whatever is set at that moment. The function of the user's is traced outside of this, under their settings.
 
-`jax_enable_x64` is no such setting: it says which dtypes there are, and the program has them. How the bits of a key are drawn
-(`jax_threefry_partitionable`, `jax_default_prng_impl`) is the program's as well.
+`jax_enable_x64` is no such setting: it says which dtypes there are, and the program has them. Where the user's function switches 64-bit
+types on around a part of itself, they are switched on for what FusionLab does with them, too (`wide_types`). How the bits of a key are
+drawn (`jax_threefry_partitionable`, `jax_default_prng_impl`) is the program's as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.extend import core as jex_core
+
+from .compat import enable_x64, types_in
 
 # Setting -> (its default, the context manager that sets it).
 _SETTINGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -57,6 +62,45 @@ def _is_default(value: Any, default: Any) -> bool:
     """Of a guard None is what it is where nothing was ever set: as "allow"."""
     value = getattr(value, "value", value)
     return value == default or (value is None and default == "allow")
+
+
+_WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
+
+
+def is_x64() -> bool:
+    """Whether 64-bit types are on here."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def wide_types(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Tracing with 64-bit types on, where one of some arrays or types has 64 bits: with them off JAX makes 32 bits of it."""
+    return enable_x64(True) if not is_x64() and any(map(_is_wide, values)) else contextlib.nullcontext()
+
+
+def types_of_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """As a decorator: `wide_types` of what a function of arrays is given."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with wide_types(jax.tree.leaves((args, kwargs))):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def as_function(closed: Any) -> Callable[..., Any]:
+    """A traced program as a function of arrays, computed with the types that it has."""
+
+    def run(*args: Any) -> Any:
+        with wide_types(types_in(closed)):
+            return jex_core.jaxpr_as_fun(closed)(*args)
+
+    return run
+
+
+def _is_wide(value: Any) -> bool:
+    dtype = getattr(getattr(value, "aval", value), "dtype", None)  # of a symbolic zero its type alone tells
+    return getattr(dtype, "name", None) in _WIDE
 
 
 def is_jit_disabled() -> bool:

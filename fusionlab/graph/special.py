@@ -112,6 +112,22 @@ def at_edge(args: Sequence[Any], avals: Sequence[Any], few: bool) -> Iterator[li
         yield [*given, *args[len(avals) :]]
 
 
+def near_edge(args: Sequence[Any], avals: Sequence[Any]) -> Iterator[list[Any]]:
+    """Drawn inputs, those of more than one axis made as large as finite numbers of their dtype are, all of them or some: their squares
+    overflow, and so may their products with ordinary numbers."""
+    rng = np.random.default_rng(0)
+
+    def large(a: Any, dtype: Any, share: float) -> Any:
+        most = float(jnp.finfo(dtype).max)
+        moved = np.where(rng.random(a.shape) < share, np.clip(a, -1.0, 1.0) * most, a)
+        return moved.astype(dtype).astype(np.float64)
+
+    for share in (1.0, 0.2, 0.2):
+        typed = zip(args, avals, strict=False)
+        given = (large(a, v.dtype, share) if is_float(v.dtype) and a.ndim > 1 else a for a, v in typed)
+        yield [*given, *args[len(avals) :]]
+
+
 def _moved(a: np.ndarray, dtype: Any, rng: np.random.Generator, near: float, infinite: float) -> np.ndarray:
     which, largest = rng.random(a.shape), float(jnp.finfo(dtype).max)
     found = np.where(which < near, np.sign(a) * largest * rng.uniform(0.5, 1.0, a.shape), a)

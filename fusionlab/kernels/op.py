@@ -28,12 +28,12 @@ from jax.interpreters import ad, batching, mlir
 from ..device import Device
 from ..errors import BackendError, unknown_name
 from ..graph.compat import varies
-from ..graph.explicit import sharding_in_type
+from ..graph.explicit import mesh_of, sharding_in_type
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
-from ..graph.settings import WHERE_IT_RUNS, jax_defaults
+from ..graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import partition
-from .arrays import as_arrays, explicit_sharding, same_varying_axes, zero_tangent
+from .arrays import as_arrays, canonical_precision, explicit_sharding, same_varying_axes, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
 from .labels import Axes, SummedCall
 from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, given_of, wanted_of
@@ -312,6 +312,13 @@ class Op(abc.ABC):
 
     # Transformations.
 
+    def at_precision_set(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters of a gradient, at the precision that the user has set where it is pulled back, if the call asked for none: JAX
+        makes the products of a gradient as it transposes, and as is set there.
+        """
+        asks_for_none = params.get("precision", "") is None
+        return params | {"precision": canonical_precision(None)} if asks_for_none else params
+
     def _jvp_of_call(
         self, primals: Sequence[Array], tangents: Sequence[Any], *, residuals: bool, **attrs: Any
     ) -> tuple[list[Array], list[Any]]:
@@ -417,6 +424,7 @@ class Op(abc.ABC):
         given = [ct for ct in cts if type(ct) is not ad.Zero]
         if not given:
             return [None] * len(operands)
+        params = self.at_precision_set(params)
         split = len(operands) - sum(params["live"])
         asked, keep = _asked(operands[split:])
         grads = iter(self._bind_subset(self._cotangent, operands[:split], given, _of_results(params, cts), keep))
@@ -426,6 +434,7 @@ class Op(abc.ABC):
         given = [ct for ct in cts if type(ct) is not ad.Zero]
         if not given:
             return [None] * len(operands)
+        params = self.at_precision_set(params)
         split = len(operands) - _linear_count(self._cotangent, params)
         asked, _ = _asked(operands[split:])
         places = [
@@ -460,8 +469,8 @@ class Op(abc.ABC):
 
 
 def rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule of FusionLab's own by which JAX transforms a primitive: its code runs at JAX's defaults."""
-    return jax_defaults(WHERE_IT_RUNS)(rule)
+    """A rule of FusionLab's own by which JAX transforms a primitive: its code runs at JAX's defaults, but for the precision of products."""
+    return jax_defaults(WHERE_IT_RUNS | {"jax_default_matmul_precision"})(types_of_operands(rule))
 
 
 def _one_or_all(results: Sequence[Array]) -> Any:
@@ -505,5 +514,7 @@ def plain_meaning_of(eqn: Any) -> Any:
     meaning, avals = primitive.op.meaning(primitive.name, params), [v.aval for v in eqn.invars]
     if params is not eqn.params or shapes != given:
         return jax.make_jaxpr(meaning)(*shapes.values())
-    placed = any(varies(a) or sharding_in_type(a) is not None for a in avals)  # to be traced on its mesh
-    return meaning if placed else primitive.traced(avals, params)
+    if any(varies(a) or sharding_in_type(a) is not None for a in avals):  # to be traced with such types
+        return meaning
+    with mesh_of(avals):
+        return primitive.traced(avals, params)

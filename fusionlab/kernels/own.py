@@ -210,6 +210,9 @@ class PatternOp(Op):
         full[PRECISION] = full[PRECISION] or matmul_precision()
         return {slot: given[slot] for slot in self.slots}, full
 
+    def at_precision_set(self, params: dict[str, Any]) -> dict[str, Any]:
+        return params | {PRECISION: params[PRECISION] or matmul_precision()}
+
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Axis letter -> its length.
 

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..device import Device
 from ..errors import BackendError, ExportWarning
-from ..graph.settings import jax_defaults
+from ..graph.settings import jax_defaults, types_of_operands
 from .arrays import explicit_sharding
 from .labels import Labels, labels_of
 from .primitive import FusedPrimitive, Marker, Meaning
@@ -57,6 +57,7 @@ _WITHOUT_A_CARD = (
 
 
 @jax_defaults()
+@types_of_operands
 def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: Any) -> list[Array]:
     """What a fused primitive is lowered to.
 

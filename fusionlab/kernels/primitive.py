@@ -16,7 +16,7 @@ from jax.sharding import get_abstract_mesh
 from ..device import Device
 from ..graph.cost import arithmetic_of
 from ..graph.labelled import Form
-from ..graph.settings import WHERE_IT_RUNS, is_jit_disabled, jax_defaults
+from ..graph.settings import WHERE_IT_RUNS, is_jit_disabled, is_x64, jax_defaults, types_of_operands, wide_types
 from ..graph.trace import block_of_jaxpr
 
 if TYPE_CHECKING:
@@ -161,12 +161,12 @@ class FusedPrimitive(Primitive):
           implementation: its name; "xla" is the meaning.
           device: what it is lowered for; None for code that is to run anywhere.
         """
-        return jax_defaults(WHERE_IT_RUNS)(self._function(params, implementation, device))
+        return jax_defaults(WHERE_IT_RUNS)(types_of_operands(self._function(params, implementation, device)))
 
     def traced(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
         """Its meaning as a closed jaxpr, at operands of these types; traced once in a process."""
-        x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        return self._traced(tuple(avals), tuple(sorted(params.items())), get_abstract_mesh(), x64)
+        with wide_types(avals):
+            return self._traced(tuple(avals), tuple(sorted(params.items())), get_abstract_mesh(), is_x64())
 
     def _trace(self, avals: tuple, params: tuple, mesh: Any, x64: bool) -> Any:
         # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.

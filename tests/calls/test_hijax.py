@@ -52,11 +52,28 @@ def train_step(model):
     return fn
 
 
+def in_scan(model):
+    return lambda x: jax.lax.scan(lambda carry, _: (model(carry), carry.sum()), x, None, length=3)
+
+
+def in_cond(model):
+    return lambda x: jax.lax.cond(x.sum() > 0, model, lambda x: 2 * model(x), x)
+
+
+def in_while(model):
+    return lambda x: jax.lax.while_loop(
+        lambda state: state[0] < 3, lambda state: (state[0] + 1, model(state[1])), (0, x)
+    )
+
+
 PROGRAMS = {
     forward: {"gemm_epilogue": 2},
     attend: {"gemm_epilogue": 1, "dot_product_attention": 1},
     sensitivity: {"gemm_epilogue": 2, "gemm_epilogue_grad": 2},
     train_step: {"gemm_epilogue": 2, "gemm_epilogue_grad": 2},
+    in_scan: {"gemm_epilogue": 2},
+    in_cond: {"gemm_epilogue": 4},
+    in_while: {"gemm_epilogue": 2},
 }
 
 

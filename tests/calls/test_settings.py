@@ -5,6 +5,7 @@ What is asserted is in settings.py. By hand: `python -m tests.calls.settings ran
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -147,3 +148,90 @@ def test_a_comparison_is_made_under_the_strictest_settings():
     with settings.SETTINGS["together"]():
         assert fl.compare(fn, fl.fuse(fn), *args).numerics is not None
         fl.find(fn, *args).report(xla=True)
+
+
+def precisions_of(fn, args):
+    """Those of the products of a program, as it is lowered, in no order."""
+    return sorted(
+        "HIGHEST" in line for line in jax.jit(fn).lower(*args).as_text().splitlines() if "dot_general" in line
+    )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_a_gradient_pulled_back_under_another_precision_is_computed_in_that(implementation):
+    fn, (x, w, b), _ = next(settings.programs())
+    fused = fl.fuse(fn, implementation=implementation)
+
+    def pulled(fn, forward, backward):
+        def run(x, w, b):
+            with jax.default_matmul_precision(forward):
+                y, pull = jax.vjp(fn, x, w, b)
+            with jax.default_matmul_precision(backward):
+                return pull(y)
+
+        return run
+
+    for forward, backward in ((None, "highest"), ("highest", None), (None, None), ("highest", "default")):
+        want = precisions_of(pulled(fn, forward, backward), (x, w, b))
+        assert precisions_of(pulled(fused, forward, backward), (x, w, b)) == want
+        assert any(want) == ("highest" in (forward, backward))
+
+
+def test_an_attention_that_computes_its_scores_again_does_so_at_the_precision_of_the_first_time():
+    x = jnp.ones((1, 64, 2, 8))
+    attend = functools.partial(fl.ops.dot_product_attention, implementation="xla_blockwise")
+
+    def pulled(*args):
+        y, pull = jax.vjp(attend, *args)
+        with jax.default_matmul_precision("highest"):
+            return pull(y)
+
+    assert not any(precisions_of(pulled, (x, x, x)))
+
+
+@pytest.mark.whole
+def test_an_op_of_the_users_is_pulled_back_under_the_precision_that_is_set_there():
+    fl.register(fl.pattern_pass("sine_of_a_product", lambda x, w: jnp.sin(x @ w) * 2.0, axes={"x": "mk", "w": "kn"}))
+    try:
+        fn = lambda x, w: jnp.sin(x @ w) * 2.0  # noqa: E731
+        args = jnp.ones((4, 8)), jnp.ones((8, 6))
+
+        def pulled(fn):
+            def run(*args):
+                y, pull = jax.vjp(fn, *args)
+                with jax.default_matmul_precision("highest"):
+                    return pull(y)
+
+            return run
+
+        assert sum(precisions_of(pulled(fl.fuse(fn, passes="sine_of_a_product")), args)) >= 2
+    finally:
+        fl.unregister("sine_of_a_product")
+
+
+def in_64_bits(fn):
+    def within(*args):
+        with jax.enable_x64(True):
+            return fn(*(a.astype("float64") for a in args)).astype("float32")
+
+    return within
+
+
+def in_both(fn):
+    return lambda *args: fn(*args) + in_64_bits(lambda *given: fn(*(given[0] * 2, *given[1:])))(*args)
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of the original, when it is transposed
+@pytest.mark.parametrize("of", [in_64_bits, in_both], ids=lambda of: of.__name__)
+@pytest.mark.parametrize("number", range(3))
+def test_what_switches_64_bit_types_on_inside_is_fused_as_it_is(number, of, monkeypatch):
+    monkeypatch.setenv("FUSIONLAB_RAISE", "1")
+    fn, args, name = list(settings.programs())[number]
+    fn = of(fn)
+    for program in (fn, settings.step(fn)):
+        found = fl.find(program, *args)
+        assert any(c.op == name and c.root.dtype == "float64" for c in found.candidates), found.report()
+        for fused in (fl.fuse(program), jax.jit(fl.fuse(program))):
+            settings.same(fused(*args), jax.jit(program)(*args))

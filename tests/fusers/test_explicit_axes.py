@@ -68,6 +68,45 @@ def test_what_was_found_under_a_mesh_is_applied_where_another_is_set(mesh):
         same(jax.jit(jax.extend.core.jaxpr_as_fun(closed))(*args), jax.tree.leaves(want))
 
 
+def norm_and_activation(x, scale, w):
+    centred = x - x.mean(-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale
+    return jax.nn.gelu(normed @ w)
+
+
+def in_shard_map(fn, mesh, check_vma):
+    return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
+
+
+OTHER_THAN_SET = {
+    "shard_map": lambda fn, mesh: in_shard_map(fn, mesh, False),
+    "shard_map that checks": lambda fn, mesh: in_shard_map(fn, mesh, True),
+    "auto_axes": lambda fn, mesh: jax.sharding.auto_axes(fn, axes=mesh.axis_names, out_sharding=P()),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("way", OTHER_THAN_SET)
+def test_a_site_whose_values_stand_on_another_mesh_than_the_one_that_is_set_is_traced_on_theirs(kind, way):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        args = [jnp.asarray(rng.normal(size=shape), "float32") for shape in ((4, 8), (8,), (8, 16))]
+        fn = OTHER_THAN_SET[way](norm_and_activation, mesh)
+        for program in (fn, step(fn)):
+            assert {"layer_norm", "gemm_epilogue"} <= {c.op for c in fl.find(program, *args).candidates}
+            same(fl.fuse(program)(*args), jax.jit(program)(*args))
+
+
+def test_what_was_found_on_no_mesh_is_applied_where_one_is_set(mesh):
+    args = [jnp.ones(shape) for shape in ((4, 8), (8,), (8, 16))]
+    found = fl.find(norm_and_activation, *args)
+    with jax.set_mesh(mesh):
+        closed = found.rewritten()
+    same(jax.extend.core.jaxpr_as_fun(closed)(*args), [norm_and_activation(*args)])
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "told"),

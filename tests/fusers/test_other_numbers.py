@@ -13,7 +13,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.fusers.blind import NOTE
-from fusionlab.fusers.other_numbers import notes_of
+from fusionlab.fusers.other_numbers import notes_of, squares_note
 from fusionlab.graph.certify import Certifier, Verdict
 
 from .checks import jit, normal
@@ -82,8 +82,36 @@ def test_a_norm_with_its_epsilon_in_place_is_found_and_right_there(x):
         return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + EPS)
 
     (site,) = fl.find(norm, x).candidates
-    assert site.notes == ()
+    assert site.notes == (squares_note("float32"),)
     same(norm, x)
+
+
+def rms_norm(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)
+
+
+def rms_norm_by_a_quotient(x):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + EPS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_norm_whose_gradient_is_nan_where_squares_overflow_says_so_and_tells_the_truth(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.full((4, 8), 0.5 * float(jnp.finfo(dtype).max), dtype)
+        (site,) = fl.find(rms_norm, x).candidates
+        assert site.notes == (squares_note(dtype),)
+
+        def gradient(fn):
+            return np.asarray(jax.grad(lambda x: (fn(x) * 3).sum())(x))
+
+        assert np.isnan(gradient(rms_norm)).all()
+        assert (gradient(fl.fuse(rms_norm)) == 0).all()
+
+
+def test_a_norm_whose_gradient_is_no_nan_there_has_no_note():
+    (site,) = fl.find(rms_norm_by_a_quotient, X).candidates
+    assert site.notes == ()
 
 
 @pytest.fixture

@@ -119,6 +119,10 @@ class DotProductAttention(Op):
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         return attrs | {"saves": choosing.saves(shapes, attrs, device)}
 
+    def at_precision_set(self, params: dict[str, Any]) -> dict[str, Any]:
+        # Scores that are computed again have to be those whose sums were saved: where a softmax saturates, other ones are far from them.
+        return super().at_precision_set(params) if params["saves"] == "probabilities" else params
+
     def residual_names(self, *, saves: str, softcap: float | None, **attrs: Any) -> tuple[str, ...]:
         return reference.residual_names(saves, softcap)
 
