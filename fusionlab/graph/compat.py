@@ -17,6 +17,9 @@ from jax.experimental.layout import Format
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
+# Calls that mean nothing by themselves. Everything else that owns a jaxpr stays a node with child blocks.
+FLATTENED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+
 
 def is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns") and hasattr(x, "outvars")

@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 
 from ..errors import ArgumentError, TraceError
 from .binding import Bound, bind
+from .compat import FLATTENED as FLATTENED
 from .compat import child_jaxprs, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
 from .meshes import sharding_of
@@ -21,9 +22,6 @@ from .scopes import source_of_error
 from .symbolic import at_numbers, choices, numbered, symbols_of
 
 _ERROR_LENGTH = 600  # of a message of JAX's; the longest that says something useful throughout
-
-# Calls that mean nothing by themselves. Everything else that owns a jaxpr stays a node with child blocks.
-FLATTENED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 def trace(

@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 from fusionlab.errors import TraceError
 
-from .compat import child_jaxprs, enable_x64, scan_counts, split_closed
+from .compat import FLATTENED, child_jaxprs, enable_x64, scan_counts, split_closed
 from .scopes import source_of
 
 # What a value is. PLAIN values exist in float64 only. CONSTANT ones (made of literals alone) exist in both forms, for a
@@ -401,7 +401,7 @@ def _with_float0(avals: Sequence, diff: Sequence[bool], live: Iterable) -> tuple
 _I = Interpreter
 _LOOPS = frozenset(("scan", "while", "cond"))
 _REGIONS: dict[str, Callable[[Interpreter, Any, list[Val]], list[Val]]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _I._call),
+    **dict.fromkeys(FLATTENED, _I._call),
     **dict.fromkeys(("remat", "remat2", "checkpoint"), _I._remat),
     **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), _I._custom_vjp),
     "custom_jvp_call": _I._custom_jvp,

@@ -11,6 +11,7 @@ from jax import lax
 import fusionlab as fl
 from fusionlab.graph.evaluate import CannotEvaluate, PositionsError, Sizes, TooLargeError, evaluate
 from fusionlab.kernels import meaning_of
+from tests.soundness import generator
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(3, 4))
@@ -425,3 +426,20 @@ def test_positions_along_a_part_that_is_reduced_mean_nothing(fn):
     assert evaluate(closed, [np.ones((4, 48))])
     with pytest.raises(PositionsError, match="8"):
         evaluate(closed, [np.ones((4, 30))], Sizes({48: 30, 8: 5}, parts=frozenset({8})))
+
+
+def test_the_derivative_of_two_scans_in_a_row_holds_no_call_that_cannot_be_evaluated():
+    """jax 0.11 calls the known part of a scan by a primitive of its own, `eval_jaxpr`, where its operands are stacked in the program."""
+    program = generator.program(1000220)
+    arguments = [jnp.asarray(a, p.dtype) for a, p in zip(program.arguments("normal"), program.params, strict=True)]
+
+    def gradients(*args):
+        outs, pull = jax.vjp(program.fn, *args)
+        return pull([jnp.ones_like(o) for o in outs])
+
+    graph = fl.trace(gradients, *arguments)
+    assert {"scan", "eval_jaxpr"} & {n.primitive for n in graph.nodes()} == {"scan"}
+    want = jax.jit(gradients)(*arguments)
+    got = evaluate(graph.top.jaxpr, [np.asarray(a, np.float64) for a in arguments])
+    for a, b in zip(jax.tree.leaves(want), got, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
