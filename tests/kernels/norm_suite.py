@@ -269,16 +269,6 @@ class NormSuite:
         got = wide(self.op(case, **given)["out"])
         assert np.abs(got - wants["out"][0]).max() < 2e-3
 
-    def test_the_gradient_of_a_large_mean_sums_to_nothing_along_its_row(self):
-        """Where xhat's own mean is what the mean of x was rounded by."""
-        case = Case((4, 200), ())
-        given, _ = operands(case, "float32")
-        given["x"] = given["x"] + 4096.0
-        _, grads = self.step(case)(given, {"out": exact(case, given, {"out": given["x"]})["out"][0].astype(np.float32)})
-        sums = np.abs(wide(grads["dx"]).sum(-1))
-        print(f"sums of rows {sums.max():.2g}")
-        assert sums.max() < 2e-4
-
     def test_under_vmap_and_scan_it_is_the_same(self):
         case = CASES["everything and the sum"]
         given, _ = operands(case, "float32")

@@ -15,7 +15,7 @@ from fusionlab.device import Device
 from fusionlab.kernels.layer_norm import cuda, plan, tiling
 from fusionlab.kernels.layer_norm.plan import Norm, backward_passes, forward_plan
 from tests.kernels.emulated import kernels_on_the_cpu, poisoned
-from tests.kernels.norm_suite import CASES, Case, NormSuite, close, exact, operands, turns
+from tests.kernels.norm_suite import CASES, Case, NormSuite, close, exact, operands, turns, wide
 from tests.kernels.transformations import adding
 
 VECTORS = (("bias", "bfloat16"), ("scale", "bfloat16"), ("shift", "bfloat16"))
@@ -38,6 +38,16 @@ class TestXla(NormSuite):
     implementation = "xla"
     turns = turns(CASES)
     repeatable = False
+
+    def test_the_gradient_of_a_large_mean_sums_to_nothing_along_its_row(self):
+        """Where xhat's own mean is what the mean of x was rounded by."""
+        case = Case((4, 200), ())
+        given, _ = operands(case, "float32")
+        given["x"] = given["x"] + 4096.0
+        _, grads = self.step(case)(given, {"out": exact(case, given, {"out": given["x"]})["out"][0].astype(np.float32)})
+        sums = np.abs(wide(grads["dx"]).sum(-1))
+        print(f"sums of rows {sums.max():.2g}")
+        assert sums.max() < 2e-4
 
 
 class TestCudaEmulated(NormSuite):

@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
   float sums[kSums][FL_VECS][FL_VEC] = {};
   Pack<Scale> factors[FL_HOLD && FL_VECS <= 4 ? FL_VECS : 1];
   constexpr bool kFactorsStay = kHasScale && FL_HOLD && FL_VECS <= 4;
-  RowSum<FL_RMS ? 1 : 3> row_sum;
+  RowSum<FL_RMS ? 1 : 2> row_sum;
   if constexpr (kFactorsStay) {
 #pragma unroll
     for (int i = 0; i < FL_VECS; ++i) {
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
 #pragma unroll
       for (int j = 0; j < FL_VEC; ++j) inner[j] = kHasScale ? inner[j] * of_out[j] : of_out[j];
     };
-    float through[FL_RMS ? 1 : 3] = {};
+    float through[FL_RMS ? 1 : 2] = {};
     each_unit(inside, [&](int i) {
       float of_out[FL_VEC], xhat[FL_VEC], inner[FL_VEC];
       values_of(i, of_out, xhat, inner);
@@ -376,16 +376,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRoom) norm_backward(
       for (int j = 0; j < FL_VEC; ++j) {
         through[0] += inner[j] * xhat[j];
         if (!FL_RMS) through[FL_RMS ? 0 : 1] += inner[j];
-        if (!FL_RMS) through[FL_RMS ? 0 : 2] += xhat[j];
         if constexpr ((kWant & 2) != 0) sums[kOfScale][i][j] += of_out[j] * xhat[j];
         if constexpr ((kWant & 4) != 0) sums[kOfBias][i][j] += of_out[j];
       }
     });
     if constexpr ((kWant & 9) != 0) {
       row_sum(through);
-      const float of_xhat = through[0] * kShare;
-      // xhat is rounded: what its mean is instead of 0 would be summed up where a norm feeds another.
-      const float of_one = FL_RMS ? 0.f : (through[FL_RMS ? 0 : 1] - through[FL_RMS ? 0 : 2] * of_xhat) * kShare;
+      const float of_xhat = through[0] * kShare, of_one = FL_RMS ? 0.f : through[FL_RMS ? 0 : 1] * kShare;
       each_unit(inside, [&](int i) {
         float of_out[FL_VEC], xhat[FL_VEC], inner[FL_VEC], made[FL_VEC];
         values_of(i, of_out, xhat, inner);
