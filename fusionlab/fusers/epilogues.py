@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..graph.fingerprint import ELEMENTWISE, Recognised, between, cone, recognise, value_name
+from ..graph.fingerprint import NONLINEAR, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
 from ..graph.region import VIEWS, Escape
 from ..graph.scopes import in_backward, in_differentiated, is_differentiated
@@ -18,8 +18,6 @@ from .findings import Rejection
 from .site import Site
 
 KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
-# Functions that make an elementwise cone an activation rather than a scaling.
-NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split()) | {"custom_jvp_call"}
 
 # What a norm and a loss make of a value before they sum it up.
 _MEASURES = frozenset("square integer_pow pow abs sign".split())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graph.canonical import View
-from ..graph.fingerprint import ELEMENTWISE
+from ..graph.fingerprint import ELEMENTWISE, NONLINEAR
 from ..graph.ir import Node, Value
 from ..graph.region import VIEWS
 
@@ -110,7 +110,7 @@ def _origin(view: View, value: Value) -> Node | None:
     made otherwise, and for the bare product."""
     products: dict[int, Node] = {}
     seen: set[int] = set()
-    stack, steps = [value], 0
+    stack, steps, activated = [value], 0, False
     while stack and steps < _STEPS:
         one, steps = stack.pop(), steps + 1
         node = view.block.producer.get(one.id)
@@ -120,11 +120,12 @@ def _origin(view: View, value: Value) -> Node | None:
         if node is not None and node.primitive == "dot_general":
             products[node.id] = node
         elif node is not None and (node.primitive in ELEMENTWISE | _RULES | BETWEEN.keys()):
+            activated = activated or node.primitive in NONLINEAR | _RULES
             stack += [a for a in node.inputs if isinstance(a, Value)]
         elif node is not None or not given(view, one):
             return None
     found = list(products.values())
-    return found[0] if len(found) == 1 and not stack and found[0].outputs[0] is not value else None
+    return found[0] if len(found) == 1 and not stack and activated else None
 
 
 def _share_a_value(view: View, gate: Node, up: Node) -> bool:

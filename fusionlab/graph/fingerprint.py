@@ -38,6 +38,8 @@ ELEMENTWISE = frozenset(
     "add sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf erfc sqrt rsqrt square integer_pow pow cbrt "
     "sin cos atan sinh cosh asinh is_finite not and or eq ne gt ge lt le select_n clamp convert_element_type copy".split()
 )
+# Functions that make an elementwise cone an activation rather than a scaling.
+NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split()) | {"custom_jvp_call"}
 SMOOTH_POINTS = (
     -9.0,
     -4.0,

@@ -14,9 +14,9 @@ from jax.extend import core as jex_core
 
 from ..errors import unknown_name
 from ..fusers import Candidate, Findings, Rejection
-from ..fusers.epilogues import KNOWN, NONLINEAR
+from ..fusers.epilogues import KNOWN
 from ..graph.certify import Certifier
-from ..graph.fingerprint import between, cone, recognise
+from ..graph.fingerprint import NONLINEAR, between, cone, recognise
 from ..graph.ir import Graph, Node, Value
 from ..graph.scopes import Source, in_backward
 from ..graph.views import views

@@ -358,8 +358,6 @@ def test_a_custom_derivative_around_a_norm_keeps_it_from_being_fused():
 NO_SITES = {
     "a standard deviation": lambda x: x.std(-1) + 1.0,
     "the variance of another": lambda x: (x - mean(x)) * lax.rsqrt(jnp.cos(x).var(-1, keepdims=True) + EPS),
-    "an l2 norm": lambda x: x / jnp.sqrt((x * x).sum(-1, keepdims=True) + EPS),
-    "linalg.norm": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
     "a root of x": lambda x: x * lax.rsqrt(jnp.abs(x) + EPS),
     "clipping by the global norm": lambda x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt(jnp.sum(x * x) + 1e-6)),
     "inference of a batch norm": lambda x: (x - B) * lax.rsqrt(G**2 + EPS) * G + B,
@@ -372,6 +370,17 @@ def test_what_is_no_norm_is_not_mentioned(name):
     found = fl.find(NO_SITES[name], X, passes=NORM)
     assert not found.candidates
     assert not found.rejections
+
+
+@pytest.mark.parametrize(
+    "length",
+    [lambda x: jnp.sqrt((x * x).sum(-1, keepdims=True) + EPS), lambda x: jnp.linalg.norm(x, axis=-1, keepdims=True)],
+    ids=["by hand", "linalg"],
+)
+def test_rows_of_length_one_are_told_from_those_of_mean_square_one(length):
+    (told,) = fl.find(lambda x: x / length(x), X, passes=NORM).rejections
+    assert (told.code, "a sum of squares that nothing divides" in told.sentence) == ("scalar", True)
+    assert "jnp.mean" in told.edit
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------
