@@ -228,7 +228,7 @@ def crossing(view: View, x: int, root: int) -> int | None:
         mine: dict[int, int] = {}  # axis of the node -> the axis of x that it is
         for operand in node.operands:
             for axis, of in known.get(operand.nid, {}).items():
-                slot = operand.axes[axis]
+                slot = operand.axes[axis] if axis < len(operand.axes) else -1  # a reshape's operand names none
                 if slot >= 0 and mine.setdefault(slot, of) != of:
                     return node.id
         known[node.id] = mine

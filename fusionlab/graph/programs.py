@@ -180,7 +180,17 @@ def _is_term(eqns: Sequence[Any], var: Any) -> bool:
     first = readers[0] if readers else None
     if first is None or first.primitive.name in ("add", "sub"):
         return first is not None
+    if first.primitive.name == "mul" and any(v is not var and _of_a_product(eqns, v) for v in first.invars):
+        return False  # it is a factor of the scores
     return first.primitive.name in _PASS and _is_term(eqns, first.outvars[0])
+
+
+def _of_a_product(eqns: Sequence[Any], var: Any) -> bool:
+    """Whether a value is a contraction, views and factors aside."""
+    made = next((eqn for eqn in eqns if any(v is var for v in eqn.outvars)), None)
+    if made is None or made.primitive.name == "dot_general":
+        return made is not None
+    return made.primitive.name in _PASS and any(_of_a_product(eqns, v) for v in made.invars)
 
 
 def _value_of(closed: Any) -> Any:

@@ -143,13 +143,14 @@ def softmax_by_logsumexp(s):
     return jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True))
 
 
-def attended(weights_of, fill, dtype="float32"):
-    """Attention in which the first query sees no key; the mask is added."""
+def attended(weights_of, fill, factors):
+    """Attention in which the first query sees no key; the mask is added, to scores that may have a factor for each query."""
 
-    def fn(q, k, v):
+    def fn(q, k, v, g):
         i = jnp.arange(4)
-        hidden = jnp.where(i[:, None] > i, 0.0, fill).astype(dtype)
-        return weights_of(jnp.einsum("qd,kd->qk", q, k) + hidden) @ v
+        hidden = jnp.where(i[:, None] > i, 0.0, fill)
+        scores = jnp.einsum("qd,kd->qk", q, k)
+        return weights_of((scores * g[:, None] if factors else scores) + hidden) @ v
 
     return fn
 
@@ -157,9 +158,11 @@ def attended(weights_of, fill, dtype="float32"):
 @pytest.mark.whole
 @pytest.mark.parametrize("fill", [-1e9, -1e30])
 @pytest.mark.parametrize("weights_of", [jax.nn.softmax, softmax_by_logsumexp])
-def test_the_weights_of_a_row_that_sees_no_key_stay_what_they_are(weights_of, fill):
+@pytest.mark.parametrize("factors", [False, True])
+def test_the_weights_of_a_row_that_sees_no_key_stay_what_they_are(factors, weights_of, fill):
     """Beside -1e9 the logarithm of the number of keys is lost: by logsumexp each weight is 1, by a quotient a quarter."""
-    fn, args = attended(weights_of, fill), [normal((4, 8), seed=s)[0] for s in (1, 2, 3)]
+    fn, args = attended(weights_of, fill, factors), [normal((4, 8), seed=s)[0] for s in (1, 2, 3)]
+    args.append(normal((4,), seed=4)[0])
     found = fl.find(fn, *args, passes="dot_product_attention")
     assert bool(found.candidates) == (weights_of is jax.nn.softmax)
     if not found.candidates:

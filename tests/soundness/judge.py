@@ -277,8 +277,11 @@ def _no_new_overflow(pair: Pair) -> None:
     less = [np.where(np.abs(a) > _FAR, a / _MARGIN, a) if a.dtype.kind == "f" else a for a in args]
     before = evaluate(pair.old, args, inline=pair.inline, rounded=True)
     after, nearer = (evaluate(pair.new, given, inline=pair.inline, rounded=True) for given in (args, less))
-    for name, a, b, c in zip(pair.names, before, after, nearer, strict=True):
-        if name.startswith(("output", "loss")) and np.any(np.isfinite(a) & ~np.isfinite(b) & ~np.isfinite(c)):
+    exact = evaluate(pair.old, args, inline=pair.inline)
+    for name, want, a, b, c in zip(pair.names, exact, before, after, nearer, strict=True):
+        with np.errstate(all="ignore"):  # the original's own squares may have overflowed, to a 0 further on
+            right = np.isfinite(a) & np.isclose(a, np.asarray(want, np.float64), rtol=0.1)
+        if name.startswith(("output", "loss")) and np.any(right & ~np.isfinite(b) & ~np.isfinite(c)):
             raise Wrong(f"{name} is finite and becomes infinite or NaN at edge inputs, rounded")
 
 
@@ -322,7 +325,12 @@ def _overflows(pair: Pair, args: list[np.ndarray], want: list, got: list, name: 
     index, argument = pair.names.index(name), int(name.rpartition(" ")[2])
     known = np.isfinite(want[index])
     lost = known & ~np.isfinite(pair.run(pair.old, args, rounded=True)[index])
-    right = np.where(lost, _slopes(pair, args, argument, lost), want[index])[known]
+    outs = [a for n, a in zip(pair.names, want, strict=True) if n.startswith("output")]
+    if all(np.isfinite(a).all() for a in outs):
+        right = np.where(lost, _slopes(pair, args, argument, lost), want[index])[known]
+    else:  # of an output that is NaN there are no slopes
+        known = known & ~lost
+        right = want[index][known]
     gap = np.max(np.abs(got[index][known] - right), initial=0.0)
     # Of a softmax that is saturated the slopes are 0, and what is measured is the rounding of the outputs.
     flat = _FLAT * max(1.0, abs(_total(pair, args, argument, (0,) * want[index].ndim, 0.0)))
@@ -399,7 +407,9 @@ def _no_worse(pair: Pair, want: list, before: list, after: list, where: str) -> 
         # The worst of several roundings, for one may be lucky; a compiled program is a rounding of its own.
         worst = _worst(pair, index, scale)
         old, new = worst if where == "rounded" else (max(old, worst[0]), new)
-        if new > allowed + (_GROWTH if old < _LOST else _GROWTH_LOST) * old and new > _moved(pair, index, w, scale):
+        growth = _GROWTH if old < _LOST else _GROWTH_LOST
+        further = new > allowed + growth * old and new > _moved(pair, index, w, scale)
+        if further and _is_no_luck(pair, index):
             raise Wrong(f"{pair.names[index]} is {new:.2g} from float64 {where}, the original {old:.2g}")
         pair.shaken += 1
 
@@ -409,6 +419,18 @@ def _moved(pair: Pair, index: int, want: np.ndarray, scale: float) -> float:
     near = _shaken(pair.arguments("normal"), _TIE[pair.coarse], _MORE)
     judged = (np.where(np.isnan(want), np.nan, pair.run(pair.old, moved)[index]) for moved in near)
     return max(_furthest(got, want) / scale for got in judged)
+
+
+def _is_no_luck(pair: Pair, index: int) -> bool:
+    """Whether the fused form is further off at most inputs, too: of one draw a rounding may be lost in a sum that cancels, or not."""
+    errors = []
+    for args in _shaken(pair.arguments("normal"), 0.5, _MORE):
+        want = pair.run(pair.old, args)[index]
+        rounded = (pair.run(j, args, rounded=True)[index] for j in (pair.old, pair.new))
+        want, before, after = _judged(pair, want, *rounded)
+        errors.append([_furthest(before, want), _furthest(after, want)])
+    old, new = np.median(errors, axis=0)
+    return not new <= _GROWTH * old
 
 
 def _judged(
@@ -459,6 +481,12 @@ def _compiled(pair: Pair, args: Sequence[np.ndarray]) -> tuple[list[np.ndarray],
     forms = []
     for f in (program.fn, fl.fuse(program.fn)):
         whole = _with_gradients(transformed(f, program.outer), floats, count)
-        outs = jax.jit(whole, compiler_options=QUICK)(*given)
+        run = jax.jit(whole, compiler_options=QUICK)
+        try:
+            outs = run(*given)
+        except ValueError as error:  # a product that no backend here has, as one of float16 that is summed in float32
+            if forms or "not supported" not in str(error):
+                raise
+            raise CannotEvaluate(str(error)) from error
         forms.append(pair.of_interest(outs, args))
     return forms[0], forms[1]

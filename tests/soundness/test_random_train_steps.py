@@ -183,3 +183,9 @@ def test_the_judge_catches_a_gradient_that_lacks_a_part(name, kind):
 def test_the_judge_believes_a_step_that_is_right(kind):
     found = judge(tied(kind), rewrite=lambda _: tied(kind).fn)
     assert (found.verdict, found.reason, found.shaken) == ("same", "", 0)
+
+
+@pytest.mark.parametrize("seed", [2210311])
+def test_a_train_step_at_which_the_search_once_raised(seed):
+    """An axis of a norm's input that a reshape takes apart."""
+    assert judge(train_step(seed)).verdict == "same"
