@@ -9,3 +9,8 @@ import fusionlab as fl
 
 def by_default() -> list[Any]:
     return [p for p in fl.passes() if not getattr(p, "named_only", False)]
+
+
+def by_name() -> list[str]:
+    """The same passes by their names: what is asked for is fused where it would be left as it is, too."""
+    return [p.name for p in by_default()]

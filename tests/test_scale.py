@@ -127,7 +127,8 @@ def test_a_train_step_has_some_570_equations_a_layer_and_every_forward_site_is_f
             "lerp": 0,
             "matmul_schedule": 0,
         }
-        assert found.counts() == counts | {f"{name}_grad": count for name, count in counts.items()}
+        grads = counts | {"layer_norm": 0}  # left as they are on a CPU
+        assert found.counts() == counts | {f"{name}_grad": count for name, count in grads.items()}
 
 
 @pytest.mark.clock

@@ -14,7 +14,7 @@ from fusionlab.demo import _choices
 from fusionlab.fusers.overlaps import settle
 from fusionlab.viz.html import report_html
 from fusionlab.viz.view_model import view_model
-from tests.asked import by_default
+from tests.asked import by_default, by_name
 
 
 def layer(x, w, v, scale, bias):
@@ -80,11 +80,13 @@ def test_a_pass_or_implementation_that_is_named_is_asked_for(options):
     assert not any("left as it is" in n for n in norm.notes)
 
 
-def test_on_a_cpu_it_is_fused():
+def test_on_a_cpu_it_is_left_as_it_is_too_and_fused_where_it_is_asked_for():
     f = found()
-    assert not any(c.idle for c in f.candidates)
-    assert "left as they are" not in f.line("layer_norm")
-    fused = fl.fuse(layer)
+    assert {c.pass_name: c.idle.partition(" ")[0] for c in f.candidates} == {"gemm_epilogue": "", "layer_norm": "on"}
+    assert "1 left as they are" in f.line("layer_norm")
+    assert not names(f.rewritten())
+    fused = fl.fuse(layer, passes=by_name())
+    assert names(jax.make_jaxpr(fused)(*ARGS))
     args = [jnp.asarray(np.random.default_rng(i).standard_normal(a.shape), jnp.float32) for i, a in enumerate(ARGS)]
     np.testing.assert_allclose(fused(*args), layer(*args), rtol=2e-5, atol=2e-5)
 

@@ -409,7 +409,7 @@ def test_a_transformer_block_shows_its_two_norms_beside_its_products_and_its_att
     assert forward_counts(found) == {"gemm_epilogue": 12, "dot_product_attention": 2, NORM: 4}
     assert [c.id for c in sites(found)] == [f"layer_norm@layer_{i}/ln{k}#1" for i in (0, 1) for k in (1, 2)]
     assert not found.rejections
-    again = fl.find(found.apply())
+    again = fl.find(found.apply([c.id for c in found.candidates]))
     assert not again.candidates
     assert not again.rejections
 

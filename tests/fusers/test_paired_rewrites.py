@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 import fusionlab as fl
 from fusionlab.graph import compat
 from fusionlab.models import transformer
+from tests.asked import by_name
 
 from .checks import forward_counts, normal, primitives
 from .test_pairs import REGIONS as ANALYSED
@@ -66,21 +67,21 @@ def fused(found):
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_pair_is_rewritten_across_regions(name):
     fn = step_of(REGIONS[name])
-    found = fl.find(fn, W, X)
+    found = fl.find(fn, W, X, passes=by_name())
     assert not found.rejections, found
     assert {c.pass_name for c in fused(found)} >= {"gemm_epilogue"}
     after = primitives(found.apply())
     for pass_name in {c.pass_name for c in fused(found)}:
         mine = sum(c.pass_name == pass_name for c in fused(found))
         assert after.count(f"{pass_name}_cotangent") == mine
-    same(fl.fuse(fn)(W, X), jax.jit(fn)(W, X))
+    same(fl.fuse(fn, passes=by_name())(W, X), jax.jit(fn)(W, X))
 
 
 @pytest.mark.parametrize("name", ["plain", "scan", "scan in a scan", "shard_map", "jit with shardings"])
 def test_the_old_backward_pass_and_what_it_kept_are_gone(name):
     """Nothing of either is computed any more, and no more bytes leave the forward region than before."""
     fn = step_of((REGIONS | ANALYSED)[name])  # what runs on several devices is run by sharded.py
-    found = fl.find(fn, W, X)
+    found = fl.find(fn, W, X, passes=by_name())
     after = found.apply()
     assert set(primitives(found.graph)) >= INNER
     assert INNER.isdisjoint(primitives(after))
@@ -104,10 +105,10 @@ def test_in_a_sum_with_other_terms_a_gradient_takes_its_own_place():
         return jnp.sum(jnp.cos(norm(h, s)) + jnp.sin(norm(h, t)) + h * 3)
 
     fn = jax.value_and_grad(loss, (0, 1, 2))
-    found = fl.find(fn, X, B, B + 1)
+    found = fl.find(fn, X, B, B + 1, passes=by_name())
     assert len(fused(found)) == 2
     assert "rsqrt" not in primitives(found.apply())
-    for chosen in (None, *([c.id] for c in found.candidates)):
+    for chosen in ([c.id for c in found.candidates], *([c.id] for c in found.candidates)):
         same(fl.fuse(fn, only=chosen)(X, B, B + 1), jax.jit(fn)(X, B, B + 1))
 
 
@@ -150,10 +151,10 @@ WHOLE_STEPS = {
 @pytest.mark.parametrize("name", WHOLE_STEPS)
 def test_a_pair_is_found_in_a_step_that_is_itself_inside_something(name):
     fn = WHOLE_STEPS[name]
-    found = fl.find(fn, W, X)
+    found = fl.find(fn, W, X, passes=by_name())
     assert not found.rejections
     assert fused(found) == list(found.candidates)
-    same(fl.fuse(fn)(W, X), jax.jit(fn)(W, X))
+    same(fl.fuse(fn, passes=by_name())(W, X), jax.jit(fn)(W, X))
 
 
 def test_two_layers_with_one_cotangent_have_each_a_gradient():
@@ -209,8 +210,8 @@ def test_each_site_of_a_train_step_alone_leaves_the_rest_as_it_was(site):
 
 def test_a_train_step_keeps_loss_parameters_and_optimiser_state():
     fn, args = trained(2)
-    same(fl.fuse(fn)(*args), jax.jit(fn)(*args))
-    assert {"exp", "tanh", "rsqrt"}.isdisjoint(primitives(fl.find(fn, *args).apply()))
+    same(fl.fuse(fn, passes=by_name())(*args), jax.jit(fn)(*args))
+    assert {"exp", "tanh", "rsqrt"}.isdisjoint(primitives(fl.find(fn, *args, passes=by_name()).apply()))
 
 
 def test_row_17_attention_is_found_forward_and_backward_in_a_two_layer_encoder():

@@ -236,15 +236,15 @@ def test_a_report_that_cannot_be_written_hides_no_failure(pytest_run, pytester):
 
 # -- devices and the marker ----------------------------------------------------------------------------------------------------
 
-NORM = """
-    def norm(x):
-        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+MIX = """
+    def mix(x):
+        return x + jnp.cos(x) * (jnp.sin(x) - x)
 
     def sites(fusionlab, **options):
-        return len(fusionlab.assert_fused(norm, ARGS[:1], survive=dict(tanh=0), **options).select())
+        return len(fusionlab.assert_fused(mix, ARGS[:1], survive=dict(tanh=0), **options).select())
 
     {marker}
-    def test_norm(fusionlab):
+    def test_mix(fusionlab):
         assert sites(fusionlab) == {n}
 """
 
@@ -258,22 +258,22 @@ NORM = """
         ("@pytest.mark.fusionlab(device='sm_90')", (), 0),
         ("@pytest.mark.fusionlab(device='cpu')", ("--fusionlab-device", "sm_90"), 1),
         ("@pytest.mark.fusionlab(passes='gemm_epilogue')", (), 0),
-        ("@pytest.mark.fusionlab(device='sm_90', passes='layer_norm')", (), 1),  # a pass that is named is taken
+        ("@pytest.mark.fusionlab(device='sm_90', passes='lerp')", (), 1),  # a pass that is named is taken
     ],
 )
 def test_marker_option_and_ini_set_what_is_judged_for(pytest_run, marker, options, n):
-    pytest_run(NORM.format(marker=marker, n=n), *options).assert_outcomes(passed=1)
+    pytest_run(MIX.format(marker=marker, n=n), *options).assert_outcomes(passed=1)
 
 
 def test_the_nearest_marker_goes_first_argument_by_argument_and_a_call_before_all(pytest_run):
     result = pytest_run(
-        NORM.format(marker="", n=1)
+        MIX.format(marker="", n=1)
         + """
     @pytest.mark.fusionlab(device="sm_90", passes="gemm_epilogue")
-    class TestNorm:
-        @pytest.mark.fusionlab(passes="layer_norm")
+    class TestMix:
+        @pytest.mark.fusionlab(passes="lerp")
         def test_named(self, fusionlab):
-            found = fusionlab.assert_fused(norm, ARGS[:1], expect={"layer_norm": 1})
+            found = fusionlab.assert_fused(mix, ARGS[:1], expect={"lerp": 1})
             assert "sm_90" in found.device
 
         def test_call(self, fusionlab):
@@ -285,19 +285,19 @@ def test_the_nearest_marker_goes_first_argument_by_argument_and_a_call_before_al
 
 @pytest.mark.parametrize(("marker", "odd"), [("devices='cpu'", "devices"), ("'cpu'", "'cpu'")])
 def test_a_marker_with_another_argument_is_refused(pytest_run, marker, odd):
-    result = pytest_run(NORM.format(marker=f"@pytest.mark.fusionlab({marker})", n=1))
+    result = pytest_run(MIX.format(marker=f"@pytest.mark.fusionlab({marker})", n=1))
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"*pytest.mark.fusionlab: got {odd}, needed passes, device, implementation, by name"])
 
 
 def test_a_device_that_does_not_exist_is_told(pytest_run):
-    result = pytest_run(NORM.format(marker="", n=1), "--fusionlab-device", "h800")
+    result = pytest_run(MIX.format(marker="", n=1), "--fusionlab-device", "h800")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E *device: got 'h800', needed*sm_NN*'a100', 'l4', 'h100'*"])
 
 
 def test_a_card_is_named_as_people_name_it(pytest_run):
-    result = pytest_run(NORM.format(marker="", n=0), "--fusionlab-device", "H200")
+    result = pytest_run(MIX.format(marker="", n=0), "--fusionlab-device", "H200")
     result.assert_outcomes(passed=1)
 
 
@@ -363,16 +363,16 @@ def test_a_snapshot_stays_where_lines_only_move_or_the_folder_does(pytest_run, p
 
 
 def test_a_snapshot_is_judged_for_a_cpu_unless_a_device_is_named(pytest_run, pytester):
-    text = NORM.replace("assert sites(fusionlab) == {n}", "{body}")
-    body = "found = fusionlab.snapshot(norm, ARGS[:1], graph=False)"
+    text = MIX.replace("assert sites(fusionlab) == {n}", "{body}")
+    body = "found = fusionlab.snapshot(mix, ARGS[:1], graph=False)"
     on_cpu = f"{body}\n        assert found.device == 'a CPU (simulated)'"
     pytest_run(text.format(marker="", body=on_cpu), "--fusionlab-update").assert_outcomes(passed=1)
     (text_cpu,) = stored(pytester).values()
-    assert "layer_norm: 1" in text_cpu
+    assert "lerp: 1" in text_cpu
     assert "graph:" not in text_cpu
     result = pytest_run(text.format(marker="", body=body), "--fusionlab-device", "sm_90")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E *left as they are:", "E *+  layer_norm@#1"])
+    result.stdout.fnmatch_lines(["E *left as they are:", "E *+  lerp@#1"])
 
 
 def test_classes_parameters_and_names_make_files_of_their_own(pytest_run, pytester):
