@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict
 from .compat import rebuild, split_closed, varies, varying_axes
@@ -162,27 +163,38 @@ def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _PASS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "transpose", "mul", "copy"})
+_MOVES = _PASS | {"add", "sub", "select_n"}
 
 
 def _added(closed: Any, count: int) -> list[int]:
-    """The numbers of those of the first `count` floats that are added to something whose exponentials are summed: terms of scores."""
+    """The numbers of those of the first `count` floats that are added to something whose exponentials are taken: terms of scores."""
     jaxpr, _ = split_closed(closed)
-    names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    if not {"exp", "reduce_sum"} <= names or names & {"rsqrt", "sqrt"}:
+    if not {"exp", "reduce_sum"} <= {eqn.primitive.name for eqn in jaxpr.eqns}:
         return []
     floats = [i for i, v in enumerate(jaxpr.invars[:count]) if is_float(v.aval.dtype)]
     return [i for i in floats if _is_term(jaxpr.eqns, jaxpr.invars[i])]
 
 
 def _is_term(eqns: Sequence[Any], var: Any) -> bool:
-    """Whether a value is first added to another, views and factors aside."""
-    readers = [eqn for eqn in eqns if any(v is var for v in eqn.invars)]
-    first = readers[0] if readers else None
+    """Whether a value is first added to another, views and factors aside, and exponentials are taken of the sum."""
+    first = next((eqn for eqn in eqns if any(v is var for v in eqn.invars)), None)
     if first is None or first.primitive.name in ("add", "sub"):
-        return first is not None
+        return first is not None and _is_exponent(eqns, first.outvars[0])
     if first.primitive.name == "mul" and any(v is not var and _of_a_product(eqns, v) for v in first.invars):
         return False  # it is a factor of the scores
     return first.primitive.name in _PASS and _is_term(eqns, first.outvars[0])
+
+
+def _is_exponent(eqns: Sequence[Any], var: Any) -> bool:
+    """Whether exponentials are taken of a value, views, factors and what else is added or masked aside."""
+    moved = {var}
+    for eqn in eqns:
+        if any(v in moved for v in eqn.invars if not isinstance(v, jex_core.Literal)):
+            if eqn.primitive.name == "exp":
+                return True
+            if eqn.primitive.name in _MOVES:
+                moved.update(eqn.outvars)
+    return False
 
 
 def _of_a_product(eqns: Sequence[Any], var: Any) -> bool:

@@ -331,7 +331,7 @@ def test_measuring_shows_times_and_follows_the_ticks(lab, book, artifacts):
 
 
 def test_a_measurement_is_cancelled(lab, book):
-    lab.toggle("layer_norm").uncheck()
+    lab.toggle("gemm_epilogue").uncheck()
     lab.hook("measure").click()
     expect(lab.hook("cancel")).to_be_enabled()
     lab.hook("cancel").click()
