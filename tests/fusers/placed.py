@@ -24,6 +24,7 @@ from fusionlab.graph.collectives import MOVES, Traffic, traffic, traffic_text
 from fusionlab.kernels import OPS
 from fusionlab.kernels.composite import CompositeOp
 from fusionlab.models import transformer
+from tests.asked import by_name
 
 from . import layer_parts as parts
 from .checks import close, floats, jit, normal
@@ -178,7 +179,7 @@ def spec_of(split: bool, path: Any) -> P:
 
 
 def found_by(passes: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fl.fuse(fn, passes=passes)
+    return fl.fuse(fn, passes=passes or by_name())
 
 
 BY_HEAD = parts.Parts(project=parts.interleaved)

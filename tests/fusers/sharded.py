@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
+from tests.asked import by_name
 
 from .checks import agree, close, floats, forward_counts, jit, normal, primitives, weighed
 
@@ -288,10 +289,10 @@ def try_out(name: str, check: bool) -> None:
     program = PROGRAMS[name]
     fn, args = program.function(check), program.arguments()
     if program.grad:
-        found = agree(fn, *args)
+        found = agree(fn, *args, passes=by_name())
     else:
-        close(jit(fl.fuse(fn))(*args), jit(fn)(*args))
-        found = fl.find(fn, *args)
+        close(jit(fl.fuse(fn, passes=by_name()))(*args), jit(fn)(*args))
+        found = fl.find(fn, *args, passes=by_name())
     wanted = {GEMM: 0, ATTENTION: 0, NORM: 0} | dict(program.sites)
     assert forward_counts(found) == wanted, (forward_counts(found), [r.sentence for r in found.rejections])
     before, after = primitives(found.graph), primitives(found.apply())
@@ -306,8 +307,8 @@ def try_differentiated(name: str, check: bool) -> None:
     program = PROGRAMS[name]
     fn, args = program.function(check), program.arguments()
     step = jax.value_and_grad(weighed(fn), floats(args))
-    close(jit(fl.fuse(step))(*args), jit(step)(*args), 2.0)
-    found = fl.find(step, *args)
+    close(jit(fl.fuse(step, passes=by_name()))(*args), jit(step)(*args), 2.0)
+    found = fl.find(step, *args, passes=by_name())
     assert any(c.backward is not None for c in found.candidates) or name not in PAIRED, found.report()
     for c in found.candidates:
         assert c.backward is None or c.backward.stays is None or name not in PAIRED, c.backward
