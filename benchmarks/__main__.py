@@ -18,6 +18,7 @@ NAMES = (
     "matmul_schedule",
     "multi_transformer",
     "norms",
+    "norms_cpu",
     "pair_memory",
     "pairs",
     "parts",

@@ -55,3 +55,15 @@ def test_the_forward_alone_is_no_slower_either(record, layout, mask):
     assert found["time"]["ratio_interval"][1] >= 1
     least = min(m["growth_bytes"] for m in found["memory"]["original"])
     assert max(m["growth_bytes"] for m in found["memory"]["xla_blockwise"]) < least / 2
+
+
+@pytest.fixture(scope="module")
+def norms():
+    return json.loads(RECORD.with_name("norms_jax0.10.2.json").read_text())
+
+
+def test_a_small_train_step_of_distilbert_is_no_slower_as_it_is_fused_by_default(norms):
+    assert norms["environment"]["hardware"].startswith("CPU ")
+    step = norms["cases"]["distilbert step"]
+    before, after = (statistics.median(step[f"{name}_s"]) for name in ("jax_jit", "fused"))
+    assert before / after >= 0.97
