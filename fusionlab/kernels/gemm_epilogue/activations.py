@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = Any
 
@@ -57,13 +58,21 @@ SPELLINGS = {
 }
 
 
-def _from_preactivation(name: str, formula: str, fn: Callable[[Array], Array], source: str) -> Activation:
-    """The derivative is JAX's own of `fn`, evaluated at the saved pre-activation."""
+def _from_preactivation(
+    name: str, formula: str, fn: Callable[[Array], Array], source: str, derived: Callable[[Array], Array] | None = None
+) -> Activation:
+    """The derivative is JAX's own of `fn`, in 16 bits maybe of another spelling of it (`derived`), at the saved pre-activation."""
 
     def scale(h: Array, t: Array) -> Array:
-        return jax.vjp(fn, h)[1](t)[0]
+        return jax.vjp(derived if derived and h.dtype.itemsize == 2 else fn, h)[1](t)[0]
 
     return Activation(name, formula, fn, "preactivation", lambda h: h, scale, source)
+
+
+def _gelu_by_sigmoid(h: Array) -> Array:
+    """gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u). In a tail 1 + tanh(u) cancels, and bfloat16 has nothing left of it."""
+    root = np.sqrt(2 / np.pi).astype(h.dtype)
+    return h * jax.nn.sigmoid(2 * root * (h + 0.044715 * h**3))
 
 
 def _positive(mask: Array, t: Array) -> Array:
@@ -129,6 +138,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3)))",
             lambda h: jax.nn.gelu(h, approximate=True),
             "jax.nn.gelu(approximate=True); Hendrycks and Gimpel 2016, arXiv:1606.08415",
+            _gelu_by_sigmoid,
         ),
         _from_preactivation(
             "gelu_erf",
