@@ -9,7 +9,6 @@ from fusionlab.errors import ArgumentError
 from .cells import CELLS, RAISED_BY_THE_JIT, REFUSED, TRIALS, name_of, run
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("cell", [c for c in CELLS if c[2] != "sharding"], ids=name_of)
 def test_a_call_gives_what_the_original_gives_or_says_what_works(cell):
     kind, _, feature = cell
@@ -25,7 +24,6 @@ def test_a_call_gives_what_the_original_gives_or_says_what_works(cell):
         run(cell)
 
 
-@pytest.mark.whole
 @pytest.mark.devices
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_call_places_arrays_as_the_original_does(on_devices, name):

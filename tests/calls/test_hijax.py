@@ -83,7 +83,6 @@ def model():
         yield Model(nnx.Rngs(0))
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_a_function_that_closes_over_hijax_variables_is_searched_and_fused(model, make):
     fn = make(model)

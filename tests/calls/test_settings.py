@@ -222,7 +222,6 @@ def in_both(fn):
     return lambda *args: fn(*args) + in_64_bits(lambda *given: fn(*(given[0] * 2, *given[1:])))(*args)
 
 
-@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of the original, when it is transposed
 @pytest.mark.parametrize("of", [in_64_bits, in_both], ids=lambda of: of.__name__)
 @pytest.mark.parametrize("number", range(3))

@@ -169,7 +169,6 @@ def same(got, want):
         np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_state_is_left_as_nnx_jit_leaves_it(name, call):
@@ -187,7 +186,6 @@ def test_state_is_left_as_nnx_jit_leaves_it(name, call):
         assert second.second.w is second.first.w
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", [n for n, (_, _, changed) in CASES.items() if changed is not None])
 def test_what_is_changed_is_a_result_of_the_graph_and_what_is_not_is_none(name):
     fn, make, changed = CASES[name]

@@ -95,7 +95,6 @@ def quiet(monkeypatch):
     monkeypatch.delenv(boundary.VARIABLE)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("place", PLACES)
 def test_wherever_it_fails_find_goes_on(quiet, monkeypatch, place):
     told = []

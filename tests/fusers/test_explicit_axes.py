@@ -28,7 +28,6 @@ IMPORTANT = (
 
 
 @pytest.mark.devices
-@pytest.mark.whole
 @pytest.mark.parametrize("name", IMPORTANT)
 def test_an_important_program_has_the_values_the_gradients_and_the_types_of_the_original(on_devices, name):
     on_devices("fusers.explicit", name)
@@ -45,7 +44,6 @@ def mesh():
     return jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", ["softplus", "norm", "causal", "columns"])
 def test_where_no_mesh_is_set_the_types_of_the_arguments_tell_it(mesh, name):
     program = PROGRAMS[name]
@@ -54,7 +52,6 @@ def test_where_no_mesh_is_set_the_types_of_the_arguments_tell_it(mesh, name):
     same(fl.fuse(program.fn)(*args), jax.jit(program.fn)(*args))
 
 
-@pytest.mark.whole
 def test_what_was_found_under_a_mesh_is_applied_where_another_is_set(mesh):
     program = PROGRAMS["where"]
     other = jax.make_mesh((1, 1), ("a", "b"))
@@ -85,7 +82,6 @@ OTHER_THAN_SET = {
 }
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("way", OTHER_THAN_SET)
 def test_a_site_whose_values_stand_on_another_mesh_than_the_one_that_is_set_is_traced_on_theirs(kind, way):
@@ -107,7 +103,6 @@ def test_what_was_found_on_no_mesh_is_applied_where_one_is_set(mesh):
     same(jax.extend.core.jaxpr_as_fun(closed)(*args), [norm_and_activation(*args)])
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -129,7 +124,6 @@ def test_a_decline_names_the_operation_and_what_to_do(mesh, name, told):
     assert REJECTIONS["sharding"]
 
 
-@pytest.mark.whole
 def test_two_sites_that_differ_in_where_their_values_lie_alone_are_two(mesh):
     """What is proved of one is not said of the other."""
 
@@ -147,7 +141,6 @@ def test_two_sites_that_differ_in_where_their_values_lie_alone_are_two(mesh):
         same(fl.fuse(fn)(*args), jax.jit(fn)(*args))
 
 
-@pytest.mark.whole
 def test_a_constraint_on_auto_axes_before_the_bias_is_told_as_well():
     auto = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(auto):
@@ -157,7 +150,6 @@ def test_a_constraint_on_auto_axes_before_the_bias_is_told_as_well():
     assert "= sharding_constraint (test_explicit_axes.py" in found.rejections[0].sentence
 
 
-@pytest.mark.whole
 def test_a_weak_result_stays_weak():
     """Of Python numbers: what is made of one and a bfloat16 array is bfloat16."""
     fn = lambda a, b, t: a + t * (b - a)  # noqa: E731
@@ -183,7 +175,6 @@ def test_an_error_where_no_sharding_is_part_of_a_type_is_no_answer():
     assert sharding_in_type(typed).spec == P("d")
 
 
-@pytest.mark.whole
 def test_a_row_parallel_product_by_default_raises_as_the_program_does(mesh):
     """JAX itself does not type it: that is the program's error, and told as that."""
     args = (

@@ -78,7 +78,6 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_grouped_heads_without_an_axis_of_positions_are_declined_with_the_edit(name):
     fn, args = layer(**SPELLINGS[name])

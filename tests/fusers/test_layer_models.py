@@ -52,7 +52,6 @@ def test_token_after_token_is_all_at_once(remember, how):
     close(jnp.concatenate(rows, 1), want[:, : len(rows)], 4.0)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", [n for n, m in MISSES.items() if len(jax.tree.leaves(m.build()[1][1:])) == 1])
 def test_a_near_miss_of_an_encoder_is_another_function(name):
     fn, args = MISSES[name].build()

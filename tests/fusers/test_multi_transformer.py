@@ -56,25 +56,21 @@ def misses(*codes):
 VALUES, INSIDE = ("scalar", "axes", "activation"), ("escapes", "dropout", "named_residual")
 
 
-@pytest.mark.whole
 @misses("structure")
 def test_what_is_nearly_built_like_a_layer_says_why_not(name):
     check_says_why_not(MISSES[name])
 
 
-@pytest.mark.whole
 @misses(*VALUES)
 def test_what_computes_nearly_a_layer_says_why_not(name):
     check_says_why_not(MISSES[name])
 
 
-@pytest.mark.whole
 @misses(*INSIDE)
 def test_a_layer_of_which_more_is_wanted_says_why_not(name):
     check_says_why_not(MISSES[name])
 
 
-@pytest.mark.whole
 @misses("rotary")
 def test_what_is_nearly_a_rotary_embedding_says_why_not(name):
     check_says_why_not(MISSES[name])

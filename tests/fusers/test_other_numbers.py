@@ -58,7 +58,6 @@ def same(fn, *args, **options):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("x", [ZERO_ROW, EQUAL_ROW, X], ids=["a row of zeros", "a row of one number", "no such row"])
 @pytest.mark.parametrize("fn", ROOTS)
 def test_no_gradient_of_a_root_that_is_squared_again_is_lost(fn, x):

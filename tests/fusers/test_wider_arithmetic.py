@@ -112,7 +112,6 @@ def both(fn, args):
     return [fn(*args), *jax.grad(loss, tuple(range(len(args))))(*args)]
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_computed_wider_is_as_precise_once_fused(name):
     fn, args = CASES[name]

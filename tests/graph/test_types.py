@@ -59,7 +59,6 @@ WEAK = {
 }
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", WEAK)
 def test_results_and_gradients_are_as_weak_as_the_programs(name):
     fn, args, pass_ = WEAK[name]
@@ -129,7 +128,6 @@ def placed():
     }
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", ["rows", "columns", "gathered", "spread", "norm", "gated", "blend", "attention"])
 def test_results_and_gradients_are_laid_out_as_the_programs(name):
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):
