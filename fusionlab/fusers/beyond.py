@@ -75,20 +75,19 @@ def activates(search: Search, node: Node) -> bool:
     if node.primitive in ("exp", "exp2"):
         return not _is_summed(search.block, node)
     if node.primitive == "log1p":  # a softplus; of anything else it is a loss
-        return _maker(search, node) in ("exp", "exp2")
+        return _maker(search, node, {"exp", "exp2"}) is not None
     if node.primitive in ("max", "min"):
         return any(_is_number(search, a) for a in node.inputs) and is_float(node.outputs[0].dtype)
     if node.primitive == "select_n":
-        maker = search.block.producer.get(getattr(node.inputs[0], "id", -1))
-        compares = _maker(search, node) in ("gt", "ge", "lt", "le")
-        return maker is not None and compares and any(_is_number(search, a) for a in maker.inputs)
+        maker = _maker(search, node, {"gt", "ge", "lt", "le"})
+        return maker is not None and any(_is_number(search, a) for a in maker.inputs)
     return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_one(node.blocks))
 
 
-def _maker(search: Search, node: Node) -> str | None:
-    """The primitive that a node's first operand comes from."""
+def _maker(search: Search, node: Node, names: Collection[str]) -> Node | None:
+    """The node that a node's first operand comes from, if its primitive is one of these."""
     maker = search.block.producer.get(getattr(node.inputs[0], "id", -1))
-    return maker.primitive if maker is not None else None
+    return maker if maker is not None and maker.primitive in names else None
 
 
 def _holds_one(blocks: Collection[Block]) -> bool:

@@ -176,13 +176,16 @@ def _added(closed: Any, count: int) -> list[int]:
 
 
 def _is_term(eqns: Sequence[Any], var: Any) -> bool:
-    """Whether a value is first added to another, views and factors aside, and exponentials are taken of the sum."""
-    first = next((eqn for eqn in eqns if any(v is var for v in eqn.invars)), None)
-    if first is None or first.primitive.name in ("add", "sub"):
-        return first is not None and _is_exponent(eqns, first.outvars[0])
-    if first.primitive.name == "mul" and any(v is not var and _of_a_product(eqns, v) for v in first.invars):
-        return False  # it is a factor of the scores
-    return first.primitive.name in _PASS and _is_term(eqns, first.outvars[0])
+    """Whether a value is added to another, views and factors aside, and exponentials are taken of the sum; whatever else reads it."""
+
+    def by(eqn: Any) -> bool:
+        if eqn.primitive.name in ("add", "sub"):
+            return _is_exponent(eqns, eqn.outvars[0])
+        if eqn.primitive.name == "mul" and any(v is not var and _of_a_product(eqns, v) for v in eqn.invars):
+            return False  # it is a factor of the scores
+        return eqn.primitive.name in _PASS and _is_term(eqns, eqn.outvars[0])
+
+    return any(by(eqn) for eqn in eqns if any(v is var for v in eqn.invars))
 
 
 def _is_exponent(eqns: Sequence[Any], var: Any) -> bool:

@@ -14,6 +14,7 @@ from fusionlab.graph import reducing
 from fusionlab.graph.agreement import relative_error
 from fusionlab.graph.canonical import View
 from fusionlab.graph.certify import Certifier
+from fusionlab.graph.programs import _added
 from fusionlab.graph.region import NotARegion, constant_array, cut, escapes
 from fusionlab.graph.signature import Memo, region_signature
 from fusionlab.graph.trace import trace
@@ -515,3 +516,16 @@ def test_relative_error_is_infinite_where_specials_differ_and_nan_never_passes()
     assert relative_error(np.array([np.inf]), np.array([-np.inf])) == np.inf
     assert relative_error(one, one[:1]) == np.inf
     assert relative_error(np.zeros(2), np.array([0.0, 1e-40])) > 0
+
+
+@pytest.mark.parametrize(
+    "first", [lambda b: 0.0, jnp.max, lambda b: jnp.mean(jnp.tanh(b))], ids=["alone", "max", "tanh"]
+)
+def test_what_is_added_to_scores_is_known_whatever_else_reads_it(first):
+    def weights(s, b, g):
+        least = first(b)  # traced before the sum
+        e = jnp.exp(s * g + b)
+        return e / e.sum(-1, keepdims=True) + least
+
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert _added(jax.make_jaxpr(lambda q, b, g: weights(q @ q.T, b, g))(shape, shape, shape), 3) == [1]
