@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..device import Device, asked_about
 from ..errors import unknown_name
+from ..graph.backward import Derivatives
 from ..graph.boundary import guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict, misplaced, weak_gradients
@@ -83,8 +84,8 @@ class Search:
     """One pass over one block.
 
     Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse),
-    `differentiated` (there is a backward pass in the program), `shared` (for passes to keep what they found: one for all passes and
-    blocks of a search).
+    `derivatives` (of regions, where there is a backward pass in the program), `shared` (for passes to keep what they found: one for all
+    passes and blocks of a search).
     """
 
     graph: Graph
@@ -93,12 +94,17 @@ class Search:
     certifier: Certifier
     options: Mapping[str, Any] = field(default_factory=dict)
     implementation: str | None = None
-    differentiated: bool = False
+    derivatives: Derivatives | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def block(self) -> Any:
         return self.view.block
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether there is a backward pass in the program."""
+        return self.derivatives is not None
 
     @property
     def gradient(self) -> bool:
@@ -342,8 +348,9 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
 
 def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     """Whether a plan gives every root of a region, in values and in gradients."""
+    derivative = search.derivatives.jaxpr if search.derivatives is not None else None
     if not region.others:
-        return search.certifier.region(region, plan.call, what)
+        return search.certifier.region(region, plan.call, what, derivative)
     lost: dict[str, None] = {}
     edge = regained = False
     for i, root in enumerate(region.roots):

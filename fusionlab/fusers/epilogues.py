@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..graph.fingerprint import NONLINEAR, Recognised, between, cone, recognise, value_name
+from ..graph.fingerprint import NONLINEAR, Known, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
 from ..graph.region import VIEWS, Escape
 from ..graph.scopes import in_backward, in_differentiated, is_differentiated
@@ -17,7 +17,7 @@ from .base import SUMS_OVER_DEVICES, anchor_text
 from .findings import Rejection
 from .site import Site
 
-KNOWN = {name: act.fn for name, act in ACTIVATIONS.items() if name != "none"}
+KNOWN = {name: Known(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
 
 # What a norm and a loss make of a value before they sum it up.
 _MEASURES = frozenset("square integer_pow pow abs sign".split())
@@ -112,6 +112,7 @@ class Epilogue:
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
         """For a function that is no known activation."""
+        known = known.told()
         why = known.why.replace(known.nearest, shown(known.nearest)) if known.nearest else known.why
         sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
         edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..device import Device, asked_about
+from ..graph.backward import Derivatives
 from ..graph.boundary import Fault, guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier
@@ -107,19 +108,20 @@ def _find_in(
     found: list[Candidate | Rejection] = []
     found += [_unread(pass_, *one) for pass_, _ in passes for one in unread if one[0].nodes]
     differentiated = is_differentiated(graph)
+    derivatives = Derivatives() if differentiated else None
     shared: dict[Any, Any] = {}
     for pass_, options in sorted(passes, key=lambda asked: is_whole(asked[0])):
         if implementation is not None and implementation not in op_of(pass_).implementations:
             continue
         started = time.perf_counter()
         for view, owner in found_views:
-            search = Search(graph, view, device, certifier, options, implementation, differentiated, shared)
+            search = Search(graph, view, device, certifier, options, implementation, derivatives, shared)
             items = shared[found_at(pass_.name, view)] = _searched(pass_, search)
             found += [_inside_rule(item, owner) if owner is not None else item for item in items]
         seconds[pass_.name] = time.perf_counter() - started
     started = time.perf_counter()
     candidates, rejections = guarded(
-        lambda: _settled(graph, passes, [view for view, _ in found_views], found, certifier, differentiated),
+        lambda: _settled(graph, passes, [view for view, _ in found_views], found, certifier, derivatives),
         lambda fault: ([], [failed_on(item, fault) for item in found]),
     )
     if differentiated:
@@ -167,13 +169,13 @@ def _settled(
     found_views: list[View],
     found: list[Candidate | Rejection],
     certifier: Certifier,
-    differentiated: bool,
+    derivatives: Derivatives | None,
 ) -> tuple[list[Candidate], list[Rejection]]:
     """The sites with their backward passes, overlaps settled."""
     last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
     found = with_shares_left(found, last)
-    if differentiated:
-        found = with_backward(graph, found_views, found, certifier)
+    if derivatives is not None:
+        found = with_backward(graph, found_views, found, certifier, derivatives)
         found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
     return settle(found, last)
 

@@ -171,7 +171,7 @@ def _examples(
     """The spellings as examples, each known to compile to a pattern."""
     many = len(spellings) > 1
     made = tuple(
-        Example(f"{name}, spelling {i}" if many else name, fn, axes, scalars, bare=bare, jitted=True)
+        Example(f"{name}, spelling {i}" if many else name, fn, axes, scalars, bare=bare, jitted=True, concrete=True)
         for i, fn in enumerate(spellings, 1)
     )
     for example in made:

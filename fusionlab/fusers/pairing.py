@@ -30,10 +30,14 @@ def is_differentiated(graph: Graph) -> bool:
 
 
 def with_backward(
-    graph: Graph, views: Iterable[View], found: Sequence[Candidate | Rejection], certifier: Certifier
+    graph: Graph,
+    views: Iterable[View],
+    found: Sequence[Candidate | Rejection],
+    certifier: Certifier,
+    derivatives: Derivatives,
 ) -> list[Candidate | Rejection]:
     """The sites of a differentiated program, each with its backward pass; what needs one and has none is declined."""
-    search = _Search(graph, views, certifier)
+    search = _Search(graph, views, certifier, derivatives)
     result: dict[int, list[Candidate | Rejection]] = {}
     # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
     for i in sorted(range(len(found)), key=lambda i: _place(found[i]), reverse=True):
@@ -71,8 +75,10 @@ def _place(item: Candidate | Rejection) -> tuple[int, int]:
 class _Search:
     """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
 
-    def __init__(self, graph: Graph, found_views: Iterable[View], certifier: Certifier) -> None:
-        self.derivatives = Derivatives()
+    def __init__(
+        self, graph: Graph, found_views: Iterable[View], certifier: Certifier, derivatives: Derivatives
+    ) -> None:
+        self.derivatives = derivatives
         self.pairer = Pairer(graph, certifier)
         self.views: dict[str, list[View]] = {}
         plain = list(found_views)

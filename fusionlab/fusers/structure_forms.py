@@ -40,7 +40,7 @@ class Form:
 
 
 def _example(name: str, fn: Callable[..., Any], leaves: dict[str, str], scalars: tuple[str, ...] = ()) -> Example:
-    return Example(name, fn, leaves, scalars, bare=True, any_of=ANY_OF, loose=True)
+    return Example(name, fn, leaves, scalars, bare=True, any_of=ANY_OF, loose=True, concrete=True)
 
 
 def _product(x: Any, w: Any) -> Any:

@@ -73,15 +73,19 @@ class Backward:
 class Derivatives(Memo):
     """The programs of regions' derivatives, remembered by what the regions compute: layers share theirs."""
 
+    def jaxpr(self, region: Region) -> Any:
+        """(inputs, cotangent) -> (value, gradients of the inputs of floats)."""
+        return self.once(("jaxpr", region_signature(region)), lambda: _derivative(region))
+
     def of(self, region: Region) -> Block:
-        """(leaves, cotangent) -> (value, gradients of the leaves of floats)."""
-        return self.once(("vjp", region_signature(region)), lambda: _derivative(region))
+        """The same, as a block."""
+        return self.once(("block", region_signature(region)), lambda: block_of_jaxpr(self.jaxpr(region)))
 
 
-def _derivative(region: Region) -> Block:
+def _derivative(region: Region) -> Any:
     function = jex_core.jaxpr_as_fun(region.jaxpr())
     avals = [v.aval for v in region.inputs]
-    return block_of_jaxpr(with_vjp(lambda *a: function(*a)[0], avals, region.root.aval))
+    return with_vjp(lambda *a: function(*a)[0], avals, region.root.aval)
 
 
 def find_backward(

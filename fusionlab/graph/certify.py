@@ -44,16 +44,23 @@ class Certifier(Memo):
 
     inline: Inline = lambda eqn: None
 
-    def region(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
+    def region(
+        self,
+        region: Region,
+        replacement: Callable[..., Any],
+        what: Any,
+        derivative: Callable[[Region], Any] | None = None,
+    ) -> Verdict:
         """Values and gradients of `replacement(*region.inputs)` against the region.
 
         Args:
           region: the raw region.
           replacement: what would stand in its place, taking `region.inputs`.
           what: hashable description of the replacement (op and attributes), part of the cache key.
+          derivative: gives the region's own as `with_vjp` does, where that is asked for elsewhere too; else it is traced here.
         """
         key = ("region", region_signature(region), what)
-        return self.once(key, lambda: _prove(region, replacement, self.inline))
+        return self.once(key, lambda: _prove(region, replacement, self.inline, derivative))
 
     def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
         """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as
@@ -151,7 +158,9 @@ def _tried(
     return Verdict("value", wrong) if wrong else Verdict(None)
 
 
-def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> Verdict:
+def _prove(
+    region: Region, replacement: Callable[..., Any], inline: Inline, derivative: Callable[[Region], Any] | None
+) -> Verdict:
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     sums = region.sums
@@ -159,7 +168,10 @@ def _prove(region: Region, replacement: Callable[..., Any], inline: Inline) -> V
         return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     try:
         with placing((*avals, out)):
-            old = with_gradients(lambda *a: old_fn(*a)[0], avals, out, sums, any(map(_has_vjp_rule, region.nodes)))
+            if derivative is not None and not _on_a_mesh((*avals, out), sums):
+                old = derivative(region)
+            else:
+                old = with_gradients(lambda *a: old_fn(*a)[0], avals, out, sums, any(map(_has_vjp_rule, region.nodes)))
             new = with_gradients(replacement, avals, out, sums)
     except Misplaced as error:
         return misplaced(error)
@@ -280,7 +292,7 @@ def with_gradients(
     With `as_jax`, and on a mesh, whose types the transposition of a whole is not told, it is `with_vjp`.
     """
     types = (*avals, out)
-    if as_jax or (sums is not None and sums.axes) or any(varies(a) or sharding_in_type(a) is not None for a in types):
+    if as_jax or _on_a_mesh(types, sums):
         return with_vjp(fn, avals, out, sums=sums)
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
 
@@ -305,6 +317,10 @@ def with_gradients(
         return [value[0], *gradients]
 
     return make_jaxpr(joint, [*avals, out])
+
+
+def _on_a_mesh(types: Sequence[Any], sums: Sums | None) -> bool:
+    return bool(sums and sums.axes) or any(varies(a) or sharding_in_type(a) is not None for a in types)
 
 
 def _has_vjp_rule(node: Node) -> bool:

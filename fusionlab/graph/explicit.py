@@ -44,8 +44,16 @@ def mesh_of(avals: Iterable[Any]) -> Iterator[None]:
     """
     meshes = [mesh for a in avals if (mesh := _mesh(a)) is not None]
     found = next((m for m in meshes if not m.empty), meshes[0] if meshes else None)
-    with contextlib.nullcontext() if found in (None, get_abstract_mesh()) else on_mesh(found):
+    with same_mesh() if found in (None, get_abstract_mesh()) else on_mesh(found):
         yield
+
+
+def same_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Tracing on the mesh that is set, said once more: where none is, an empty one, under which JAX transposes.
+
+    None and an empty one are two keys of JAX's caches: it would trace each of its own functions for both.
+    """
+    return use_abstract_mesh(get_abstract_mesh())
 
 
 def _mesh(aval: Any) -> AbstractMesh | None:

@@ -24,7 +24,7 @@ from jax.extend import core as jex_core
 from .boundary import guarded
 from .breakpoints import breakpoints
 from .canonical import ONE, View
-from .certify import Certifier, with_vjp
+from .certify import Certifier, with_gradients, with_vjp
 from .compat import names_an_axis
 from .emit import slice_jaxpr
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
@@ -62,6 +62,8 @@ SMOOTH_POINTS = (
     7.0,
     9.0,
 )
+LOOKS = (-2.7, -0.5, 0.9, 2.7)  # where a first look is taken, which most functions of a program do not stand
+_ALIKE = 0.01  # far beyond the rounding of any dtype, and of the three digits of `Known.looks`
 HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
 _CHUNK_ELEMENTS = 2304
 _LARGEST = 40  # operations, literals that are broadcast among them; the longest spelling known has about a dozen
@@ -85,15 +87,28 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Known:
+    """A function that is looked for: `fn` in jnp, and its values at `LOOKS` to three digits, as `looks`."""
+
+    fn: Callable[..., Any]
+    looks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Recognised:
     """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest, `origin`
-    where FusionLab itself failed on it."""
+    where FusionLab itself failed on it. All of that is found out where someone asks (`told`): few ever do."""
 
     name: str | None
     why: str = ""
     code: str = "activation"
     nearest: str = ""
     origin: str = ""
+    asked: Callable[[], Recognised] | None = None
+
+    def told(self) -> Recognised:
+        """With `why` and `nearest`."""
+        return self if self.asked is None else self.asked()
 
 
 def cone(view: View, start: Value) -> list[Node]:
@@ -154,15 +169,13 @@ def between(view: View, start: Value, end: Value) -> list[Node]:
     return [nodes[i] for i in sorted(nodes)]
 
 
-def recognise(
-    view: View, start: Value, end: Value, known: Mapping[str, Callable[..., Any]], certifier: Certifier
-) -> Recognised:
+def recognise(view: View, start: Value, end: Value, known: Mapping[str, Known], certifier: Certifier) -> Recognised:
     """Which known activation `end` is of `start`, in values and in derivative.
 
     Args:
       view: the block's canonical view.
       start, end: raw values, `end` an elementwise function of `start`.
-      known: name -> jnp function.
+      known: name -> function.
       certifier: remembers answers by the cone's signature.
     """
     nodes = between(view, start, end)
@@ -192,7 +205,7 @@ def _recognise(
     nodes: Sequence[Node],
     start: Value,
     end: Value,
-    known: Mapping[str, Callable[..., Any]],
+    known: Mapping[str, Known],
     certifier: Certifier,
 ) -> Recognised:
     if end.dtype != start.dtype:
@@ -202,29 +215,69 @@ def _recognise(
     switches = breakpoints(view, start, nodes)
     if switches is None:
         return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
-    points = _points(switches)
-    closed = slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs)
-    twice = any(n.blocks for n in nodes)  # a custom rule may have any second derivative
+    cut = _Cut(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs), start, switches, certifier.inline)
     try:
-        (mine,) = _on_points(closed, start.shape, points, certifier.inline)
-        given = str(start.dtype), points.tobytes(), is_x64()
-        theirs = {name: _known_values(reference, *given) for name, reference in known.items()}
-        tolerance = TOLERANCE.get(np.dtype(start.dtype).name, 1e-6)
-        # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise.
-        noisy = all(c == 0 for c in switches)
-        errors = {name: (distance(mine, values, points, noisy), math.inf) for name, values in theirs.items()}
-        alike = [name for name, (error, _) in errors.items() if error <= tolerance]
-        if alike:  # of what has other values nobody asks the derivative, which takes most of the time
-            fn = jex_core.jaxpr_as_fun(closed)
-            own = profile(lambda h: fn(h)[0], start, points, certifier.inline, twice)
-            for name in alike:
-                slope = _known_profile(known[name], *given, twice).slope
-                errors[name] = errors[name][0], distance(own.slope, slope, own.slope_points, noisy)
+        looks = cut.at(np.array(LOOKS))
+        alike = {name: k for name, k in known.items() if np.allclose(looks, k.looks, rtol=_ALIKE, atol=_ALIKE)}
+        errors = cut.errors(alike, twice=any(n.blocks for n in nodes)) if alike else {}
     except CannotEvaluate as error:
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
     except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
         return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
-    return _verdict(errors, {name: _gap(mine, values, points) for name, values in theirs.items()}, tolerance)
+    return _verdict(errors, cut.tolerance) or Recognised(None, asked=functools.cache(lambda: cut.nearest(known)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A cone as a program of its own: `closed` computes its end of `start`, and switches at `switches`."""
+
+    closed: Any
+    start: Value
+    switches: Sequence[float]
+    inline: Inline
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(np.dtype(self.start.dtype).name, 1e-6)
+
+    @functools.cached_property
+    def points(self) -> np.ndarray:
+        return _points(self.switches)
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        return self.at(self.points)
+
+    def at(self, points: np.ndarray) -> np.ndarray:
+        return _on_points(self.closed, self.start.shape, points, self.inline)[0]
+
+    def of_known(self) -> tuple[str, bytes, bool]:
+        """What the values of a known function are asked for with."""
+        return str(self.start.dtype), self.points.tobytes(), is_x64()
+
+    def errors(self, known: Mapping[str, Known], twice: bool) -> dict[str, tuple[float, float]]:
+        """How far it is from each known function in value and in derivative; `twice`: a custom rule may have any second derivative."""
+        noisy = all(
+            c == 0 for c in self.switches
+        )  # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise
+        theirs = {name: _known_values(k.fn, *self.of_known()) for name, k in known.items()}
+        errors = {n: (distance(self.values, values, self.points, noisy), math.inf) for n, values in theirs.items()}
+        alike = [name for name, (error, _) in errors.items() if error <= self.tolerance]
+        if alike:  # of what has other values nobody asks the derivative, which takes most of the time
+            fn = jex_core.jaxpr_as_fun(self.closed)
+            own = profile(lambda h: fn(h)[0], self.start, self.points, self.inline, twice)
+            for name in alike:
+                slope = _known_profile(known[name].fn, *self.of_known(), twice).slope
+                errors[name] = errors[name][0], distance(own.slope, slope, own.slope_points, noisy)
+                if errors[name] == (0, 0):
+                    break  # none comes nearer
+        return errors
+
+    def nearest(self, known: Mapping[str, Known]) -> Recognised:
+        """What is said where it is none of them: the one whose values come nearest."""
+        gaps = {n: _gap(self.values, _known_values(k.fn, *self.of_known()), self.points) for n, k in known.items()}
+        name = min(gaps, key=lambda n: gaps[n].size)
+        return Recognised(None, f"the nearest known function is {name}{gaps[name]}", nearest=name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -241,7 +294,7 @@ def _known_profile(reference: Callable[..., Any], dtype: str, points: bytes, x64
     return profile(reference, like, np.frombuffer(points), lambda eqn: None, twice)
 
 
-def value_name(node: Node, known: Mapping[str, Callable[..., Any]], certifier: Certifier) -> str | None:
+def value_name(node: Node, known: Mapping[str, Known], certifier: Certifier) -> str | None:
     """The known function that a node with a custom rule computes, whatever its rule says of the derivative."""
     body = node.blocks[0] if node.blocks else None
     if body is None or len(body.inputs) != 1 or len(body.outputs) != 1 or not isinstance(body.outputs[0], Value):
@@ -252,15 +305,15 @@ def value_name(node: Node, known: Mapping[str, Callable[..., Any]], certifier: C
     return recognise(View(body), start, end, known, certifier).name
 
 
-def _verdict(errors: Mapping[str, tuple[float, float]], gaps: Mapping[str, Gap], tolerance: float) -> Recognised:
+def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Recognised | None:
+    """None where it has the values of none of them."""
     good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
     if good:
         return Recognised(min(good, key=lambda n: errors[n]))
     by_value = [n for n, (v, _) in errors.items() if v <= tolerance]
     if by_value:
         return Recognised(None, f"its values are {by_value[0]}'s but its gradient is not", "gradient", by_value[0])
-    nearest = min(gaps, key=lambda n: gaps[n].size)
-    return Recognised(None, f"the nearest known function is {nearest}{gaps[nearest]}", nearest=nearest)
+    return None
 
 
 @dataclass(frozen=True)
@@ -325,7 +378,7 @@ def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inl
     With `twice` the second derivative at the smooth points is appended to the slopes.
     """
     aval = like.aval
-    value, slope = _on_points(with_vjp(fn, [aval], aval), like.shape, points, inline)
+    value, slope = _on_points(with_gradients(fn, [aval], aval, as_jax=twice), like.shape, points, inline)
     if twice:
 
         def first(h: Any) -> Any:

@@ -249,7 +249,8 @@ def match(pattern: Pattern, view: View, root: int, given: Mapping[str, int] | No
     miss = axis_miss or matcher.best
     if miss is None:
         miss = Miss(pattern, 0, pattern.size, root, "nothing fits", "structure", {})
-    log.debug(
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
         "%s at %s: %d of %d, %s; bound %s",
         pattern.example.name, view_node_text(view, root), miss.matched, miss.total, miss.reason, sorted(miss.bound.values()),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Patterns by example: an ordinary JAX function becomes a canonical pattern.
 
-The example is traced twice, with different sizes and different values for its scalar parameters. Every edge coefficient that
-differs between the two is a captured scalar (and the power in which it enters is solved for); everything else must match.
+The example is read twice, with different values for its scalar parameters. Every edge coefficient that differs between the two is a
+captured scalar (and the power in which it enters is solved for); everything else must match.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .axes import Part, Place, axis_classes, axis_links, places, reshape_parts
 from .canonical import ONE, CNode, Coef, View
+from .ir import Block
 from .trace import block_of_jaxpr
 
 # Even, so that an example may split an axis in two; no length is another one's half.
@@ -45,6 +46,8 @@ class Example:
       root: the canonical op of the result and its number of operands, where they are written down (`fits`).
       holds: likewise, canonical ops that it has and others like it have not.
       jitted: it may hold loops, or whatever else JAX treats otherwise where nothing is jitted.
+      concrete: its scalars are numbers while it is traced, as attributes of fused ops are, and as what a user wrote may want. It is traced
+        twice then, at other sizes too; else once.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Example:
     root: tuple[str, int] | None = None
     holds: frozenset[str] = frozenset()
     jitted: bool = False
+    concrete: bool = False
 
     def fits(self, view: View, nid: int) -> bool:
         """Whether a node of a view may be its result, as far as is told without tracing it: of many alike a search needs one or two."""
@@ -110,10 +114,10 @@ class Pattern:
 def compile_example(example_key: _ById) -> Pattern:
     """The pattern of an example (cached by the example object)."""
     example = example_key.example
-    first, second = (_trace_example(example, i) for i in (0, 1))
+    first, second = views_of(example)
     if len(first.nodes) != len(second.nodes):
         raise ValueError(f"example {example.name}: its structure depends on sizes or scalar values")
-    leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=True)}
+    leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=False)}
     (root, scale), (_, other) = ((ref.nid, ref.coef) for ref in (v.read(v.block.outputs[0]) for v in (first, second)))
     factor = scale if scale == other else _solve(example, scale, other)
     edges = {}
@@ -156,7 +160,18 @@ def pattern_of(example: Example) -> Pattern:
     return compile_example(_ById(example))
 
 
-def _trace_example(example: Example, which: int) -> View:
+def views_of(example: Example) -> tuple[View, View]:
+    """What an example is with one set of values for its scalars, and with another."""
+    if example.concrete:
+        first, second = (View(block_at(example, i, numbers=True)) for i in (0, 1))
+    else:
+        block, leaves, count = block_at(example), len(example.leaves), len(example.scalars)
+        first, second = (View(block, {leaves + i: m[i] for i in range(count)}) for m in _MAGIC)
+    return first, second
+
+
+def block_at(example: Example, which: int = 0, numbers: bool = False) -> Block:
+    """An example as traced, at one of two sets of sizes; its scalars are inputs behind its leaves, or numbers."""
     letters = sorted({c for axes in example.leaves.values() for c in axes})
     size = dict(zip(letters, _SIZES[which], strict=False))
     args = [
@@ -167,7 +182,9 @@ def _trace_example(example: Example, which: int) -> View:
     # Not `trace`: an example has no state, names or symbols to look for, and there are many of them. Without a jit around each of jnp's
     # functions, which would only be flattened again, tracing takes two thirds of the time.
     with jax.disable_jit(not example.jitted):
-        return View(block_of_jaxpr(jax.make_jaxpr(lambda *leaves: example.fn(*leaves, *scalars))(*args)))
+        if numbers:
+            return block_of_jaxpr(jax.make_jaxpr(lambda *leaves: example.fn(*leaves, *scalars))(*args))
+        return block_of_jaxpr(jax.make_jaxpr(example.fn)(*args, *scalars))
 
 
 def _solve(example: Example, a: Coef, b: Coef) -> ScalarEdge:
@@ -226,7 +243,7 @@ def _letters(
     classes = axis_classes(links)
     by_class = places(classes, {nid: view.nodes[nid] for nid in inner})
     name_of: dict[int, str] = {}
-    for value, axes in zip(view.block.inputs, example.leaves.values(), strict=True):
+    for value, axes in zip(view.block.inputs, example.leaves.values(), strict=False):  # the scalars come last
         nid = view.ref[value.id].nid
         for axis, letter in enumerate(axes):
             if (c := classes.get((nid, axis))) is not None and name_of.setdefault(c, letter) != letter:

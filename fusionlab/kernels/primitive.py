@@ -15,6 +15,7 @@ from jax.sharding import get_abstract_mesh
 
 from ..device import Device
 from ..graph.cost import arithmetic_of
+from ..graph.explicit import same_mesh
 from ..graph.labelled import Form
 from ..graph.settings import WHERE_IT_RUNS, is_jit_disabled, is_x64, jax_defaults, types_of_operands, wide_types
 from ..graph.trace import block_of_jaxpr
@@ -170,7 +171,8 @@ class FusedPrimitive(Primitive):
 
     def _trace(self, avals: tuple, params: tuple, mesh: Any, x64: bool) -> Any:
         # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
-        return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
+        with same_mesh():
+            return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
 
     def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:
         one, attrs = self.op.implementations[implementation], attributes_of(params) | {"device": device}

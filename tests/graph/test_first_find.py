@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.fusers import norm_examples
+from fusionlab.fusers import attention_forms, linear_parts, norm_examples, structure_forms
 from fusionlab.graph import pattern
 from fusionlab.graph.certify import with_gradients, with_vjp
 from fusionlab.graph.constants import computed
 from fusionlab.graph.evaluate import evaluate
 from fusionlab.graph.keys import bits_by_entry, threefry2x32
+from fusionlab.graph.manual import make_jaxpr
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -97,9 +100,9 @@ def test_two_words_of_a_key_are_those_of_the_paper():
 
 def test_a_norm_traces_the_examples_that_fit_alone(monkeypatch):
     traced: list[str] = []
-    trace_example = pattern._trace_example
+    views_of = pattern.views_of
     pattern.compile_example.cache_clear()
-    monkeypatch.setattr(pattern, "_trace_example", lambda e, i: traced.append(e.name) or trace_example(e, i))
+    monkeypatch.setattr(pattern, "views_of", lambda e: traced.append(e.name) or views_of(e))
 
     def rms(x):
         return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
@@ -122,3 +125,34 @@ def test_a_derivative_transposed_as_a_whole_is_jaxs():
     args = [np.random.default_rng(i).normal(size=X.shape) for i in range(4)]
     for want, got in zip(*(evaluate(p, args) for p in programs), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def once_and_twice() -> list[pattern.Example]:
+    """Examples of every pass that are traced once."""
+    norms = (*norm_examples.EXAMPLES, *(e for near in norm_examples.NEAR for e in near.examples))
+    tails = [attention_forms.tail_example(t) for t in attention_forms.TAILS]
+    return [*norms, *tails, *(form.example for form in structure_forms.LERP), linear_parts.LINEAR]
+
+
+def test_an_example_that_is_traced_once_depends_on_no_size():
+    """Read with two sets of scalars at one set of sizes, it is what it is with its scalars as numbers at two."""
+    for example in once_and_twice():
+        assert not example.concrete
+        one, two = (pattern.pattern_of(replace(example, concrete=c)) for c in (False, True))
+        for part in ("nodes", "root", "leaf_of", "edges", "gauged", "letters", "parts", "may_lack", "factor", "size"):
+            assert getattr(one, part) == getattr(two, part), (example.name, part)
+
+
+def test_jax_traces_its_own_functions_once_for_a_derivative_and_its_transpose():
+    """None and an empty mesh are two keys of JAX's caches."""
+    traced = []
+
+    def fn(x):
+        traced.append(x)
+        return jnp.sin(x)
+
+    inner = jax.jit(fn)
+    make_jaxpr(inner, [X])
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # as JAX transposes
+        make_jaxpr(inner, [X])
+    assert len(traced) == 1

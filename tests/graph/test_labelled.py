@@ -144,6 +144,7 @@ NORMED = Example(
     lambda x, w, e: ops.layer_norm(ops.gemm_epilogue(x, w), epsilon=e),
     {"x": "mk", "w": "kn"},
     ("epsilon",),
+    concrete=True,
 )
 LOOSE = Example(
     "norm of a product, loosely",
@@ -152,6 +153,7 @@ LOOSE = Example(
     ("epsilon",),
     any_of={("activation", "relu"): frozenset({"relu", "tanh"}), ("kind", "layer"): frozenset({"layer", "rms"})},
     loose=True,
+    concrete=True,
 )
 
 

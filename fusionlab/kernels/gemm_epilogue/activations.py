@@ -7,6 +7,7 @@ them all, and each is fused as itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class Activation:
     Attributes:
       name: what `activation=` takes.
       formula: for a reader, in h.
+      looks: its values at -2.7, -0.5, 0.9 and 2.7 to three digits, by which a search passes over what is unlike it.
       fn: the plain jnp meaning.
       residual: what backward needs: "none", "mask" or "preactivation".
       save: h -> the residual, or None where `residual` is "none".
@@ -34,6 +36,7 @@ class Activation:
 
     name: str
     formula: str
+    looks: tuple[float, float, float, float]
     fn: Callable[[Array], Array]
     residual: str
     save: Callable[[Array], Array] | None
@@ -59,14 +62,22 @@ SPELLINGS = {
 
 
 def _from_preactivation(
-    name: str, formula: str, fn: Callable[[Array], Array], source: str, derived: Callable[[Array], Array] | None = None
+    name: str,
+    formula: str,
+    looks: tuple[float, float, float, float],
+    fn: Callable[[Array], Array],
+    source: str,
+    derived: Callable[[Array], Array] | None = None,
 ) -> Activation:
     """The derivative is JAX's own of `fn`, in 16 bits maybe of another spelling of it (`derived`), at the saved pre-activation."""
 
+    @functools.partial(
+        jax.jit, inline=True
+    )  # traced once for an op's tangent, its cotangent and whoever asks for part of them
     def scale(h: Array, t: Array) -> Array:
         return jax.vjp(derived if derived and h.dtype.itemsize == 2 else fn, h)[1](t)[0]
 
-    return Activation(name, formula, fn, "preactivation", lambda h: h, scale, source)
+    return Activation(name, formula, looks, fn, "preactivation", lambda h: h, scale, source)
 
 
 def _gelu_by_sigmoid(h: Array) -> Array:
@@ -83,13 +94,18 @@ def _half_at_ties(twice: Array, t: Array) -> Array:
     return t * (twice.astype(t.dtype) * 0.5)
 
 
+_RELU = (0.0, 0.0, 0.9, 2.7)
+_GELU = (-0.009, -0.154, 0.734, 2.691)
+_SILU = (-0.17, -0.189, 0.64, 2.53)
+_SIGMOID = (0.063, 0.378, 0.711, 0.937)
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("none", "h", lambda h: h, "none", None, lambda _, t: t, "identity"),
+        Activation("none", "h", (-2.7, -0.5, 0.9, 2.7), lambda h: h, "none", None, lambda _, t: t, "identity"),
         Activation(
             "relu",
             "max(h, 0), derivative 0 at 0",
+            _RELU,
             jax.nn.relu,
             "mask",
             lambda h: h > 0,
@@ -99,6 +115,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "relu_tie",
             "max(h, 0), derivative 1/2 at 0",
+            _RELU,
             lambda h: jnp.maximum(h, 0),
             "mask",
             # Twice the derivative, in one byte: 0, 1 at a tie, 2. NaN compares false with everything and gives 0.
@@ -109,6 +126,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "relu_where",
             "h where h > 0 else 0, derivative 0 at 0",
+            _RELU,
             lambda h: jnp.where(h > 0, h, jnp.zeros_like(h)),
             "mask",
             lambda h: h > 0,
@@ -118,24 +136,28 @@ ACTIVATIONS: dict[str, Activation] = {
         _from_preactivation(
             "relu_unless",
             "0 where h <= 0 else h, derivative 0 at 0",
+            _RELU,
             lambda h: jnp.where(h <= 0, jnp.zeros_like(h), h),
             "jnp.where(h <= 0, 0, h); NaN stays NaN, and has derivative 1",
         ),
         _from_preactivation(
             "relu_times",
             "h * (h > 0), derivative 0 at 0",
+            _RELU,
             lambda h: h * (h > 0),
             "h * (h > 0); -inf becomes NaN",
         ),
         _from_preactivation(
             "relu_abs",
             "(h + |h|) / 2, derivative 1 at 0",
+            _RELU,
             lambda h: 0.5 * (h + jnp.abs(h)),
             "0.5 * (h + jnp.abs(h)); -inf becomes NaN",
         ),
         _from_preactivation(
             "gelu_tanh",
             "h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3)))",
+            _GELU,
             lambda h: jax.nn.gelu(h, approximate=True),
             "jax.nn.gelu(approximate=True); Hendrycks and Gimpel 2016, arXiv:1606.08415",
             _gelu_by_sigmoid,
@@ -143,23 +165,26 @@ ACTIVATIONS: dict[str, Activation] = {
         _from_preactivation(
             "gelu_erf",
             "h/2 (1 + erf(h / sqrt(2)))",
+            _GELU,
             lambda h: jax.nn.gelu(h, approximate=False),
             "jax.nn.gelu(approximate=False); Hendrycks and Gimpel 2016, arXiv:1606.08415",
         ),
-        _from_preactivation("silu", "h / (1 + exp(-h))", jax.nn.silu, "jax.nn.silu"),
-        _from_preactivation("sigmoid", "1 / (1 + exp(-h))", jax.nn.sigmoid, "jax.nn.sigmoid"),
+        _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu"),
+        _from_preactivation("sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid"),
         _from_preactivation(
             "silu_exp",
             "h / (1 + exp(-h)), derivative NaN where exp(-h) overflows",
+            _SILU,
             lambda h: h / (1 + jnp.exp(-h)),
             "h / (1 + jnp.exp(-h))",
         ),
         _from_preactivation(
             "sigmoid_exp",
             "1 / (1 + exp(-h)), derivative NaN where exp(-h) overflows",
+            _SIGMOID,
             lambda h: 1 / (1 + jnp.exp(-h)),
             "1 / (1 + jnp.exp(-h))",
         ),
-        _from_preactivation("tanh", "tanh(h)", jnp.tanh, "jnp.tanh"),
+        _from_preactivation("tanh", "tanh(h)", (-0.991, -0.462, 0.716, 0.991), jnp.tanh, "jnp.tanh"),
     )
 }
