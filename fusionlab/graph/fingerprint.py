@@ -275,7 +275,10 @@ class _Cut:
 
     def nearest(self, known: Mapping[str, Known]) -> Recognised:
         """What is said where it is none of them: the one whose values come nearest."""
-        gaps = {n: _gap(self.values, _known_values(k.fn, *self.of_known()), self.points) for n, k in known.items()}
+        try:
+            gaps = {n: _gap(self.values, _known_values(k.fn, *self.of_known()), self.points) for n, k in known.items()}
+        except CannotEvaluate as error:  # on few points it could
+            return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
         name = min(gaps, key=lambda n: gaps[n].size)
         return Recognised(None, f"the nearest known function is {name}{gaps[name]}", nearest=name)
 

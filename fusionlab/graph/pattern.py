@@ -117,7 +117,9 @@ def compile_example(example_key: _ById) -> Pattern:
     first, second = views_of(example)
     if len(first.nodes) != len(second.nodes):
         raise ValueError(f"example {example.name}: its structure depends on sizes or scalar values")
-    leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=False)}
+    leaf_of = {
+        first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=False)
+    }  # scalars last
     (root, scale), (_, other) = ((ref.nid, ref.coef) for ref in (v.read(v.block.outputs[0]) for v in (first, second)))
     factor = scale if scale == other else _solve(example, scale, other)
     edges = {}
@@ -163,15 +165,14 @@ def pattern_of(example: Example) -> Pattern:
 def views_of(example: Example) -> tuple[View, View]:
     """What an example is with one set of values for its scalars, and with another."""
     if example.concrete:
-        first, second = (View(block_at(example, i, numbers=True)) for i in (0, 1))
-    else:
-        block, leaves, count = block_at(example), len(example.leaves), len(example.scalars)
-        first, second = (View(block, {leaves + i: m[i] for i in range(count)}) for m in _MAGIC)
-    return first, second
+        return View(_block_of(example, 0)), View(_block_of(example, 1))
+    block, leaves = _block_of(example, 0), len(example.leaves)
+    first, second = ({leaves + i: m[i] for i in range(len(example.scalars))} for m in _MAGIC)
+    return View(block, first), View(block, second)
 
 
-def block_at(example: Example, which: int = 0, numbers: bool = False) -> Block:
-    """An example as traced, at one of two sets of sizes; its scalars are inputs behind its leaves, or numbers."""
+def _block_of(example: Example, which: int) -> Block:
+    """An example as traced, at one of two sets of sizes; its scalars are inputs behind its leaves, or the numbers of that set."""
     letters = sorted({c for axes in example.leaves.values() for c in axes})
     size = dict(zip(letters, _SIZES[which], strict=False))
     args = [
@@ -182,7 +183,7 @@ def block_at(example: Example, which: int = 0, numbers: bool = False) -> Block:
     # Not `trace`: an example has no state, names or symbols to look for, and there are many of them. Without a jit around each of jnp's
     # functions, which would only be flattened again, tracing takes two thirds of the time.
     with jax.disable_jit(not example.jitted):
-        if numbers:
+        if example.concrete:
             return block_of_jaxpr(jax.make_jaxpr(lambda *leaves: example.fn(*leaves, *scalars))(*args))
         return block_of_jaxpr(jax.make_jaxpr(example.fn)(*args, *scalars))
 

@@ -71,9 +71,8 @@ def _from_preactivation(
 ) -> Activation:
     """The derivative is JAX's own of `fn`, in 16 bits maybe of another spelling of it (`derived`), at the saved pre-activation."""
 
-    @functools.partial(
-        jax.jit, inline=True
-    )  # traced once for an op's tangent, its cotangent and whoever asks for part of them
+    # Traced once for an op's tangent, its cotangent and whoever asks for part of them.
+    @functools.partial(jax.jit, inline=True)
     def scale(h: Array, t: Array) -> Array:
         return jax.vjp(derived if derived and h.dtype.itemsize == 2 else fn, h)[1](t)[0]
 
