@@ -78,8 +78,10 @@ class Device:
 
     @classmethod
     def current(cls) -> Device:
-        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured."""
-        return _described(jax.local_devices()[0])
+        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and where JAX is told to use the
+        CPU alone, its backend is not started for it.
+        """
+        return _cpu() if jax.config.jax_platforms == "cpu" else _described(jax.local_devices()[0])
 
     @classmethod
     def asked(cls) -> Device:
@@ -149,9 +151,12 @@ def _described(first: Any) -> Device:
             units=getattr(first, "core_count", None),
             missing=_missing("cuda"),
         )
-    if first.platform == "cpu":
-        return Device("cpu", "", f"{_platform.machine()} CPU, {os.cpu_count()} cores", memory=_host_memory())
-    return Device(first.platform, "", first.device_kind)
+    return _cpu() if first.platform == "cpu" else Device(first.platform, "", first.device_kind)
+
+
+@functools.cache
+def _cpu() -> Device:
+    return Device("cpu", "", f"{_platform.machine()} CPU, {os.cpu_count()} cores", memory=_host_memory())
 
 
 def _missing(platform: str) -> tuple[str, ...]:

@@ -83,9 +83,12 @@ class FakeGpu:
         return {"bytes_limit": 1 << 37}
 
 
-def test_a_gpu_is_described_by_what_jax_and_the_packages_say(monkeypatch, without):
+def test_a_gpu_is_described_by_what_jax_and_the_packages_say(monkeypatch, without, request):
     without("nvmath")
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
+    platforms = jax.config.jax_platforms
+    request.addfinalizer(lambda: jax.config.update("jax_platforms", platforms))
+    jax.config.update("jax_platforms", None)  # told to use the CPU alone, JAX is not asked
     versions = {"nvidia-cudnn-cu12": "9.10.2.21", "nvidia-cublas": "13.1.0.3"}
 
     def version(name):

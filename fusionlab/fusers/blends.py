@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -58,6 +59,8 @@ def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
     wide = _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})
     # An optimizer has thousands of sums, and views of their own are dear: x and y are each multiplied, or their difference is.
     difference = any(n.primitive == "sub" for n in near if n is not root)
+    if difference and not _moves_to(view, root, near):
+        return None
     if not difference and sum(n.primitive == "mul" for n in wide) < 2:
         return None
     if not difference and not weighted_sums and _weighted(view, root):
@@ -73,6 +76,25 @@ def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
             found = match(pattern, part, ref.nid)
             if isinstance(found, Match) and _adds_up(view, root, found):
                 return Blend(form, _used(part, found, nodes), part, found)
+    return None
+
+
+def _moves_to(view: View, root: Node, near: tuple[Node, ...]) -> bool:
+    """Whether a sum may read what one of the differences under it reads, too: in a norm, (x - mean) * scale + bias, it does not."""
+    if sum(maker is not None and maker.primitive in ("mul", "add", "sub") for maker, _ in _makers(view, root)) != 1:
+        return True
+    inner = [n for n in near if n.primitive == "sub" and n is not root]
+    own, others = ({_source(view, a) for n in nodes for a in n.inputs} for nodes in ([root], inner))
+    return None in own or None in others or not own.isdisjoint(others)
+
+
+def _source(view: View, atom: Any) -> int | None:
+    """The value under the views and casts of an operand; None for a number."""
+    while isinstance(atom, Value):
+        maker = view.block.producer.get(atom.id)
+        if maker is None or maker.primitive not in _TRANSPARENT or maker.id in view.covered:
+            return atom.id
+        (atom,) = maker.inputs
     return None
 
 

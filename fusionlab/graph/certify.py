@@ -316,7 +316,8 @@ def with_gradients(
         gradients = jax.linear_transpose(tangent, *moving)(ct)
         return [value[0], *gradients]
 
-    return make_jaxpr(joint, [*avals, out])
+    with jax.disable_jit():
+        return make_jaxpr(joint, [*avals, out])
 
 
 def _on_a_mesh(types: Sequence[Any], sums: Sums | None) -> bool:

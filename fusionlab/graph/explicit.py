@@ -85,8 +85,8 @@ def make_typed_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], **options: An
 
 
 def typed_shapes(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """`jax.eval_shape` at types, explicit shardings included."""
-    with mesh_of(avals):
+    """`jax.eval_shape` of FusionLab's own views of operands, at types, explicit shardings included."""
+    with mesh_of(avals), jax.disable_jit():
         return jax.eval_shape(fn, *map(as_argument, avals))
 
 

@@ -286,7 +286,8 @@ class _Cut:
 @functools.lru_cache(maxsize=1024)
 def _known_values(reference: Callable[..., Any], dtype: str, points: bytes, x64: bool) -> np.ndarray:
     """What a known function makes of the points: the same in every search of a process; x64 says how its numbers are typed."""
-    closed = jax.make_jaxpr(reference)(jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
+    with jax.disable_jit():
+        closed = jax.make_jaxpr(reference)(jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
     return _on_points(closed, (2,), np.frombuffer(points), lambda eqn: None)[0]
 
 

@@ -336,7 +336,9 @@ class Op(abc.ABC):
         linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, (*primals, outs[0])))}
         if len(results) > 1:
             linear["given"] = (True,) * len(results)
-        moved = self._tangent.bind(*(known[n] for n in saved), *moving, **linear, **attrs)
+        operands, linear = (*(known[n] for n in saved), *moving), linear | attrs
+        self._tangent.tell([jax.typeof(x) for x in operands], linear, [jax.typeof(x) for x in outs[: len(results)]])
+        moved = self._tangent.bind(*operands, **linear)
         if not residuals:
             return outs[: len(results)], moved
         return outs, [*moved, *self._residual_tangents(primals, live, moving, outs[len(results) :], attrs)]

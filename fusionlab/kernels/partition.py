@@ -43,11 +43,10 @@ Body = Callable[..., list[Array]]  # (params, *operands) -> results
 
 def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """The marker as a parameter, where this call may come to run opaque code on one of several devices."""
-    if jax.device_count() == 1:
-        return {}
     opaque = (one for one in op.implementations.values() if one.opaque)
     runs = any(one.refuses(shapes, device, **attrs) is None for one in opaque)
-    return {"partitioned": Marker()} if runs else {}
+    # The devices are counted last: that starts JAX's backend, which takes longer than a small search.
+    return {"partitioned": Marker()} if runs and jax.device_count() > 1 else {}
 
 
 _WITHOUT_A_CARD = (

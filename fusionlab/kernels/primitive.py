@@ -14,8 +14,9 @@ from jax.extend.core import Primitive
 from jax.sharding import get_abstract_mesh
 
 from ..device import Device
+from ..graph.compat import varies
 from ..graph.cost import arithmetic_of
-from ..graph.explicit import same_mesh
+from ..graph.explicit import same_mesh, sharding_in_type
 from ..graph.labelled import Form
 from ..graph.settings import WHERE_IT_RUNS, is_jit_disabled, is_x64, jax_defaults, types_of_operands, wide_types
 from ..graph.trace import block_of_jaxpr
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .op import Op
 
 _NO_ATTRIBUTES = frozenset({"residuals", "live", "given", "shape", "shardings", "partitioned"})
+_MOST = 1024  # calls whose types, and whose meanings, are remembered
 
 Array = Any
 Meaning = Callable[..., list[Array]]
@@ -68,7 +70,29 @@ class FusedPrimitive(Primitive):
         self.op = op
         self.role = role
         # A search asks for the types of the same ones again and again, and a proof for what they mean.
-        self._traced = functools.lru_cache(maxsize=1024)(self._trace)
+        self._traced = functools.lru_cache(maxsize=_MOST)(self._trace)
+        self._told: dict[Any, list[Any]] = {}
+
+    def tell(self, avals: Sequence[Any], params: Mapping[str, Any], types: Sequence[Any]) -> None:
+        """Says of what types the results are, for operands of types `avals`, so that nothing is traced to learn it.
+
+        On explicit mesh axes, and along those of a shard_map, they depend on more than these: there the meaning is traced.
+        """
+        if any(varies(a) or sharding_in_type(a) is not None for a in (*avals, *types)):
+            return
+        if len(self._told) >= _MOST:
+            self._told.clear()
+        self._told[_key(avals, params)] = list(types)
+
+    def types(self, avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+        """The types of the results, for operands of types `avals`."""
+        told = self._told.get(_key(avals, params))
+        if told is not None:
+            return told
+        made = [v.aval for v in self.traced(avals, params).jaxpr.outvars]
+        if params.get("residuals"):
+            self.tell(avals, {**params, "residuals": False}, made[: len(self.op.results(**attributes_of(params)))])
+        return made
 
     def bind(self, *operands: Any, **params: Any) -> Any:
         # A new one for each equation: a jaxpr that two equations hold JAX prints, in full.
@@ -167,11 +191,12 @@ class FusedPrimitive(Primitive):
     def traced(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
         """Its meaning as a closed jaxpr, at operands of these types; traced once in a process."""
         with wide_types(avals):
-            return self._traced(tuple(avals), tuple(sorted(params.items())), get_abstract_mesh(), is_x64())
+            return self._traced(*_key(avals, params), get_abstract_mesh(), is_x64())
 
     def _trace(self, avals: tuple, params: tuple, mesh: Any, x64: bool) -> Any:
         # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
-        with same_mesh():
+        # Without the jit around each of jnp's functions: nothing of this is lowered, and a meaning has no control flow.
+        with same_mesh(), jax.disable_jit():
             return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
 
     def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:
@@ -208,7 +233,7 @@ def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
 
     @jax_defaults()
     def abstract(*avals: Any, **params: Any) -> list[Any]:
-        return [v.aval for v in primitive.traced(avals, params).jaxpr.outvars]
+        return primitive.types(avals, params)
 
     compiled = jax.jit(lambda *operands, params: primitive.bind(*operands, **dict(params)), static_argnames="params")
 
@@ -219,6 +244,10 @@ def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
 
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(eager)
+
+
+def _key(avals: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(avals), tuple(sorted(params.items()))
 
 
 def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
