@@ -1,11 +1,12 @@
 """What the first `find` of a process costs, against the tracing that it cannot do without.
 
-    python -m benchmarks first_find [--models TEXT] [--variant forward|train] [--dtype f32|bf16] [--every N] [-o FILE]
+    python -m benchmarks first_find [--models TEXT] [--variant forward|train] [--dtype f32|bf16] [--every N] [--repeats N] [-o FILE]
 
 For each program of the zoo, in processor time (and wall time beside it): `jax.make_jaxpr(fn)(*args)` in one process and
-`fl.find(fn, *args)` in another. A process is a fork of one that has imported everything and has traced, compiled and computed nothing:
-it builds the model, forgets what JAX remembers of that (`jax.clear_caches`), and is measured. What is imported only then is counted, as
-are FusionLab's own examples, which are traced once in a process.
+`fl.find(fn, *args)` in another, in turns; the median of several (`--repeats`), since one alone is off by a quarter at times. A process
+is a fork of one that has imported everything and has traced, compiled and computed nothing: it builds the model, forgets what JAX
+remembers of that (`jax.clear_caches`), and is measured. What is imported only then is counted, as are FusionLab's own examples, which
+are traced once in a process.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ MEDIAN, WORST, SHORT_MS = 3.0, 6.0, 500.0
 
 @dataclass(frozen=True)
 class Cost:
-    """One program: milliseconds of the processor and of the clock, to trace it and to search it, each the first time in a process."""
+    """One program: milliseconds (processor, clock) to trace it and to search it, each the first time in a process, of several processes."""
 
     program: str
-    trace_ms: float
-    find_ms: float
-    trace_wall_ms: float
-    find_wall_ms: float
+    trace: tuple[tuple[float, float], ...]
+    find: tuple[tuple[float, float], ...]
+
+    @property
+    def trace_ms(self) -> float:
+        return statistics.median(processor for processor, _ in self.trace)
+
+    @property
+    def find_ms(self) -> float:
+        return statistics.median(processor for processor, _ in self.find)
 
     @property
     def ratio(self) -> float:
@@ -96,10 +103,11 @@ def _find(fn: Any, *args: Any) -> None:
     fl.find(fn, *args)
 
 
-def cost(program: Any) -> Cost:
-    """Both costs of a program, each in a process of its own."""
-    trace, find = (apart(lambda call=call: first(program, call)) for call in (_trace, _find))
-    return Cost(program.id, trace[0], find[0], trace[1], find[1])
+def cost(program: Any, repeats: int) -> Cost:
+    """Both costs of a program, each in processes of its own."""
+    samples = [[apart(lambda call=call: first(program, call)) for call in (_trace, _find)] for _ in range(repeats)]
+    trace, find = (tuple((p, w) for p, w in one) for one in zip(*samples, strict=True))
+    return Cost(program.id, trace, find)
 
 
 def summary(costs: Sequence[Cost]) -> list[str]:
@@ -121,7 +129,8 @@ def summary(costs: Sequence[Cost]) -> list[str]:
 
 
 def _line(c: Cost) -> str:
-    wall = f"wall {c.trace_wall_ms:.0f} and {c.find_wall_ms:.0f} ms"
+    trace, find = (statistics.median(clock for _, clock in one) for one in (c.trace, c.find))
+    wall = f"wall {trace:.0f} and {find:.0f} ms"
     return f"  {c.program:48} trace {c.trace_ms:7.1f} ms  find {c.find_ms:7.1f} ms  {c.ratio:5.2f} x  ({wall})"
 
 
@@ -151,6 +160,23 @@ def _prepare() -> Any:
     return catalogue
 
 
+def _save(output: Path, argv: Sequence[str], costs: Sequence[Cost]) -> None:
+    from fusionlab.evidence.record import (
+        environment,
+        save_json,
+    )  # starts JAX's backend, which no process measured may have
+
+    command = " ".join(["python", "-m", "benchmarks", "first_find", *argv])
+    head = {
+        "benchmark": "first_find",
+        "command": command,
+        "environment": environment().to_dict(),
+        "summary": summary(costs),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_json(output, head | {"programs": [asdict(c) for c in costs]})
+
+
 def main(argv: list[str]) -> int:
     """Prints the summary; 1 where a bound does not hold."""
     parser = argparse.ArgumentParser(
@@ -160,7 +186,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=("f32", "bf16"), action="append", help="default: both")
     parser.add_argument("--models", default="", metavar="TEXT", help="only those whose id contains it")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one program in N")
-    parser.add_argument("-o", "--output", type=Path, help="write every program's cost as JSON")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes of each kind (default 3)")
+    parser.add_argument("-o", "--output", type=Path, help="write the record of every process as JSON")
     asked = parser.parse_args(argv)
     wanted = [
         p
@@ -171,9 +198,9 @@ def main(argv: list[str]) -> int:
     ]
     costs = []
     for program in wanted[:: asked.every]:
-        costs.append(cost(program))
+        costs.append(cost(program, asked.repeats))
         print(_line(costs[-1]), file=sys.stderr)
     print("\n".join(summary(costs)))
     if asked.output is not None:
-        asked.output.write_text(json.dumps([asdict(c) for c in costs], indent=1) + "\n")
+        _save(asked.output, argv, costs)
     return 0 if met(costs) else 1

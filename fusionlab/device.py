@@ -81,7 +81,8 @@ class Device:
         """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and where JAX is told to use the
         CPU alone, its backend is not started for it.
         """
-        return _cpu() if jax.config.jax_platforms == "cpu" else _described(jax.local_devices()[0])
+        alone = jax.config.jax_platforms == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
+        return _cpu() if alone else _described(jax.local_devices()[0])
 
     @classmethod
     def asked(cls) -> Device:

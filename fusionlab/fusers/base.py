@@ -24,6 +24,7 @@ from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
 from ..graph.wide import arithmetic_of, wider_in
+from ..kernels import OPS
 from ..kernels.op import Op
 from .declining import anchor_text as anchor_text
 from .declining import escape_text as escape_text
@@ -349,8 +350,9 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
 def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     """Whether a plan gives every root of a region, in values and in gradients."""
     derivative = search.derivatives.jaxpr if search.derivatives is not None else None
+    ours = OPS.get(plan.op.name) is plan.op
     if not region.others:
-        return search.certifier.region(region, plan.call, what, derivative)
+        return search.certifier.region(region, plan.call, what, derivative, ours)
     lost: dict[str, None] = {}
     edge = regained = False
     for i, root in enumerate(region.roots):

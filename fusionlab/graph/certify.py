@@ -7,7 +7,7 @@ float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .agreement import Pair, Results, Verdict, agree, tolerance_of
+from .alike import Alike
 from .compat import varies
 from .draws import STEPS, Reduction, inputs_of, is_number
 from .evaluate import CannotEvaluate, Inline, Sizes, is_float, traced_once
@@ -43,6 +44,10 @@ class Certifier(Memo):
     """
 
     inline: Inline = lambda eqn: None
+    _alike: Alike = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._alike = Alike(self.inline)
 
     def region(
         self,
@@ -50,6 +55,7 @@ class Certifier(Memo):
         replacement: Callable[..., Any],
         what: Any,
         derivative: Callable[[Region], Any] | None = None,
+        ours: bool = False,
     ) -> Verdict:
         """Values and gradients of `replacement(*region.inputs)` against the region.
 
@@ -58,9 +64,15 @@ class Certifier(Memo):
           replacement: what would stand in its place, taking `region.inputs`.
           what: hashable description of the replacement (op and attributes), part of the cache key.
           derivative: gives the region's own as `with_vjp` does, where that is asked for elsewhere too; else it is traced here.
+          ours: the replacement is one of this package's ops, whose gradients are the same formulas whatever the sizes: what was proved of
+            programs that are alike (see alike.py) is not proved again.
         """
         key = ("region", region_signature(region), what)
-        return self.once(key, lambda: _prove(region, replacement, self.inline, derivative))
+
+        def prove() -> Verdict:
+            return _prove(region, replacement, self.inline, derivative)
+
+        return self.once(key, lambda: self._alike.once(region, replacement, what, prove) if ours else prove())
 
     def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
         """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as

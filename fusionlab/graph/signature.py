@@ -34,41 +34,53 @@ class Memo:
         return self._known[key]
 
 
-def region_signature(region: Region) -> Any:
+Size = Callable[[Any], Any]  # what stands for the size of an axis in a signature
+
+
+def _as_it_is(size: Any) -> Any:
+    return size
+
+
+def region_signature(region: Region, size: Size = _as_it_is) -> Any:
     """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
     number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
     number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
     for value in region.inputs:
         number[value.id] = len(number)
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    leaves = tuple((name, number[v.id], *_type_key(v)) for name, v in region.leaves.items())
-    body = tuple(node_signature(n, number) for n in nodes)
+    leaves = tuple((name, number[v.id], *_type_key(v, size)) for name, v in region.leaves.items())
+    body = tuple(node_signature(n, number, size) for n in nodes)
     return leaves, body, tuple(number.get(v.id) for v in region.roots)
 
 
-def node_signature(node: Node, number: dict[int, Any]) -> Any:
+def node_signature(node: Node, number: dict[int, Any], size: Size = _as_it_is) -> Any:
     """A hashable form of a node; `number` renames values in order of appearance and is extended."""
     ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
-    params = params_signature(node)
+    params = params_signature(node, size)
     if "jvp_jaxpr_fun" in node.params:
         params += (_rule_key(node.params["jvp_jaxpr_fun"]),)
     for value in node.outputs:
         number[value.id] = len(number)
-    outs = tuple(map(_type_key, node.outputs))
-    return node.primitive, ins, params, outs, tuple(_block_signature(b) for b in node.blocks)
+    outs = tuple(_type_key(v, size) for v in node.outputs)
+    return node.primitive, ins, params, outs, tuple(block_signature(b, size) for b in node.blocks)
 
 
-def _type_key(value: Value) -> Any:
+def _type_key(value: Value, size: Size) -> Any:
     """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given."""
-    return value.shape, str(value.dtype), sharding_in_type(value.aval)
+    return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval)
 
 
-def params_signature(node: Node) -> tuple[Any, ...]:
+def params_signature(node: Node, size: Size = _as_it_is) -> tuple[Any, ...]:
     """A hashable form of a node's parameters but jaxprs, rules and shardings."""
-    items = node.params.items()
-    return tuple(sorted((k, _param_key(v)) for k, v in items if k not in _IGNORED and not _holds_jaxpr(v)))
+    items = [(k, v) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v)]
+    return tuple(sorted((k, _sizes_key(v, size) if k in _SHAPES else _param_key(v)) for k, v in items))
 
 
+def _sizes_key(value: Any, size: Size) -> Any:
+    return tuple(map(size, value)) if isinstance(value, tuple) else _param_key(value)
+
+
+_SHAPES = frozenset({"shape", "new_sizes"})  # parameters that are the sizes of a result
 _IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
 
 
@@ -78,11 +90,11 @@ def _rule_key(rule: Any) -> Any:
     return tuple(f.__code__ if is_jax_file(f.__code__.co_filename) else f for f in functions)
 
 
-def _block_signature(block: Block) -> Any:
+def block_signature(block: Block, size: Size = _as_it_is) -> Any:
     number = {v.id: i for i, v in enumerate(block.inputs)}
     for value, const in block.consts:
         number[value.id] = -1 - (id(const) & 0xFFFFFFFFFFFF)  # a captured array is equal only to itself
-    body = tuple(node_signature(n, number) for n in block.nodes)
+    body = tuple(node_signature(n, number, size) for n in block.nodes)
     return body, tuple(number[a.id] if isinstance(a, Value) else _literal_key(a) for a in block.outputs)
 
 

@@ -1,0 +1,123 @@
+"""Programs that differ by the lengths of their axes alone: what is proved of one at some lengths holds of the other.
+
+A product of 128 and of 512 features, the same layer for two lengths of a sequence: neither asks how long an axis is. Two programs are alike
+where one becomes the other by other names for its sizes: sizes that were equal stay equal, and every number in it is the same. A program
+that can tell how long an axis is (by positions, by counting, by a window) is like no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .compat import varies
+from .cost_rules import ELEMENTWISE, EXPANDED, TRANSCENDENTAL
+from .evaluate import Inline
+from .explicit import make_typed_jaxpr, sharding_in_type
+from .ir import Block, Node, Value
+from .numpy_rules import KEPT_SIZES
+from .region import Region
+from .rules import is_jax_rule
+from .signature import block_signature, region_signature
+from .trace import FLATTENED, block_of_jaxpr
+
+_OF_ENTRIES = ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
+_OF_SHAPES = frozenset("broadcast_in_dim reshape transpose squeeze expand_dims".split())
+_SUMS = frozenset("dot_general reduce_sum reduce_max reduce_min".split())
+
+
+class Names(dict[int, Any]):
+    """Size of an axis -> its name, in order of appearance. Those that proofs leave as they are keep their number."""
+
+    def __call__(self, size: int) -> Any:
+        return size if size <= KEPT_SIZES else self.setdefault(int(size), ("size", len(self)))
+
+
+@dataclass
+class Alike:
+    """What was proved of programs that may be like one that is still to be."""
+
+    inline: Inline
+    _proved: dict[Any, list[tuple[Callable[[], Any], Any]]] = field(default_factory=dict)
+
+    def once(self, region: Region, replacement: Callable[..., Any], what: Any, prove: Callable[[], Any]) -> Any:
+        """`prove()`, or what it gave for a region and a replacement like these, if that was a proof (`ok`)."""
+        if not _is_blind(region):
+            return prove()
+        names = Names()
+        earlier = self._proved.setdefault((region_signature(region, names), what), [])
+        avals = [v.aval for v in region.inputs]
+        known: list[Any] = []
+
+        def meant() -> Any:
+            """Of the replacement, by the names that the region's sizes have; traced where there is something to compare it with."""
+            if not known:
+                known.append(_meant(replacement, avals, Names(names), self.inline))
+            return known[0]
+
+        if earlier and meant() is not None:
+            found = next((verdict for other, verdict in earlier if other() == known[0]), None)
+            if found is not None:
+                return found
+        verdict = prove()
+        if verdict.ok:
+            earlier.append((meant, verdict))
+        return verdict
+
+
+def _is_blind(region: Region) -> bool:
+    """Whether a region cannot tell how long its axes are."""
+    types = [v.aval for v in (*region.inputs, *region.roots)]
+    if region.sums.axes or region.known or any(varies(a) or sharding_in_type(a) is not None for a in types):
+        return False
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    return _are_blind(nodes, {v.id for v in region.inputs})
+
+
+def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
+    """Whether nodes, in order, cannot; `moving` are the values that operands have a part in: a sum of others may count its terms."""
+    moving = set(moving)
+    for node in nodes:
+        reads = [a.id for a in node.inputs if isinstance(a, Value)]
+        if node.primitive in FLATTENED or is_jax_rule(node):
+            inside = all(_are_blind(b.nodes, {v.id for v in b.inputs}) for b in node.blocks)
+            if not inside or not moving.issuperset(reads):
+                return False
+        elif node.primitive in _SUMS:
+            if not moving.issuperset(reads):
+                return False
+        elif node.primitive not in _OF_ENTRIES | _OF_SHAPES:
+            return False
+        if not moving.isdisjoint(reads):
+            moving.update(v.id for v in node.outputs)
+    return True
+
+
+def _meant(fn: Callable[..., Any], avals: Sequence[Any], names: Names, inline: Inline) -> Any:
+    """A signature of what `fn` computes, fused ops written out; None where it can tell how long an axis is."""
+    block = block_of_jaxpr(make_typed_jaxpr(fn, avals))
+    parts = [block_signature(block, names)]
+    moving = {v.id for v in block.inputs}
+    for node in block.nodes:
+        meaning = inline(node.eqn)
+        if meaning is None:
+            blind = _are_blind([node], moving)
+        else:
+            closed = make_typed_jaxpr(meaning, [v.aval for v in node.inputs]) if callable(meaning) else meaning
+            inner = block_of_jaxpr(closed)
+            parts.append(block_signature(inner, names))
+            blind = moving.issuperset(_read(node)) and _stands_alone(inner)
+        if not blind:
+            return None
+        if not moving.isdisjoint(_read(node)):
+            moving.update(v.id for v in node.outputs)
+    return tuple(parts)
+
+
+def _read(node: Node) -> list[int]:
+    return [a.id for a in node.inputs if isinstance(a, Value)]
+
+
+def _stands_alone(block: Block) -> bool:
+    return not block.consts and _are_blind(block.nodes, {v.id for v in block.inputs})
