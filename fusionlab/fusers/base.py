@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from ..device import Device, asked_about
@@ -17,10 +19,11 @@ from ..graph.certify import Certifier, Verdict, misplaced, weak_gradients
 from ..graph.evaluate import is_float, narrows
 from ..graph.explicit import Misplaced, placing, told, typed_shapes
 from ..graph.ir import Block, Graph, Node
-from ..graph.manual import has_mesh, make_jaxpr
+from ..graph.manual import Sums, has_mesh, make_jaxpr
 from ..graph.region import Region
 from ..graph.rewrite import Replacement
 from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
+from ..graph.settings import unwrapped
 from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
 from ..graph.wide import arithmetic_of, wider_in
@@ -140,10 +143,13 @@ class Plan:
     device: Device | None = None
 
     def call(self, *inputs: Any) -> Any:
-        if self.device is None:
-            return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
-        with asked_about(self.device):
-            return self.finish(self.op.call(*self.operands(*inputs), **self.attrs))
+        return self.calling(*inputs)[1]
+
+    def calling(self, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
+        """The op's operands, and what it gives of them."""
+        operands = self.operands(*inputs)
+        with contextlib.nullcontext() if self.device is None else asked_about(self.device):
+            return operands, self.finish(self.op.call(*operands, **self.attrs))
 
 
 @dataclass(frozen=True)
@@ -324,33 +330,47 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
-    avals = [v.aval for v in region.inputs]
+    avals, asked = [v.aval for v in region.inputs], search.implementation
+    attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+
+    def backends(operands: Sequence[Any]) -> tuple[Backend, ...]:
+        return plan.op.backends(*operands, device=search.device, implementation=asked, **attrs)
+
     try:
         with placing(avals):
-            operands = typed_shapes(plan.operands, avals)
-            attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
-            backends = plan.op.backends(*operands, device=search.device, implementation=search.implementation, **attrs)
-            named = next((b for b in backends if b.name == search.implementation), None)
-            if named is not None and named.verdict == "unavailable":
-                return _Facts(Verdict(None), backends=backends, refused=named.reason)
+            if asked is not None:  # and cannot be bound where it cannot run
+                able = backends(typed_shapes(plan.operands, avals))
+                if refusal := next((b.reason for b in able if b.name == asked and b.verdict == "unavailable"), None):
+                    return _Facts(Verdict(None), backends=able, refused=refusal)
             verdict = proof or _proved(search, region, plan, (plan.op.name, tuple(sorted(plan.attrs.items()))))
             if not verdict.ok:
                 return _Facts(verdict)
-            program = block_of_jaxpr(make_jaxpr(plan.call, avals, sums=region.sums))
+            program, operands = _program(plan, avals, region.sums)
     except Misplaced as error:
         return _Facts(misplaced(error))
-    saved = plan.op.residuals(*operands, implementation=search.implementation, **attrs)
-    alone = None
-    if search.implementation is None:
-        alone = plan.op.left_alone(*operands, device=search.device, **attrs)
+    saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
+    alone = plan.op.left_alone(*operands, device=search.device, **attrs) if asked is None else None
     idle = plan.op.idle(*operands, device=search.device, **attrs)
-    return _Facts(verdict, program, saved if search.gradient else (), backends, alone, idle)
+    return _Facts(verdict, program, saved, backends(operands), alone, idle)
+
+
+def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[Any]]:
+    """What would stand for a site, and the types of the op's operands in it."""
+    types: list[Any] = []
+
+    def call(*inputs: Any) -> Any:
+        operands, given = plan.calling(*inputs)
+        types.extend(None if x is None else jax.typeof(x) for x in operands)
+        return given
+
+    with unwrapped():
+        return block_of_jaxpr(make_jaxpr(call, avals, sums=sums)), types
 
 
 def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
     """Whether a plan gives every root of a region, in values and in gradients."""
     derivative = search.derivatives.jaxpr if search.derivatives is not None else None
-    ours = OPS.get(plan.op.name) is plan.op
+    ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
     if not region.others:
         return search.certifier.region(region, plan.call, what, derivative, ours)
     lost: dict[str, None] = {}

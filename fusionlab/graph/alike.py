@@ -19,6 +19,7 @@ from .ir import Block, Node, Value
 from .numpy_rules import KEPT_SIZES
 from .region import Region
 from .rules import is_jax_rule
+from .settings import unwrapped
 from .signature import block_signature, region_signature
 from .trace import FLATTENED, block_of_jaxpr
 
@@ -96,7 +97,8 @@ def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
 
 def _meant(fn: Callable[..., Any], avals: Sequence[Any], names: Names, inline: Inline) -> Any:
     """A signature of what `fn` computes, fused ops written out; None where it can tell how long an axis is."""
-    block = block_of_jaxpr(make_typed_jaxpr(fn, avals))
+    with unwrapped():
+        block = block_of_jaxpr(make_typed_jaxpr(fn, avals))
     parts = [block_signature(block, names)]
     moving = {v.id for v in block.inputs}
     for node in block.nodes:

@@ -25,6 +25,7 @@ from .manual import Sums, as_typed, is_weak, make_jaxpr
 from .programs import FEW, Programs
 from .reducing import SOON, at_sizes, elements
 from .region import Region
+from .settings import unwrapped
 from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 from .trials import try_out
@@ -70,7 +71,7 @@ class Certifier(Memo):
         key = ("region", region_signature(region), what)
 
         def prove() -> Verdict:
-            return _prove(region, replacement, self.inline, derivative)
+            return _prove(region, replacement, self.inline, derivative, ours)
 
         return self.once(key, lambda: self._alike.once(region, replacement, what, prove) if ours else prove())
 
@@ -171,7 +172,11 @@ def _tried(
 
 
 def _prove(
-    region: Region, replacement: Callable[..., Any], inline: Inline, derivative: Callable[[Region], Any] | None
+    region: Region,
+    replacement: Callable[..., Any],
+    inline: Inline,
+    derivative: Callable[[Region], Any] | None,
+    ours: bool,
 ) -> Verdict:
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
@@ -179,7 +184,7 @@ def _prove(
     if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
         return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     try:
-        with placing((*avals, out)):
+        with placing((*avals, out)), unwrapped(ours):
             if derivative is not None and not _on_a_mesh((*avals, out), sums):
                 old = derivative(region)
             else:
@@ -328,8 +333,7 @@ def with_gradients(
         gradients = jax.linear_transpose(tangent, *moving)(ct)
         return [value[0], *gradients]
 
-    with jax.disable_jit():
-        return make_jaxpr(joint, [*avals, out])
+    return make_jaxpr(joint, [*avals, out])
 
 
 def _on_a_mesh(types: Sequence[Any], sums: Sums | None) -> bool:

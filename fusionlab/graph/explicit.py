@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from .compat import sharding_type_error
+from .settings import unwrapped
 
 
 def sharding_in_type(aval: Any) -> NamedSharding | None:
@@ -86,7 +87,7 @@ def make_typed_jaxpr(fn: Callable[..., Any], avals: Sequence[Any], **options: An
 
 def typed_shapes(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """`jax.eval_shape` of FusionLab's own views of operands, at types, explicit shardings included."""
-    with mesh_of(avals), jax.disable_jit():
+    with mesh_of(avals), unwrapped():
         return jax.eval_shape(fn, *map(as_argument, avals))
 
 

@@ -31,7 +31,7 @@ from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .explicit import sharding_in_type
 from .ir import Literal, Node, Value
 from .rules import is_jax_rule
-from .settings import is_x64
+from .settings import is_x64, unwrapped
 from .signature import node_signature
 
 ELEMENTWISE = frozenset(
@@ -286,7 +286,7 @@ class _Cut:
 @functools.lru_cache(maxsize=1024)
 def _known_values(reference: Callable[..., Any], dtype: str, points: bytes, x64: bool) -> np.ndarray:
     """What a known function makes of the points: the same in every search of a process; x64 says how its numbers are typed."""
-    with jax.disable_jit():
+    with unwrapped():
         closed = jax.make_jaxpr(reference)(jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
     return _on_points(closed, (2,), np.frombuffer(points), lambda eqn: None)[0]
 
@@ -382,7 +382,9 @@ def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inl
     With `twice` the second derivative at the smooth points is appended to the slopes.
     """
     aval = like.aval
-    value, slope = _on_points(with_gradients(fn, [aval], aval, as_jax=twice), like.shape, points, inline)
+    with unwrapped():
+        both = with_gradients(fn, [aval], aval, as_jax=twice)
+    value, slope = _on_points(both, like.shape, points, inline)
     if twice:
 
         def first(h: Any) -> Any:

@@ -103,6 +103,13 @@ def _is_wide(value: Any) -> bool:
     return getattr(dtype, "name", None) in _WIDE
 
 
+def unwrapped(ours: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Around the tracing of FusionLab's own code in `jax.numpy`, which is only looked at: without the jit that is around each function of
+    it, and takes longer to trace than what is in it. Not around a user's code (`ours` False): JAX would run the loops in it in Python.
+    """
+    return jax.disable_jit() if ours else contextlib.nullcontext()
+
+
 def is_jit_disabled() -> bool:
     """Whether the user has what is under a jit run as plain Python, one primitive after another."""
     return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]

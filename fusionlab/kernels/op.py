@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from ..device import Device
@@ -55,6 +56,7 @@ class Op(abc.ABC):
     implementations: ClassVar[Mapping[str, Implementation]]
     # Result -> of how many arrays its cotangent may be the sum, that an implementation adds up itself; one, where it is not named.
     addends: ClassVar[Mapping[str, int]] = {}
+    is_users: ClassVar[bool] = False  # whether its meaning is a user's code
 
     def __init__(self) -> None:
         self._call = FusedPrimitive(self.name, self, "call")
@@ -198,9 +200,9 @@ class Op(abc.ABC):
         """What the forward saves for backward when every operand's gradient is wanted."""
         present, full = self._prepared(operands, attrs)
         slots = [slot for slot, a in present.items() if jnp.issubdtype(a.dtype, jnp.floating)]
-        types = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in present.values())
-        # By the primitive, whose types are remembered.
-        shapes = jax.eval_shape(lambda *xs: self._call.bind(*xs, residuals=True, **full), *types)
+        types = [ShapedArray(a.shape, a.dtype) for a in present.values()]
+        with jax_defaults():
+            shapes = self._call.types(types, {"residuals": True, **full})
         found = zip((*self.results(**full), *self.residual_names(**full)), shapes, strict=True)
         records = []
         for name, s in found:

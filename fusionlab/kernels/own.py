@@ -94,6 +94,8 @@ class PatternOp(Op):
       same_code: the reference is what programs have.
     """
 
+    is_users = True
+
     def __init__(
         self,
         name: str,

@@ -18,7 +18,15 @@ from ..graph.compat import varies
 from ..graph.cost import arithmetic_of
 from ..graph.explicit import same_mesh, sharding_in_type
 from ..graph.labelled import Form
-from ..graph.settings import WHERE_IT_RUNS, is_jit_disabled, is_x64, jax_defaults, types_of_operands, wide_types
+from ..graph.settings import (
+    WHERE_IT_RUNS,
+    is_jit_disabled,
+    is_x64,
+    jax_defaults,
+    types_of_operands,
+    unwrapped,
+    wide_types,
+)
 from ..graph.trace import block_of_jaxpr
 
 if TYPE_CHECKING:
@@ -195,8 +203,7 @@ class FusedPrimitive(Primitive):
 
     def _trace(self, avals: tuple, params: tuple, mesh: Any, x64: bool) -> Any:
         # Traced rather than eval_shape'd: shardings and the varying axes of shard_map come out right as well.
-        # Without the jit around each of jnp's functions: nothing of this is lowered, and a meaning has no control flow.
-        with same_mesh(), jax.disable_jit():
+        with same_mesh(), unwrapped(not self.op.is_users):
             return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
 
     def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:

@@ -456,6 +456,22 @@ def test_a_replacement_that_does_not_take_every_length(registered):
     assert fl.find(mish, array(40_000), passes="mish").counts()["mish"] == 1
 
 
+@pytest.mark.parametrize("implementation", ["xla", "other"])
+def test_a_loop_in_a_replacement_is_traced_as_one(registered, implementation):
+    turns = []
+
+    def turned(x, _):
+        turns.append(x)
+        return x, None
+
+    def looped(x):
+        return mish(jax.lax.scan(turned, x, length=1000)[0])
+
+    registered(mish_pass(implementations={implementation: looped}))
+    assert fl.find(mish, X, passes="mish").counts()["mish"] == 1
+    assert 0 < len(turns) < 1000
+
+
 def float32_always(x):
     return mish(x) * np.float32(1)
 

@@ -109,9 +109,9 @@ def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = 
     """
     if form.device is None or form.device.platform == "cpu":
         a, b = a.astype(dtype), b.astype(dtype)
-    product = functools.partial(jnp.einsum, precision=form.precision, preferred_element_type=dtype)
     if form.group == 1:
-        return product(axes.replace("k", "n"), a, b)
+        return _product(a, b, axes.replace("k", "n"), form.precision, dtype)
+    product = functools.partial(jnp.einsum, precision=form.precision, preferred_element_type=dtype)
     *sides, made = re.split(",|->", axes)
     a, b = (_by_key_head(x, side, form.group) if "n" in side else x for x, side in zip((a, b), sides, strict=True))
     if "n" not in made:
@@ -119,6 +119,26 @@ def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = 
     out = product(axes.replace("n", "kg"), a, b)
     at = made.index("n") - len(made)  # never the last axis
     return out.reshape(*out.shape[: at - 1], out.shape[at - 1] * out.shape[at], *out.shape[at + 1 :])
+
+
+def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array:
+    """What einsum makes of heads n and one axis each that is summed over, a's own and b's own, without its parsing, which takes as long to
+    trace as all else in an attention. `axes` as "...tnh,...snh->...nts".
+    """
+    sides, made = axes.replace(".", "").split("->")
+    mine, theirs = sides.split(",")
+    if made != "n" + "".join(x for x in mine + theirs if x != "n" and x in made):
+        a, b, mine, theirs = b, a, theirs, mine
+    free = a.ndim - len(mine)
+    (summed,) = set(mine) & set(theirs) - {"n"}
+    at, heads = ([free + side.index(x) for side in (mine, theirs)] for x in (summed, "n"))
+    batch = [(*range(free), n) for n in heads]
+    numbers = ((at[:1], at[1:]), (batch[0], batch[1]))
+    out = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
+    found = "n" + "".join(x for x in mine + theirs if x not in ("n", summed))
+    if found == made:
+        return out
+    return lax.transpose(out, (*range(free), *(free + found.index(x) for x in made)))
 
 
 def _by_key_head(x: Array, axes: str, group: int) -> Array:
