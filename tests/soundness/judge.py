@@ -401,8 +401,12 @@ def _excuse(pair: Pair, draw: str, want: list, name: str, gap: float, allowed: f
         moved = max(moved, _furthest(pair.run(pair.old, near)[index], want[index]) / scale)
     group = [i for i, n in enumerate(pair.names) if n.split()[0] == name.split()[0]]
     noise = 0.0  # of float64 itself, in any array of the group: one form may cancel exactly where the other does not
-    for near in itertools.chain(_shaken(args, 2.0**-50, _MORE), _shaken(args, 2.0**-52, _MORE)):
-        outs = pair.run(pair.old, near)
+    added = (traced_once(_added_otherwise(pair.inline, trial, 2.0**-52)) for trial in range(_TRIALS))
+    runs = itertools.chain(
+        (pair.run(pair.old, near) for step in (2.0**-50, 2.0**-52) for near in _shaken(args, step, _MORE)),
+        (pair.run(pair.old, args, inline=otherwise) for otherwise in added),
+    )
+    for outs in runs:
         noise = max(noise, *(_furthest(outs[i], want[i]) / scale for i in group))
     if gap > allowed + _SHAKEN * moved + _NOISE * noise:
         raise Wrong(f"{name} differs by {gap:.2g} at {draw} inputs (allowed {allowed:.0e}, shaken {moved:.1g})")
