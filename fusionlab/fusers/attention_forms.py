@@ -8,16 +8,17 @@ example, and that example is what is matched: the reading only says which exampl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..graph.canonical import ONE, View
+from ..graph.canonical import ONE, Coef, Operand, View
 from ..graph.ir import Value
-from ..graph.match import Match
+from ..graph.match import Match, close
 from ..graph.pattern import Example
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
@@ -58,58 +59,21 @@ SOFTMAXES: Mapping[str, Callable[[Any], Any]] = {
     "exp(log_softmax(z))": _by_log_softmax,
 }
 AFTER = "division after the product"
-# What may happen to the probabilities before they weigh the values: nothing, a factor (a dropout mask, weights on heads), a selection, or
-# `jax.nn.softmax(z, where=m)`, which gives a row that sees nothing no weights at all.
 _WORDS = {
-    "": "",
     "factors": ", probabilities times factors",
     "kept": ", probabilities selected",
+    "hidden": ", probabilities selected",
     "where": " of some keys",
 }
 
 
 @dataclass(frozen=True)
-class Tail:
-    """A spelling of softmax(z) @ v: the softmax's name, and what changes the probabilities (a key of `_WORDS`)."""
-
-    softmax: str
-    change: str = ""
-
-    def __call__(self, z: Any, v: Any, factors: Any = None, factor: float = 1.0) -> Any:
-        if self.softmax == AFTER:
-            return _divided_after(z, v)
-        if self.change == "where":
-            return _weigh(jax.nn.softmax(z, where=factors), v)
-        p = SOFTMAXES[self.softmax](z)
-        if self.change == "factors":
-            p = p * factors
-        if self.change == "kept":
-            p = jnp.where(factors, p * factor, 0.0)
-        return _weigh(p, v)
-
-    @property
-    def name(self) -> str:
-        return self.softmax + _WORDS[self.change]
-
-    @property
-    def bools(self) -> frozenset[str]:
-        """Its leaves of dtype bool."""
-        return frozenset({"factors"} if self.change in ("kept", "where") else ())
-
-
-TAILS = (
-    *(Tail(s, c) for c in ("", "factors", "kept") for s in (*SOFTMAXES, AFTER) if not (c and s == AFTER)),
-    Tail("softmax", "where"),
-)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step from the product towards the softmax.
+class Change:
+    """What happens to the probabilities before they weigh the values.
 
     Attributes:
-      kind: "kept" (where(m, z, fill)), "hidden" (where(m, fill, z)), "added" (z + b), "capped" (c * tanh(z)), "times" (z * f) or
-        "over" (z / f) or "negated" (-z; any other negative factor is a scale's).
+      kind: "factors" (p * f: a dropout mask, weights on heads), "kept" (where(m, p * number, 0)), "hidden" (where(m, 0, p * number)) or
+        "where": `jax.nn.softmax(z, where=m)`, which gives a row that sees nothing no weights at all; only the first may be.
       leaf, scalar: the names of its operand and of its number in an example.
     """
 
@@ -117,13 +81,107 @@ class Step:
     number: int
 
     @property
-    def leaf(self) -> str | None:
-        prefix = {"kept": "mask", "hidden": "mask", "added": "bias", "times": "factor", "over": "factor"}.get(self.kind)
-        return f"{prefix}{self.number}" if prefix else None
+    def leaf(self) -> str:
+        return f"factors{self.number or ''}"
 
     @property
     def scalar(self) -> str | None:
-        return {"kept": f"fill{self.number}", "hidden": f"fill{self.number}", "capped": "cap"}.get(self.kind)
+        return f"share{self.number or ''}" if self.kind in ("kept", "hidden") else None
+
+    def __call__(self, p: Any, leaf: Any, scalar: Any) -> Any:
+        match self.kind:
+            case "kept":
+                return jnp.where(leaf, p * scalar, 0.0)
+            case "hidden":
+                return jnp.where(leaf, 0.0, p * scalar)
+            case _:
+                return p * leaf
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A spelling of softmax(z) @ v: the softmax's name, and what changes the probabilities, the innermost first."""
+
+    softmax: str
+    kinds: tuple[str, ...] = ()
+
+    def __call__(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
+        if self.softmax == AFTER:
+            return _divided_after(z, v)
+        changes = self.changes
+        if self.of_some_keys:
+            p, changes = jax.nn.softmax(z, where=given[changes[0].leaf]), changes[1:]
+        else:
+            p = SOFTMAXES[self.softmax](z)
+        for change in changes:
+            p = change(p, given[change.leaf], given[change.scalar] if change.scalar else None)
+        return _weigh(p, v)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        return tuple(Change(kind, i) for i, kind in enumerate(self.kinds))
+
+    @property
+    def of_some_keys(self) -> bool:
+        """Whether the softmax itself leaves keys out, by the first of its changes."""
+        return self.kinds[:1] == ("where",)
+
+    @property
+    def name(self) -> str:
+        return self.softmax + "".join(_WORDS[kind] for kind in self.kinds)
+
+    @property
+    def leaves(self) -> dict[str, str]:
+        """The operands of its changes, with their axes in an example."""
+        return {c.leaf: "bts" for c in self.changes}
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        return tuple(c.scalar for c in self.changes if c.scalar)
+
+    @property
+    def bools(self) -> frozenset[str]:
+        """Its leaves of dtype bool."""
+        return frozenset(c.leaf for c in self.changes if c.kind != "factors")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step from the product towards the softmax.
+
+    Attributes:
+      kind: "kept" (where(m, z, fill)), "hidden" (where(m, fill, z)), "blended" (z * m + fill * (1 - m)), "added" (z + b), "gated"
+        (z * m, and then added to), "capped" (c * tanh(z)), "times" (z * f) or "over" (z / f) or "negated" (-z; any other negative factor
+        is a scale's).
+      has_gain: whether what it makes is multiplied by a number before anything else is done to it.
+      lowered: whether it is written z * m + fill * (m - 1), with the fill's sign turned.
+      leaf, scalar, gain: the names of its operand, of its number and of that number in an example.
+    """
+
+    kind: str
+    number: int
+    has_gain: bool = False
+    lowered: bool = False
+
+    @property
+    def leaf(self) -> str | None:
+        prefix = {"added": "bias", "times": "factor", "over": "factor", "gated": "gate"}.get(
+            self.kind, "mask" if self.masks else None
+        )
+        return f"{prefix}{self.number}" if prefix else None
+
+    @property
+    def masks(self) -> bool:
+        """Whether it puts a number in place of scores."""
+        return self.kind in ("kept", "hidden", "blended")
+
+    @property
+    def scalar(self) -> str | None:
+        return "cap" if self.kind == "capped" else f"fill{self.number}" if self.masks else None
+
+    @property
+    def gain(self) -> str | None:
+        return f"gain{self.number}" if self.has_gain else None
 
     def __call__(self, z: Any, leaf: Any, scalar: Any) -> Any:
         match self.kind:
@@ -131,13 +189,16 @@ class Step:
                 return jnp.where(leaf, z, scalar)
             case "hidden":
                 return jnp.where(leaf, scalar, z)
+            case "blended":
+                kept = leaf.astype(z.dtype)
+                return z * kept + scalar * (kept - 1 if self.lowered else 1 - kept)
             case "added":
                 return z + leaf
             case "capped":
                 return scalar * jnp.tanh(z)
             case "negated":
                 return -z
-            case "times":
+            case "times" | "gated":
                 return z * leaf
             case _:
                 return z / leaf
@@ -149,105 +210,157 @@ NEGATED = (Step("negated", 0),)  # a maximum passes positive factors alone, so b
 
 @dataclass(frozen=True)
 class Reading:
-    """A site as it was read: the parts of its example, and the example's match."""
+    """A site as it was read: the parts of its example, and the example's match.
+
+    c (s + b) is c s + c b, and so with masks: the match's numbers are those of a site whose numbers all stand at the product. Of the
+    fill and the cap that is what it says; what a bias is multiplied by is called as the gain of its step.
+    """
 
     tail: Tail
     steps: Steps
     match: Match
 
+    @classmethod
+    def of(cls, tail: Tail, steps: Steps, found: Match, largest: float) -> Reading:
+        """What a match says; numbers beyond `largest` are infinite in the program."""
+        gain, capped, scalars = 1.0, 1.0, dict(found.scalars)
+        for step in steps:
+            gain *= scalars.get(step.gain or "", 1.0)
+            scalars[f"gain{step.number}"] = gain
+            if step.kind == "capped":
+                capped = gain
+            if step.scalar:
+                number = scalars[step.scalar] * (-gain if step.lowered else gain)
+                scalars[step.scalar] = number if abs(number) <= largest else math.copysign(math.inf, number)
+        scalars["scale"] = (
+            scalars.get("scale", 1.0) * gain / capped
+        )  # what is capped is divided by the cap as it stands
+        return cls(tail, steps, replace(found, scalars=scalars))
+
 
 @functools.cache
 def tail_example(tail: Tail) -> Example:
     """`softmax(z) @ v` with the scores as a leaf."""
-    leaves, optional = {"z": "bts", "v": "bsd"}, {}
-    if tail.change:
-        leaves["factors"] = "bts"
-        optional = {x: frozenset({"factors"}) for x in "bts"}
-    kept = tail.change == "kept"
-    bools, scalars = tail.bools, ("factor",) if kept else ()
-    return Example(tail.name, lambda z, v, *rest: tail(z, v, *rest), leaves, scalars, bools, optional)
+    leaves = {"z": "bts", "v": "bsd", **tail.leaves}
+
+    def fn(z: Any, v: Any, *rest: Any) -> Any:
+        return tail(z, v, dict(zip((*tail.leaves, *tail.scalars), rest, strict=True)))
+
+    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, dict.fromkeys("bts", frozenset(tail.leaves)))
 
 
 @functools.cache
 def whole_example(tail: Tail, steps: Steps) -> Example:
     """Attention from queries, keys and values on: the scores made by `steps`, then `tail`."""
-    leaves = dict(LEAVES)
-    leaves.update({s.leaf: "bts" if s.kind not in ("times", "over") else "bt" for s in steps if s.leaf})
-    if tail.change:
-        leaves["factors"] = "bts"
-    extra = frozenset(leaves) - frozenset(LEAVES)
-    scalars = ("scale", *(s.scalar for s in steps if s.scalar), *(("factor",) if tail.change == "kept" else ()))
-    masks = {s.leaf for s in steps if s.leaf and s.leaf.startswith("mask")}
-    bools = frozenset(masks | tail.bools)
+    beside = {s.leaf: "bts" if s.kind not in ("times", "over") else "bt" for s in steps if s.leaf} | tail.leaves
+    numbers = [name for s in steps for name in (s.scalar, s.gain) if name]
+    scalars = ("scale", *numbers, *tail.scalars)
+    bools = frozenset(s.leaf for s in steps if s.leaf and s.masks) | tail.bools
 
     def fn(*args: Any) -> Any:
-        given = dict(zip((*leaves, *scalars), args, strict=True))
+        given = dict(zip((*LEAVES, *beside, *scalars), args, strict=True))
         z = jnp.einsum("btc,bsc->bts", given["q"], given["k"]) * given["scale"]
         for step in reversed(steps):
             leaf = given[step.leaf] if step.leaf else None
             leaf = leaf[..., None] if step.kind in ("times", "over") and leaf is not None else leaf
             z = step(z, leaf, given[step.scalar] if step.scalar else None)
-        return tail(z, given["v"], given.get("factors"), given.get("factor", 1.0))
+            z = z * given[step.gain] if step.gain else z
+        return tail(z, given["v"], given)
 
-    return Example(_name(tail, steps), fn, leaves, scalars, bools, dict.fromkeys("bts", extra))
+    return Example(_name(tail, steps), fn, LEAVES | beside, scalars, bools, dict.fromkeys("bts", frozenset(beside)))
 
 
 def _name(tail: Tail, steps: Steps) -> str:
     words = {
         "kept": "masked",
         "hidden": "masked where true",
+        "blended": "blended with a number",
         "added": "bias",
         "capped": "capped",
+        "gated": "multiplied by a mask",
         "times": "scaled",
         "over": "scaled",
         "negated": "negated",
     }
-    return ", ".join([tail.name, *(words[s.kind] for s in steps)])
+    return ", ".join([tail.name, *(words[s.kind] + ", times a number" * s.has_gain for s in steps)])
 
 
-def readings(view: View, scores: int) -> Iterator[Steps]:
-    """The ways to read what canonical node `scores` went through since a product, the likeliest first; at least one.
+def readings(view: View, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
+    """The ways to read what `factor` times canonical node `scores` went through since a product, the likeliest first; at least one.
 
     The last may end at a node that is no product: the nearest miss stands there.
     """
-    whole = list(_peel(view, scores, ()))
-    yield from whole or [max(_ends(view, scores, ()), key=len)]
+    whole = list(_peel(view, Operand(factor, scores, ()), ()))
+    yield from whole or [max(_ends(view, Operand(factor, scores, ()), ()), key=len)]
 
 
-def _peel(view: View, nid: int, steps: Steps) -> Iterator[Steps]:
-    if view.nodes[nid].op == "dot":
+def _peel(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
+    if view.nodes[scores.nid].op == "dot":
         yield steps
-    if len(steps) < _STEP_LIMIT:
-        for kind, inner in _inner(view, nid, steps):
-            yield from _peel(view, inner, (*steps, Step(kind, len(steps))))
+    for step, inner in _inner(view, scores, steps):
+        yield from _peel(view, inner, (*steps, step))
 
 
-def _ends(view: View, nid: int, steps: Steps) -> Iterator[Steps]:
-    inner = list(_inner(view, nid, steps)) if len(steps) < _STEP_LIMIT else []
+def _ends(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
+    inner = list(_inner(view, scores, steps))
     if not inner:
         yield steps
-    for kind, below in inner:
-        yield from _ends(view, below, (*steps, Step(kind, len(steps))))
+    for step, below in inner:
+        yield from _ends(view, below, (*steps, step))
 
 
-def _inner(view: View, nid: int, outer: Steps) -> Iterator[tuple[str, int]]:
-    """The steps that canonical node `nid` may be, each with the scores before it; scores are capped once."""
-    node = view.nodes[nid]
-    ids = [o.nid for o in node.operands]
+def _inner(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+    """The steps that a multiple of a canonical node may be, each with the scores before it; scores are capped once."""
+    if len(outer) == _STEP_LIMIT:
+        return
+    node = view.nodes[scores.nid]
+    operands, ids = node.operands, [o.nid for o in node.operands]
+
+    def step(kind: str) -> Step:
+        return Step(kind, len(outer), kind not in ("times", "over", "gated", "capped") and not close(scores.coef, 1.0))
+
     if node.op == "select" and len(ids) == 3:
         if ids[1] == ONE:
-            yield "kept", ids[2]
+            yield step("kept"), operands[2]
         if ids[2] == ONE:
-            yield "hidden", ids[1]
+            yield step("hidden"), operands[1]
     elif node.op == "tanh" and all(s.kind != "capped" for s in outer):
-        yield "capped", ids[0]
+        yield step("capped"), operands[0]
     elif node.op == "sum" and len(ids) == 2:
+        for i in (0, 1):
+            for inner, lowered in _blended(view, operands[i], operands[1 - i]):
+                yield replace(step("blended"), lowered=lowered), inner
         for i in _by_rank(view, ids):
-            yield "added", ids[i]
+            yield step("added"), operands[i]
     elif node.op == "prod" and len(ids) == 2:
         for i in _by_rank(view, ids):
-            if node.params[i] == 1 and node.params[1 - i] in (1, -1):
-                yield ("times" if node.params[1 - i] == 1 else "over"), ids[i]
+            if node.params[i] != 1 or node.params[1 - i] not in (1, -1):
+                continue
+            inner = operands[i]._replace(coef=operands[i].coef * scores.coef)  # its numbers stand outside of it
+            yield step("times" if node.params[1 - i] == 1 else "over"), inner
+            if node.params[1 - i] == 1 and outer and outer[-1].kind == "added":
+                yield step("gated"), inner
+
+
+def _blended(view: View, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
+    """The scores z of z * m, where what is added to it is a number times 1 - m or m - 1 and m a bool; and whether it is m - 1."""
+    product, rest = view.nodes[kept.nid], view.nodes[filled.nid]
+    if product.op != "prod" or product.params != (1, 1) or rest.op != "sum" or len(rest.operands) != 2:
+        return
+    one, mask = sorted(rest.operands, key=lambda o: o.nid != ONE)
+    if one.nid != ONE or not _is_of_bools(view, mask.nid) or (one.coef, mask.coef) not in ((1, -1), (-1, 1)):
+        return
+    for i in (0, 1):
+        if product.operands[i].nid == mask.nid:
+            z = product.operands[1 - i]
+            yield z._replace(coef=z.coef * kept.coef), one.coef == -1
+
+
+def _is_of_bools(view: View, nid: int) -> bool:
+    """Whether a canonical node is bools made floats."""
+    cast = view.nodes[nid]
+    made = view.values_of.get(cast.operands[0].nid, ()) if cast.op == "cast" and cast.params == "float" else ()
+    return any(v.dtype == bool for v in made)
 
 
 def _by_rank(view: View, ids: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ whichever of its layouts the site's own arrays are nearer to. What stands beside
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,11 @@ from ..graph.match import Match, close
 from ..graph.region import Region
 from ..kernels import OPS
 from ..kernels.dot_product_attention.layouts import LAYOUTS
-from .attention_forms import Reading
+from .attention_forms import Change, Reading
 from .base import Plan, Search
 from .dropout import Draw, NotDrawn, keyed
 from .layout import BROADCAST, Axes, Groups, arrange, arrange_thin, axes_beside, axes_of, in_order, permutes, restore
-from .masks import Masking
+from .masks import Masking, bias_factor
 from .repeated_heads import Repeated
 
 NOT_REPEATED: Mapping[str, Repeated] = {}
@@ -41,7 +42,7 @@ def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, f
         attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
     elif masks.masks and masks.mask_value != -math.inf:
         attrs["mask_value"] = masks.mask_value
-    if "factors" in region.leaves and not close(factor, 1.0):
+    if factors_of(read, region) and not close(factor, 1.0):
         attrs["factors_scale"] = factor
     return attrs
 
@@ -75,17 +76,18 @@ def keyed_plan(
     region: Region,
     masks: Masking,
     attrs: dict[str, Any],
-    draw: Draw,
+    drawn: tuple[str, Draw],
     repeated: Mapping[str, Repeated] = NOT_REPEATED,
 ) -> tuple[Region, Plan]:
-    """The region as a function of the key that its factors are drawn of, and the plan that gives the op that key.
+    """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
 
     Raises:
       NotDrawn: the op would draw another mask.
     """
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
     layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
-    axes = draw.axes(layout.axes["factors"])
+    name, draw = drawn
+    axes = draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
         raise NotDrawn("its axes do not stand in the order of the op's scores")
@@ -94,7 +96,7 @@ def keyed_plan(
         "keep": draw.keep,
         "dropout_shape": None if shape == layout.scores else shape,
     }
-    whole = keyed(region, draw)
+    whole = keyed(region, name, draw)
     layout = replace(layout, where={n: whole.inputs.index(v) for n, v in whole.leaves.items()})
     return whole, _plan(search, read, whole, masks, attrs, layout, root_axes)
 
@@ -109,7 +111,7 @@ def _plan(
     root_axes: Axes,
 ) -> Plan:
     found = read.match
-    signs = {n: _bias_factor(search.view, found, region, n) for n in masks.biases}
+    signs = {n: bias_factor(search.view, found, n, region.leaves[n]) for n in masks.biases}
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
         q, k, v = (layout.operand(n, inputs) for n in "qkv")
@@ -119,8 +121,8 @@ def _plan(
         biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
         seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
         if _of_some_keys(read, region):
-            seen.append(layout.on_scores("factors", inputs))
-        factors = layout.on_scores("factors", inputs) if "factors" in region.leaves else None
+            seen.append(layout.on_scores(read.tail.changes[0].leaf, inputs))
+        factors = _product([_factor(c, layout.on_scores(c.leaf, inputs)) for c in factors_of(read, region)])
         key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if "dropout_key" in region.leaves else None
         return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors, key
 
@@ -131,26 +133,36 @@ def _plan(
     attrs = attrs | {"layout": layout.name}
     masked = bool(masks.masks) or _of_some_keys(read, region)
     shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
-    shown |= {n: n in region.leaves for n in ("factors", "dropout_key")}
+    shown |= {"factors": bool(factors_of(read, region)), "dropout_key": "dropout_key" in region.leaves}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
 
 
 def _of_some_keys(read: Reading, region: Region) -> bool:
     """Whether the softmax leaves keys out by `where=`: its factors are its mask."""
-    return read.tail.change == "where" and "factors" in region.leaves
+    return read.tail.of_some_keys and read.tail.changes[0].leaf in region.leaves
+
+
+def factors_of(read: Reading, region: Region) -> list[Change]:
+    """The changes of the weights whose operands the region has."""
+    return [c for c in read.tail.changes if c.leaf in region.leaves]
+
+
+def _factor(change: Change, x: Any) -> Any:
+    """What a change multiplies the weights by: a float, or a bool."""
+    if change.kind == "hidden":
+        return ~x
+    return x if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+
+
+def _product(factors: list[Any]) -> Any:
+    """The product of factors, floats and bools; None of none."""
+    if not factors:
+        return None
+    return functools.reduce(lambda a, b: a & b if a.dtype == b.dtype == bool else a * b, factors)
 
 
 def _times(x: Any, factor: float) -> Any:
     return x if factor == 1 else -x if factor == -1 else x * jnp.asarray(factor, x.dtype)
-
-
-def _bias_factor(view: View, found: Match, region: Region, name: str) -> float:
-    """What the sum multiplies a bound bias by: -1 where it is subtracted."""
-    leaf = found.leaf_id(name)
-    sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
-    target = view.nodes[found.nodes[next(sums)]]
-    on_edge = next(o.coef for o in target.operands if o.nid == found.nodes[leaf])
-    return float(on_edge) / float(view.ref[region.leaves[name].id].coef)
 
 
 def _all_of(masks: list[Any]) -> Any:

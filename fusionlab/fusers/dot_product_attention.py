@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.canonical import ONE, CNode, View
+from ..graph.canonical import Coef
 from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -26,31 +26,21 @@ from ..graph.pattern import pattern_of
 from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
-from .attention_forms import (
-    NEGATED,
-    TAILS,
-    WITHOUT_MAX,
-    Reading,
-    Tail,
-    readings,
-    tail_example,
-    whole_example,
-)
+from .attention_forms import NEGATED, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
 from .attention_misses import AttentionMisses
-from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
-from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
+from .attention_plan import NOT_REPEATED, attributes_of, factors_of, keyed_plan, moved_by, plan_of
+from .attention_weights import exponentials, needless_changes, tails_of
+from .base import Search, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test, nan_test_between
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
-from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
+from .masks import MASK_FILL, Masking, blind_rows, read_masks
 from .repeated_heads import Repeated, without_repeats
 from .site import with_concepts
 
 MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
 _ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
-# What may stand between the exponentials and the product that they weigh.
-_THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
@@ -85,67 +75,12 @@ class DotProductAttentionPass:
         for node in search.block.nodes:
             if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
-            exponentials = _exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
-            if exponentials is None or exponentials in done:
+            made = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            if made is None or made[1] in done:
                 continue  # the products of a backward pass read the same exponentials as their forward
-            done.add(exponentials)
+            done.add(made[1])
             site = _Site(self, search, node)
-            yield from examined(search, self.name, node, lambda s=site, e=exponentials: s.own_rule(e) or s.examine(e))
-
-
-def _exponentials(view: View, dot: CNode) -> int | None:
-    """The exponentials of another product that an operand of this product is made of: those of the attention weights."""
-    if dot.op != "dot":
-        return None
-    for operand in dot.operands:
-        chosen = (
-            view.nodes[operand.nid].op == "select"
-        )  # weights with others in their place, one choice after another maybe
-        exp = _reach(view, operand.nid, _is_exp, 7 if chosen else 3, _THROUGH)
-        if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
-            return exp
-    return None
-
-
-def _in_sigmoid(view: View, exp: int) -> bool:
-    """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
-    users = view.users.get(exp, ())
-    added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
-    return bool(added) and all(u in added or _is_derived(view, u) for u in users)
-
-
-def _is_derived(view: View, nid: int) -> bool:
-    """Whether every operation that makes a canonical node's value belongs to a backward pass."""
-    makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
-    return bool(makers) and all(is_backward(m.eqn) for m in makers)
-
-
-def _is_dot(view: View, nid: int) -> bool:
-    return view.nodes[nid].op == "dot"
-
-
-def _is_exp(view: View, nid: int) -> bool:
-    """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
-    if view.nodes[nid].op not in ("custom_jvp_call", "custom_vjp_call"):
-        return view.nodes[nid].op == "exp"
-    makers = (view.block.producer.get(v.id) for v in view.values_of.get(nid, ()))
-    inside = {n.primitive for m in makers if m is not None for n in all_nodes([m])}
-    summed = any(view.nodes[u].op == "reduce_sum" for u in view.users.get(nid, ()))
-    return "exp" in inside and (summed or "reduce_sum" in inside)
-
-
-def _reach(
-    view: View, start: int, wanted: Callable[[View, int], bool], depth: int, through: frozenset[str] | None
-) -> int | None:
-    """The nearest wanted node below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
-    level = [start]
-    for _ in range(depth + 1):
-        for nid in level:
-            if wanted(view, nid):
-                return nid
-        inner = [n for n in level if through is None or view.nodes[n].op in through]
-        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
-    return None
+            yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
 
 
 class _Site(AttentionMisses):
@@ -153,9 +88,9 @@ class _Site(AttentionMisses):
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
 
-    def examine(self, exponentials: int) -> Candidate | Rejection:
+    def examine(self, weights: int, exponentials: int) -> Candidate | Rejection:
         try:
-            found = self.read()
+            found = self.read(weights)
             if isinstance(found, Miss):
                 asked = nan_test_between(self.view, exponentials, self.anchor)
                 return self.missed(found) if asked is None else self.asks_for_nan(asked)
@@ -182,16 +117,16 @@ class _Site(AttentionMisses):
         """With the kind of attention it is, unless a number makes it none."""
         if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
             return self.scaled_late(read, outcome) if outcome.code == "value" else outcome
-        kind = self.kind or ("masked" if read.steps or read.tail.change else "unmasked")
+        kind = self.kind or ("masked" if read.steps or read.tail.changes else "unmasked")
         return with_concepts(outcome, ("attention", f"attention_{kind}"))
 
-    def read(self) -> Reading | Miss:
+    def read(self, weights: int) -> Reading | Miss:
         """The site's spelling, from the outside in; the miss that came furthest if it has none."""
         best: Miss | None = None
-        for tail, root in itertools.product(TAILS, self.roots()):
+        for tail, root in itertools.product(tails_of(self.view, weights), self.roots()):
             outer = self.tried(tail, root)
             if isinstance(outer, Match):
-                return self.scores(tail, root, outer.leaves["z"])
+                return self.scores(tail, root, outer)
             if outer is not None and (best is None or outer.matched >= best.matched):
                 best = outer
         if best is None:
@@ -204,18 +139,27 @@ class _Site(AttentionMisses):
             return None
         return match(pattern, self.view, root)
 
-    def scores(self, tail: Tail, root: int, z: int) -> Reading | Miss:
+    def scores(self, tail: Tail, root: int, outer: Match) -> Reading | Miss:
         """The whole of a site whose softmax has matched, for the first reading of its scores that matches."""
         best: Miss | None = None
-        for steps in itertools.islice(readings(self.view, z), _READINGS):
+        z = outer.leaves["z"]
+        for steps in itertools.islice(readings(self.view, z, self.read_times(outer, z)), _READINGS):
             for signed in (steps,) if steps else (steps, NEGATED):
                 found = match(pattern_of(whole_example(tail, signed)), self.view, root)
                 if isinstance(found, Match):
-                    return Reading(tail, signed, found)
+                    shown = self.view.values_of.get(z)
+                    largest = float(jnp.finfo(shown[0].dtype if shown else jnp.float32).max)
+                    return Reading.of(tail, signed, found, largest)
                 best = found if best is None or found.matched > best.matched else best
         if best is None:
             raise AssertionError("scores have a reading")
         return best
+
+    def read_times(self, outer: Match, z: int) -> Coef:
+        """What a softmax multiplies its scores, a canonical node, by; 1 where only their maximum is read, which passes a factor on."""
+        readers = (self.view.nodes[t] for t in outer.nodes.values())
+        found = (o.coef for n in readers if n.op in ("sum", "difference", "exp") for o in n.operands if o.nid == z)
+        return next(found, 1.0)
 
     def roots(self) -> list[int]:
         """The product itself, or the division that follows it."""
@@ -226,15 +170,15 @@ class _Site(AttentionMisses):
     def candidate(self, read: Reading) -> Candidate | Rejection:
         found = read.match
         root = self.root_value(found)
-        region = cut(self.view, root, found.leaves, through_scale=frozenset({"q", "k"}))
+        region = self.cut(root, found)
         rounded = self.rounded(region)
         if rounded is not None:
-            root, region = rounded, cut(self.view, rounded, found.leaves, through_scale=frozenset({"q", "k"}))
+            root, region = rounded, self.cut(rounded, found)
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
-        factor = self.view.ref[root.id].coef / self.carried(region, [n for n in ("v", "factors") if n in region.leaves])
-        if "factors" not in region.leaves and not close(factor, 1.0):
+        factor = self.view.ref[root.id].coef / self.carried(region, ["v", *read.tail.leaves])
+        if not read.tail.changes and not close(factor, 1.0):
             raise NotARegion("its result carries a factor that the values do not")
         problem = self.conditions(read, region)
         if problem is not None:
@@ -253,21 +197,24 @@ class _Site(AttentionMisses):
             read.tail.softmax == WITHOUT_MAX
         ):  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
             masks = replace(masks, mask_value=-math.inf)
-        factor *= found.scalars.get("factor", 1.0)
-        dropped = masks.dropped | self.dropped(region, factor)
+        factor *= math.prod(found.scalars[name] for name in read.tail.scalars)
+        needless, zeroed = needless_changes(self.view, read, region, masks, factor, self.search.certifier)
+        dropped = masks.dropped | needless
         scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
         changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
-        only_masks = masks.causal_outside and "cap" not in found.scalars and "factors" not in region.leaves
+        only_masks = masks.causal_outside and "cap" not in found.scalars and needless >= set(read.tail.leaves)
         masked = "causal" if only_masks else "masked"
         self.kind = (
             masked if changed else "unmasked" if masks.row is None else "causal" if masks.window is None else "masked"
         )
-        if read.tail.change == "where" and (masks.masks or masks.row is not None):
+        if read.tail.of_some_keys and (masks.masks or masks.row is not None):
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
-        blind = self.can_be_blind(region, masks)
+        blind = self.can_be_blind(region, masks) and not zeroed
+        if zeroed:
+            masks = replace(masks, mask_value=-math.inf)
         asked = nan_test(self.view, root) if blind else None
         if asked is not None:
             sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
@@ -290,6 +237,14 @@ class _Site(AttentionMisses):
 
         first = None if few is None else outcome(*few)
         return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+
+    def cut(self, root: Value, found: Match) -> Region:
+        """The site that makes `root`, of its operands as they are before they are widened: all three, or each as it is read."""
+        scaled = frozenset({"q", "k"})
+        region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
+        if len({region.leaves[x].dtype for x in "qkv"}) == 1:
+            return region
+        return cut(self.view, root, found.leaves, scaled)
 
     def rounded(self, region: Region) -> Value | None:
         """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that
@@ -349,7 +304,7 @@ class _Site(AttentionMisses):
         try:
             outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
         except NotDrawn as reason:
-            return as_data(*kept_as_data(self.view, region, reason))
+            return as_data(*kept_as_data(self.view, [region.leaves[c.leaf] for c in factors_of(read, region)], reason))
         return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
 
     def drawn_again(
@@ -362,10 +317,13 @@ class _Site(AttentionMisses):
         repeated: Mapping[str, Repeated],
     ) -> Candidate:
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
-        if "factors" not in region.leaves or read.tail.change == "where":
-            raise NotDrawn("no factors are read")
-        draw = draw_of(self.view, region.leaves["factors"], self.search.certifier)
-        whole, plan = keyed_plan(self.search, read, region, masks, attrs, draw, repeated)
+        factors = factors_of(read, region)
+        if len(factors) != 1 or read.tail.of_some_keys:
+            raise NotDrawn("there are other factors beside it" if factors else "no factors are read")
+        draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
+        if factors[0].kind == "hidden":
+            raise NotDrawn("it is True where an entry is dropped, and the op draws what it keeps")
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), repeated)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
             raise NotDrawn(outcome.sentence)
@@ -377,12 +335,6 @@ class _Site(AttentionMisses):
         return hidden or may_be_infinite(
             self.view, region.leaves, masks.biases, not (masks.masks or masks.row is not None), self.search.certifier
         )
-
-    def dropped(self, region: Region, factor: float) -> frozenset[str]:
-        """Factors on the probabilities that are all one."""
-        factors = region.leaves.get("factors")
-        ones = factors is not None and close(factor, 1.0) and is_ones(self.view, factors, self.search.certifier)
-        return frozenset({"factors"} if ones else ())
 
     def conditions(self, read: Reading, region: Region) -> Rejection | None:
         dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}

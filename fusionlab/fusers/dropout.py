@@ -6,7 +6,7 @@ else: the fused op draws it again of the key, so that what is equal as real numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,19 +89,18 @@ def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
     raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
 
 
-def kept_as_data(view: View, region: Region, why: NotDrawn) -> Iterator[str]:
+def kept_as_data(view: View, factors: Iterable[Value], why: NotDrawn) -> Iterator[str]:
     """The note on a mask that is drawn in the block, and stays as it is."""
-    factors = region.leaves.get("factors")
-    if factors is not None and any(n.primitive == "random_bits" for n in _ancestors(view.block, factors)):
+    if any(n.primitive == "random_bits" for f in factors for n in _ancestors(view.block, f)):
         yield f"its dropout mask is an operand, not made again of its key: {why}"
 
 
-def keyed(region: Region, draw: Draw) -> Region:
-    """The region as a function of the key instead of the factors: what is drawn for it alone belongs to it."""
+def keyed(region: Region, factors: str, draw: Draw) -> Region:
+    """The region as a function of the key instead of the factors of that name: what is drawn for it alone belongs to it."""
     leaves = {
-        ("dropout_key" if n == "factors" else n): (draw.key if n == "factors" else v) for n, v in region.leaves.items()
+        ("dropout_key" if n == factors else n): (draw.key if n == factors else v) for n, v in region.leaves.items()
     }
-    made = {n.id: n for n in _ancestors(region.block, region.leaves["factors"], draw.key)}
+    made = {n.id: n for n in _ancestors(region.block, region.leaves[factors], draw.key)}
     inner = {n.id: n for n in region.nodes}
     support = {n.id: n for n in region.support} | {i: n for i, n in made.items() if i not in inner}
     inner |= dead_with(region.block, inner, support, leaves.values())

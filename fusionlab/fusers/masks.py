@@ -15,7 +15,7 @@ from ..graph.match import Match
 from ..graph.region import NotARegion, constant_array
 from ..graph.signature import Memo
 from .attention_forms import Step, Steps
-from .layout import BROADCAST, axes_of
+from .layout import BROADCAST, Axes, axes_of
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
 _VANISHES = -103.0  # exp of less is 0 in float32
@@ -94,9 +94,16 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
     told = {
         s: constant_mask(view, found, s, leaves[s.leaf], memo)
         for s in steps
-        if s.leaf and s.kind in ("kept", "hidden", "added")
+        if s.leaf and (s.masks or s.kind == "added")
     }
     data = [s for s, c in told.items() if c is None]
+    gates = [s for s in steps if s.kind == "gated"]
+    loose = next((g for g in gates if not _is_filled(view, found, g, steps, leaves, memo)), None)
+    if loose is not None:
+        return (
+            f"the scores are multiplied by {leaves[loose.leaf or '']!r}, which has an entry for each key: needed is a constant of ones and "
+            "zeros, and that what is added hides the keys where it is 0"
+        )
     causal = [s for s, c in told.items() if c is not None and c.row is not None]
     free = [s for s in causal if not data or (told[s].fill == -math.inf and not _hidden_later(found, s, data))]  # type: ignore[union-attr]
     fixed, chosen = _one_band({s: told[s] for s in free})  # type: ignore[misc]
@@ -116,9 +123,51 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
         masks,
         next(iter(fills), -math.inf),
         tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
-        frozenset(s.leaf for s in told if s.leaf and s not in operands),
+        frozenset(s.leaf for s in (*told, *gates) if s.leaf and s not in operands),
         all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)},
     )
+
+
+def bias_factor(view: View, found: Match, name: str, value: Value) -> float:
+    """What scores are given of a bias of this name, bound to `value`: -1 where it is subtracted, 1/4 where the sum is divided by 4."""
+    leaf = found.leaf_id(name)
+    sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
+    target = view.nodes[found.nodes[next(sums)]]
+    on_edge = next(o.coef for o in target.operands if o.nid == found.nodes[leaf])
+    gain = found.scalars.get(name.replace("bias", "gain"), 1.0)
+    return gain * float(on_edge) / float(view.ref[value.id].coef)
+
+
+def _as_added(view: View, found: Match, step: Step, value: Value, array: np.ndarray) -> np.ndarray:
+    """A constant bias as it comes to the softmax; infinite where the program's is."""
+    with np.errstate(over="ignore"):
+        return array * np.asarray(bias_factor(view, found, step.leaf or "", value), array.dtype)
+
+
+def _is_filled(view: View, found: Match, gate: Step, steps: Steps, leaves: Mapping[str, Value], memo: Memo) -> bool:
+    """Whether a factor on the scores is a constant of ones and zeros, and what is added after that, also one, hides each key of a 0."""
+    arrays, axes = [], []
+    for step in (gate, steps[gate.number - 1]):
+        name = step.leaf or ""
+        array = constant_array(view, leaves[name], memo)
+        if array is None:
+            return False
+        arrays.append(array if step is gate else _as_added(view, found, step, leaves[name], array))
+        axes.append(axes_of(found, view, found.leaf_id(name), leaves[name], broadcast=True))
+    gated, added = _together(arrays[0], axes[0], arrays[1], axes[1])
+    return bool(np.all((gated == 0) | (gated == 1)) and np.all((added <= MASK_FILL) | (gated != 0)))
+
+
+def _together(a: np.ndarray, axes: Axes, b: np.ndarray, others: Axes) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays with the axes of both, in one order."""
+    (a, mine), (b, theirs) = _varying(a, axes), _varying(b, others)
+    order = sorted({*mine, *theirs})
+
+    def placed(x: np.ndarray, classes: list[int]) -> np.ndarray:
+        x = x.transpose(sorted(range(len(classes)), key=lambda d: classes[d]))
+        return np.expand_dims(x, [i for i, c in enumerate(order) if c not in classes])
+
+    return placed(a, mine), placed(b, theirs)
 
 
 def _one_band(told: Mapping[Step, Constant]) -> tuple[list[Step], Constant | None]:
@@ -139,15 +188,13 @@ def _hidden_later(found: Match, step: Step, data: Sequence[Step]) -> bool:
 
 def _order(found: Match, steps: Steps, operands: Sequence[Step], fixed: Sequence[Step]) -> str | None:
     """Why the steps do not stand in the op's order (factor, cap, biases, masks, from the product on); None where they do."""
-    rank = {"times": 0, "over": 0, "capped": 1, "added": 2, "kept": 3, "hidden": 3}
+    rank = {"times": 0, "over": 0, "capped": 1, "added": 2, "kept": 3, "hidden": 3, "blended": 3}
     inner_first = [s for s in reversed(steps) if s.kind in ("times", "over", "capped") or s in operands or s in fixed]
     words = {"times": "multiplied", "over": "divided", "capped": "capped", "added": "added to"}
     for before, after in itertools.pairwise(inner_first):
         if _rank(rank, before, fixed) <= _rank(rank, after, fixed):
             continue
-        hides = before in fixed or (
-            before.kind in ("kept", "hidden") and found.scalars[before.scalar or ""] == -math.inf
-        )
+        hides = before in fixed or (before.masks and found.scalars[before.scalar or ""] == -math.inf)
         if after.kind == "added" and hides:
             continue  # -inf plus a finite bias is -inf
         return f"the scores are {words[after.kind]} after they are {'masked' if before.kind != 'added' else 'biased'}"
@@ -163,17 +210,18 @@ def constant_mask(
 ) -> Constant | None:
     """What the mask of a step says, if it is a constant that hides nothing or is a band, causal or local; None for any other.
 
-    Its booleans are told by `step.kind`: "kept" (True sees), "hidden" (True is hidden) or "added" (floats added to the scores).
+    What its entries say is told by `step.kind`: "kept" or "blended" (True sees), "hidden" (True is hidden) or "added" (to the scores).
     `outside` as for `constant_array`.
     """
     array = constant_array(view, value, memo, outside)
     if array is None:
         return None
     added = step.kind == "added"
+    array = _as_added(view, found, step, value, array) if added else array
     if added and not np.all((array == 0) | (array <= MASK_FILL)):
         return None
     fill = float(array.max(where=array != 0, initial=-math.inf)) if added else found.scalars[step.scalar or ""]
-    kept = {"added": array == 0, "hidden": ~array.astype(bool), "kept": array.astype(bool)}[step.kind]
+    kept = array == 0 if added else ~array.astype(bool) if step.kind == "hidden" else array.astype(bool)
     axes = axes_of(found, view, found.leaf_id(step.leaf or ""), value, broadcast=True)
     kept, classes = _varying(kept, axes)
     if not classes:

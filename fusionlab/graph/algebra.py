@@ -76,7 +76,7 @@ def product(view: View, factors: Sequence[tuple[Ref, tuple[int | None, ...], flo
             continue
         if inner.op == "prod" and float(exponent).is_integer():
             for edge, e in zip(inner.operands, inner.params, strict=True):
-                flat.append((Ref(edge.coef, edge.nid, ()), _compose(edge.axes, al), e * exponent))
+                flat.append((Ref(edge.coef, edge.nid, ()), compose(edge.axes, al), e * exponent))
         else:
             flat.append((Ref(1.0, ref.nid, ref.dims), al, exponent))
     merged: dict[Any, float] = {}
@@ -109,7 +109,7 @@ def _power(coef: Coef, exponent: float) -> float | None:
     return power if math.isfinite(power) or not math.isfinite(coef) else None
 
 
-def _compose(axes: tuple[int, ...], al: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def compose(axes: tuple[int, ...], al: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Operand axes of an inner node, seen at the outer output: inner axis -> consumer slot -> output axis."""
     position = {slot: i for i, slot in enumerate(axes)}
     return tuple(position.get(a) if a is not None else None for a in al)

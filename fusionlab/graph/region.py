@@ -159,7 +159,10 @@ def cut(
             names = names_of[ref.nid]
             base, crossed = value, []
             if not all(n in as_read for n in names):
-                scale, casts = (all(n in allowed for n in names) for allowed in (through_scale, through_casts))
+                scale = any(
+                    n in through_scale for n in names
+                )  # of one array for several: whoever carries none tells by its factor
+                casts = all(n in through_casts for n in names)
                 wanted = {shape for n in names if (shape := (shapes or {}).get(n)) is not None}
                 base, crossed = look_through(view, value, scale, casts, wanted)
             bound[ref.nid][base.id] = base

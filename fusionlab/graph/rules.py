@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .algebra import aligned, elementwise, is_float, placed, product, total
+from .algebra import aligned, compose, elementwise, is_float, placed, product, total
 from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import has_side_effects, rule_functions, scan_counts
 from .einsum import dot, split_rows
@@ -231,7 +231,12 @@ def _select(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     if view.is_literal(ins[0]):
         pick = 1 + int(ins[0].coef)
         return [placed(ins[pick], aligned(node, pick, ins[pick])[1], sizes)]
-    return [elementwise(view, "select", (), [aligned(node, i, r) for i, r in enumerate(ins)], sizes)]
+    edges = [aligned(node, i, r) for i, r in enumerate(ins)]
+    which = view.nodes[ins[0].nid]
+    if which.op == "not":  # the other way round
+        (inner,) = which.operands
+        edges = [(Ref(inner.coef, inner.nid, ()), compose(inner.axes, edges[0][1])), edges[2], edges[1]]
+    return [elementwise(view, "select", (), edges, sizes)]
 
 
 def _reduce(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
