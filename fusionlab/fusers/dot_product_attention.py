@@ -23,7 +23,7 @@ from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
-from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
+from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes, shared_casts
 from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
 from .attention_forms import NEGATED, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
@@ -242,9 +242,9 @@ class _Site(AttentionMisses):
         """The site that makes `root`, of its operands as they are before they are widened: all three, or each as it is read."""
         scaled = frozenset({"q", "k"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
-        if len({region.leaves[x].dtype for x in "qkv"}) == 1:
-            return region
-        return cut(self.view, root, found.leaves, scaled)
+        if len({region.leaves[x].dtype for x in "qkv"}) != 1:
+            region = cut(self.view, root, found.leaves, scaled)
+        return shared_casts(region)
 
     def rounded(self, region: Region) -> Value | None:
         """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that

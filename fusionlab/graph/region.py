@@ -302,6 +302,19 @@ def escapes(region: Region) -> list[Escape]:
     return found
 
 
+def shared_casts(region: Region) -> Region:
+    """The region without those casts of its leaves that are read outside as well, as bools made floats by a backward pass: cheaply made,
+    they stay where they are, and the region makes its own.
+    """
+    leaves = {v.id for v in region.leaves.values()}
+    read = {e.node.id for e in escapes(region)}
+    shared = [n for n in region.nodes if n.id in read and n.primitive in CASTS and n.inputs[0].id in leaves]
+    if not shared:
+        return region
+    support = sorted((*region.support, *shared), key=lambda n: n.id)
+    return replace(region, nodes=tuple(n for n in region.nodes if n not in shared), support=tuple(support))
+
+
 def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
     """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
 

@@ -263,7 +263,7 @@ RBG = jax.random.key(3, impl="rbg")
 LEFT = {
     "another generator": (SPELLINGS["selected"], RBG, "drawn of a key<rbg>"),
     "what is dropped": (lambda p, key: jnp.where(keep_of(p, key), 0.0, p), KEY, None),
-    "the mask's contrary": (lambda p, key: jnp.where(~keep_of(p, key), p, 0.0), KEY, "not 0 where"),
+    "the mask's contrary": (lambda p, key: jnp.where(~keep_of(p, key), p, 0.0), KEY, "True where an entry is dropped"),
     "the contrary as a factor": (lambda p, key: p * (1.0 - keep_of(p, key)), KEY, ""),
     "and another mask": (lambda p, key: jnp.where(keep_of(p, key) & (p.shape[-1] > jnp.arange(7)), p, 0.0), KEY, ""),
     "and a mask of another key": (
