@@ -246,7 +246,8 @@ def tail_example(tail: Tail) -> Example:
     def fn(z: Any, v: Any, *rest: Any) -> Any:
         return tail(z, v, dict(zip((*tail.leaves, *tail.scalars), rest, strict=True)))
 
-    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, dict.fromkeys("bts", frozenset(tail.leaves)))
+    optional = dict.fromkeys("bts", frozenset(tail.leaves))
+    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, {"b": frozenset("v")})
 
 
 @functools.cache
@@ -267,7 +268,8 @@ def whole_example(tail: Tail, steps: Steps) -> Example:
             z = z * given[step.gain] if step.gain else z
         return tail(z, given["v"], given)
 
-    return Example(_name(tail, steps), fn, LEAVES | beside, scalars, bools, dict.fromkeys("bts", frozenset(beside)))
+    optional = dict.fromkeys("bts", frozenset(beside))
+    return Example(_name(tail, steps), fn, LEAVES | beside, scalars, bools, optional, {"b": frozenset("qkv")})
 
 
 def _name(tail: Tail, steps: Steps) -> str:

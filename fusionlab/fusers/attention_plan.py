@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,19 @@ from ..kernels.dot_product_attention.layouts import LAYOUTS
 from .attention_forms import Change, Reading
 from .base import Plan, Search
 from .dropout import Draw, NotDrawn, keyed
-from .layout import BROADCAST, Axes, Groups, arrange, arrange_thin, axes_beside, axes_of, in_order, permutes, restore
+from .layout import (
+    BROADCAST,
+    Axes,
+    Groups,
+    arrange,
+    arrange_thin,
+    axes_beside,
+    axes_of,
+    in_order,
+    permutes,
+    regrouped_as,
+    restore,
+)
 from .masks import Masking, bias_factor
 from .repeated_heads import Repeated
 
@@ -87,7 +99,7 @@ def keyed_plan(
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
     layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
     name, draw = drawn
-    axes = draw.axes(layout.axes[name])
+    axes = None if name in layout.made else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
         raise NotDrawn("its axes do not stand in the order of the op's scores")
@@ -183,6 +195,7 @@ class _Layout:
     Attributes:
       key_heads: the classes of `heads` that key and value have, the first of them.
       repeated: of k and v, those whose heads the site repeats before it reads them.
+      made: of what stands beside the scores, how it is made of the region's input where that is not it.
     """
 
     axes: Mapping[str, Axes]
@@ -193,6 +206,7 @@ class _Layout:
     key_heads: tuple[int, ...]
     order: Mapping[str, tuple[int, ...]]
     repeated: Mapping[str, Repeated] = field(default_factory=dict)
+    made: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     name: str = LAYOUTS[0]
 
     @classmethod
@@ -223,6 +237,8 @@ class _Layout:
             if n not in repeated
         }
         axes |= {n: one.axes for n, one in repeated.items()}
+        regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
+        made = {n: how for n, how in regrouped if how is not None}
         order = {
             x: in_order(axes[n], found.letters[x])
             for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
@@ -243,9 +259,8 @@ class _Layout:
             for own in _key_heads(order["b"], shared, bool(more)):
                 batch = tuple((c,) for c in order["b"] if c not in own)
                 length = rows if row is None else (row,)
-                yield cls(
-                    axes, numbers, found.sizes, batch, (*own, *more), own, {**order, "t": length}, repeated=repeated
-                )
+                lengths = {**order, "t": length}
+                yield cls(axes, numbers, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
 
     def permutations(self, root: Axes) -> int:
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
@@ -275,11 +290,15 @@ class _Layout:
     def by_row(self, name: str, inputs: Any) -> Any:
         """A factor on the scores as q is laid out, with features of 1, and with 1 where it is broadcast."""
         groups = self._laid_out(self.order["t"], (), self.heads)
-        return arrange_thin(inputs[self.where[name]], self.axes[name], groups, self.sizes)
+        return arrange_thin(self._own(name, inputs), self.axes[name], groups, self.sizes)
 
     def on_scores(self, name: str, inputs: Any) -> Any:
         """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
-        return arrange_thin(inputs[self.where[name]], self.axes[name], self._beside(), self.sizes)
+        return arrange_thin(self._own(name, inputs), self.axes[name], self._beside(), self.sizes)
+
+    def _own(self, name: str, inputs: Any) -> Any:
+        x = inputs[self.where[name]]
+        return self.made[name](x) if name in self.made else x
 
     def drawn(self, axes: Axes) -> tuple[int, ...] | None:
         """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it

@@ -6,10 +6,11 @@ An axis of a raw value is described by its class number in the match (equal clas
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..graph.canonical import View
 from ..graph.ir import Node, Value
@@ -51,10 +52,54 @@ def axes_beside(match: Match, view: View, region: Region, leaf: str) -> Axes:
     site reads; a value that is broadcast where the site reads it has not, and keeps `BROADCAST` there.
     """
     value = region.leaves[leaf]
+    if regrouped_as(match, view, leaf, value) is not None:
+        return axes_of_leaf(match, view, leaf)
     axes = axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
     of_node = {t: p for p, t in match.nodes.items()}
     inside = {n.id for n in (*region.nodes, *region.support)}
     return tuple(_met(match, view, inside, of_node, value, d) if c == BROADCAST else c for d, c in enumerate(axes))
+
+
+def regrouped_as(match: Match, view: View, leaf: str, value: Value) -> Callable[[Any], Any] | None:
+    """How a leaf is made of `value`, of which the program shows no such reshape (see `graph.regroup`); None where it shows the leaf.
+
+    What is made so has the axes of the leaf's node, in their order (`axes_of_leaf`).
+
+    Raises:
+      NotARegion: the value repeats itself along an axis.
+    """
+    node, ref = view.nodes[match.leaves[leaf]], view.ref[value.id]
+    if ref.nid == node.id or node.op != "reshape":
+        return None
+    if min(ref.dims, default=0) < 0:
+        raise NotARegion(f"{value!r} repeats itself along an axis, and is reshaped in the site")
+    (edge,) = node.operands
+    present = [a for a in edge.axes if a >= 0]
+
+    def made(x: Any) -> Any:
+        whole = x[tuple(0 if n == 1 else slice(None) for n in x.shape)]
+        whole = whole.transpose([ref.dims.index(a) for a in present])
+        sizes = iter(whole.shape)
+        thin = whole.reshape([next(sizes) if a >= 0 else 1 for a in edge.axes])
+        as_array = np if isinstance(x, np.ndarray) else jnp
+        full = as_array.broadcast_to(thin, [n if a >= 0 else ~a for a, n in zip(edge.axes, thin.shape, strict=True)])
+        return full.reshape(node.shape)
+
+    return made
+
+
+def axes_of_leaf(match: Match, view: View, leaf: str) -> Axes:
+    """The class of each axis of a leaf's node."""
+    pid = match.leaf_id(leaf)
+    return tuple(match.axes[pid, d] for d in range(len(view.nodes[match.nodes[pid]].shape)))
+
+
+def told_beside(match: Match, view: View, leaf: str, value: Value, array: np.ndarray) -> tuple[np.ndarray, Axes]:
+    """A constant that a leaf is, bound to `value`, as an array with its axes."""
+    made = regrouped_as(match, view, leaf, value)
+    if made is not None:
+        return made(array), axes_of_leaf(match, view, leaf)
+    return array, axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
 
 
 def _met(match: Match, view: View, inside: set[int], of_node: Mapping[int, int], value: Value, axis: int) -> int | None:

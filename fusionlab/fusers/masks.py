@@ -15,7 +15,7 @@ from ..graph.match import Match
 from ..graph.region import NotARegion, constant_array
 from ..graph.signature import Memo
 from .attention_forms import Step, Steps
-from .layout import BROADCAST, Axes, axes_of
+from .layout import BROADCAST, Axes, told_beside
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
 _VANISHES = -103.0  # exp of less is 0 in float32
@@ -152,8 +152,10 @@ def _is_filled(view: View, found: Match, gate: Step, steps: Steps, leaves: Mappi
         array = constant_array(view, leaves[name], memo)
         if array is None:
             return False
-        arrays.append(array if step is gate else _as_added(view, found, step, leaves[name], array))
-        axes.append(axes_of(found, view, found.leaf_id(name), leaves[name], broadcast=True))
+        array = array if step is gate else _as_added(view, found, step, leaves[name], array)
+        array, own = told_beside(found, view, name, leaves[name], array)
+        arrays.append(array)
+        axes.append(own)
     gated, added = _together(arrays[0], axes[0], arrays[1], axes[1])
     return bool(np.all((gated == 0) | (gated == 1)) and np.all((added <= MASK_FILL) | (gated != 0)))
 
@@ -222,8 +224,7 @@ def constant_mask(
         return None
     fill = float(array.max(where=array != 0, initial=-math.inf)) if added else found.scalars[step.scalar or ""]
     kept = array == 0 if added else ~array.astype(bool) if step.kind == "hidden" else array.astype(bool)
-    axes = axes_of(found, view, found.leaf_id(step.leaf or ""), value, broadcast=True)
-    kept, classes = _varying(kept, axes)
+    kept, classes = _varying(*told_beside(found, view, step.leaf or "", value, kept))
     if not classes:
         return Constant() if kept.all() else None
     rows, keys = found.letters["t"], found.letters["s"]
@@ -260,7 +261,7 @@ def blind_rows(view: View, found: Match, biases: Mapping[str, Value], memo: Memo
         array = constant_array(view, value, memo)
         if array is None:
             continue
-        axes = axes_of(found, view, found.leaf_id(name), value, broadcast=True)
+        array, axes = told_beside(found, view, name, value, array)
         keys = tuple(d for d, c in enumerate(axes) if c in found.letters["s"])
         if bool(np.any(np.all(array <= _VANISHES, axis=keys))):
             return True

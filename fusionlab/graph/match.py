@@ -203,7 +203,12 @@ class _Matcher:
         members = places(classes, {pid: self.view.nodes[state.nodes[pid]] for pid in state.order})
         letters: dict[str, list[int]] = {letter: [] for letter in pattern.letters}
         for c, pids in members.items():
-            fits = [x for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))]
+            played = {
+                x: len(full - pids) for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))
+            }
+            fits = [
+                x for x, missing in played.items() if missing == min(played.values())
+            ]  # the part that it plays most of
             if len(fits) != 1:
                 names = sorted(pattern.leaf_of[p] for p in pids if p in pattern.leaf_of)
                 owner = " and ".join(names) or "no operand"

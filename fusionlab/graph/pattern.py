@@ -46,6 +46,7 @@ class Example:
       scalars: names of the scalar parameters that follow the leaves.
       bools: leaves of dtype bool.
       optional: axis letter -> leaves that may lack this axis (a mask broadcast over the batch).
+      shared: likewise, leaves that are one for all entries along an axis, which what is made of them and another has all the same.
       bare: leaves carry no factor (as in `View.over`), so that every coefficient has to be the example's.
       any_of: a trait of the example's fused ops with its value -> the values it stands for in the target.
       loose: fused ops of the target may have operands and numbers that the example's lack (a bias, a mask).
@@ -62,6 +63,7 @@ class Example:
     scalars: tuple[str, ...] = ()
     bools: frozenset[str] = frozenset()
     optional: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    shared: Mapping[str, frozenset[str]] = field(default_factory=dict)
     bare: bool = False
     any_of: Mapping[tuple[str, Any], frozenset[Any]] = field(default_factory=dict)
     loose: bool = False
@@ -137,6 +139,8 @@ def compile_example(example_key: _ById) -> Pattern:
     gauged = frozenset() if example.bare else _gauged(first, leaf_of)
     letters, parts = _letters(first, example, leaf_of, needed)
     may_lack = {x: _may_lack(first, leaf_of, names) for x, names in example.optional.items()}
+    for x, names in example.shared.items():
+        may_lack[x] = may_lack.get(x, frozenset()) | {nid for nid, name in leaf_of.items() if name in names}
     size = sum(n not in leaf_of and n != ONE for n in needed)
     _as_written(example, first, root, needed)
     return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)

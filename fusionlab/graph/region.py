@@ -120,7 +120,8 @@ def cut(
 ) -> Region:
     """Cuts the raw nodes between `root` (and `others`) and the leaves.
 
-    A leaf binds to the raw value the boundary equation reads, looked at through pure views (and, for the leaves named in
+    A leaf binds to the raw value the boundary equation reads (of a reshape that no raw value shows, to what is reshaped), looked at
+    through pure views (and, for the leaves named in
     `through_scale`, through multiplications by literals); through a cast only for those in `through_casts`, and only
     through one that widens.
 
@@ -140,6 +141,7 @@ def cut(
     """
     block = view.block
     names_of: dict[int, list[str]] = {}
+    leaves = {name: shown_below(view, nid) for name, nid in leaves.items()}
     for name, nid in leaves.items():
         names_of.setdefault(nid, []).append(name)
     inner: dict[int, Node] = {}
@@ -186,6 +188,12 @@ def cut(
         raise NotARegion(why)
     nodes, kept = (tuple(found[i] for i in sorted(found)) for found in (inner, support))
     return Region(block, root, chosen, nodes, kept, view.known_inputs, tuple(others))
+
+
+def shown_below(view: View, nid: int) -> int:
+    """A canonical node that a raw value shows: the node itself, or what it is a reshape of that the program does elsewhere."""
+    node = view.nodes[nid]
+    return node.operands[0].nid if node.op == "reshape" and nid not in view.values_of else nid
 
 
 def look_through(
@@ -308,7 +316,8 @@ def shared_casts(region: Region) -> Region:
     """
     leaves = {v.id for v in region.leaves.values()}
     read = {e.node.id for e in escapes(region)}
-    shared = [n for n in region.nodes if n.id in read and n.primitive in CASTS and n.inputs[0].id in leaves]
+    casts = [n for n in region.nodes if n.id in read and n.primitive in CASTS]
+    shared = [n for n in casts if isinstance(a := n.inputs[0], Value) and a.id in leaves]
     if not shared:
         return region
     support = sorted((*region.support, *shared), key=lambda n: n.id)

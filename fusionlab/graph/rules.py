@@ -21,6 +21,7 @@ from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
 from .labelled import fused
 from .literals import fold
+from .regroup import regrouped
 from .scopes import defined_in_jax, is_jax_file
 
 Rule = Callable[[View, Node, list[Ref]], list[Ref]]
@@ -136,7 +137,10 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         ref = base
     if inner.op == "dot" and (split := split_rows(view, ref, sizes)) is not None:
         return [split]
-    nid = view.node("reshape", _reshape_groups(view.dim_sizes(ref), sizes), (Operand(1.0, ref.nid, ref.dims),), sizes)
+    groups = _reshape_groups(view.dim_sizes(ref), sizes)
+    if (known := regrouped(view, ref, groups, sizes)) is not None:
+        return [known]
+    nid = view.node("reshape", groups, (Operand(1.0, ref.nid, ref.dims),), sizes)
     return [Ref(ref.coef, nid, tuple(range(len(sizes))))]
 
 

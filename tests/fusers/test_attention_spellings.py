@@ -69,6 +69,32 @@ def without_max(z):
     return e / e.sum(-1, keepdims=True)
 
 
+def of_joined(change, after):
+    """Attention over texts and heads in one axis."""
+
+    def attend(q, k, v, *more):
+        q, k, v = (a.reshape(6, *a.shape[2:]) for a in (q, k, v))
+        p = after(jax.nn.softmax(change(jnp.einsum("ntd,nsd->nts", q, k), *more)))
+        return jnp.einsum("nts,nsd->ntd", p, v)
+
+    return attend
+
+
+def parted(s):
+    return s.reshape(2, 3, 6, 7)
+
+
+def padding(lengths):
+    return jnp.where(jnp.arange(7) < lengths, 0.0, -1e9)
+
+
+def grouped(q, k, v, m):
+    """Six query heads, of which two share a key head; their scores are joined for the mask and parted again."""
+    s = jnp.einsum("bkgtd,bksd->bkgts", jnp.stack([q, 2 * q], 2), k).reshape(2, 6, 6, 7)
+    p = jax.nn.softmax(jnp.where(m, s, -2e38)).reshape(2, 3, 2, 6, 7)
+    return jnp.einsum("bkgts,bksd->bkgtd", p, v).reshape(2, 6, 6, 5)
+
+
 # name -> (the program, its further arguments)
 SPELLINGS = {
     "factor after a bias": (of_scores(lambda s, b: (s + b) / 4), (PER_HEAD,)),
@@ -124,6 +150,54 @@ SPELLINGS = {
         of_weights(lambda p, key: jnp.einsum("bhts,h->bhts", drawn(p, key), jnp.ones(3, jnp.int32))),
         (KEY,),
     ),
+    "queries that all texts share": (
+        lambda q, k, v: weigh(jax.nn.softmax(jnp.einsum("htd,bhsd->bhts", q[0], k)), v),
+        (),
+    ),
+    "keys that all texts share": (lambda q, k, v: weigh(jax.nn.softmax(jnp.einsum("bhtd,hsd->bhts", q, k[0])), v), ()),
+    "values that all heads share": (
+        lambda q, k, v: jnp.einsum("bhts,bsd->bhtd", jax.nn.softmax(scores(q, k)), v[:, 0]),
+        (),
+    ),
+    "queries that all heads share, causal": (
+        lambda q, k, v: weigh(jax.nn.softmax(jnp.where(LOW, jnp.einsum("btd,bhsd->bhts", q[:, 0], k), -1e9)), v),
+        (),
+    ),
+    "a vmap over the keys and values of one text's queries": (
+        lambda q, k, v: jax.vmap(
+            lambda k, v: jnp.einsum("hts,hsd->htd", jax.nn.softmax(jnp.einsum("htd,hsd->hts", q[0], k)), v)
+        )(k, v),
+        (),
+    ),
+    "scores parted for a padding mask": (
+        of_joined(lambda s, n: (parted(s) / 4 + padding(n)).reshape(6, 6, 7), lambda p: p),
+        (LENGTHS,),
+    ),
+    "weights joined after the softmax": (
+        of_joined(lambda s, n: parted(s) / 4 + padding(n), lambda p: p.reshape(6, 6, 7)),
+        (LENGTHS,),
+    ),
+    "scores parted for a mask of each text": (
+        of_joined(lambda s, m: jnp.where(m, parted(s), -1e9).reshape(6, 6, 7), lambda p: p),
+        (SEEN,),
+    ),
+    "scores parted for a bias of each text and head": (
+        of_joined(lambda s, b: (parted(s) + b[:, :, None] + b[..., None, :1]).reshape(6, 6, 7), lambda p: p),
+        (normal((2, 3, 7), seed=4)[0],),
+    ),
+    "scores parted for a causal mask": (
+        of_joined(lambda s: jnp.where(LOW, parted(s), -1e9).reshape(6, 6, 7), lambda p: p),
+        (),
+    ),
+    "scores parted otherwise than into texts and heads": (
+        of_joined(lambda s, n: (s.reshape(3, 2, 6, 7) + padding(n).reshape(1, 2, 1, 7)).reshape(6, 6, 7), lambda p: p),
+        (LENGTHS,),
+    ),
+    "scores parted along their rows": (
+        of_joined(lambda s: (s.reshape(6, 2, 3, 7) + BIAS[0, 0].reshape(2, 3, 7)[:, :1]).reshape(6, 6, 7), lambda p: p),
+        (),
+    ),
+    "groups of heads joined for the mask": (grouped, (SEEN,)),
     "one array for all three": (lambda a: weigh(jax.nn.softmax(scores(a * 0.25, a)), a), None),
 }
 
@@ -193,6 +267,16 @@ NEAR = {
         {"mask"},
     ),
     "a multiplied mask with no fill": (of_scores(lambda s: s * FLOAT_LOW), (), {"axes"}),
+    "scores joined in another order than they are parted": (
+        of_joined(lambda s, n: (parted(s) + padding(n)).swapaxes(0, 1).reshape(6, 6, 7), lambda p: p),
+        (LENGTHS,),
+        {"axes", "structure"},
+    ),
+    "scores whose keys are parted": (
+        of_joined(lambda s: (s.reshape(6, 6, 7, 1) * jnp.ones(2)).reshape(6, 6, 14)[..., ::2], lambda p: p),
+        (),
+        {"structure"},
+    ),
     "weights set to 1 where hidden": (
         of_weights(lambda p, m: jnp.where(m, p, 1.0), kept),
         (BLIND,),
