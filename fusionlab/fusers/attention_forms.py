@@ -23,6 +23,7 @@ from ..graph.pattern import Example
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
 WITHOUT_MAX = "softmax without max"
+_NOISE = 1 + 1e-9  # the view has 12 digits of a number
 _STEP_LIMIT = 12  # steps between a softmax and its product; models have up to 4
 
 
@@ -231,7 +232,8 @@ class Reading:
                 capped = gain
             if step.scalar:
                 number = scalars[step.scalar] * (-gain if step.lowered else gain)
-                scalars[step.scalar] = number if abs(number) <= largest else math.copysign(math.inf, number)
+                infinite = abs(number) > largest * _NOISE
+                scalars[step.scalar] = math.copysign(math.inf, number) if infinite else number
         scalars["scale"] = (
             scalars.get("scale", 1.0) * gain / capped
         )  # what is capped is divided by the cap as it stands

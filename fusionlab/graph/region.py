@@ -237,8 +237,8 @@ def widens(node: Node) -> bool:
 
 def _one(block: Block, values: dict[int, Value], name: str) -> Value:
     """The value that an operand is: of several that are made alike, the first."""
-    first = values[min(values)]
-    if all(made_alike(block, first, other) for other in values.values()):
+    first = values[min(values)] if values else None
+    if first is not None and all(made_alike(block, first, other) for other in values.values()):
         return first
     raise NotARegion(f"operand {name} is read in {len(values)} different forms")
 

@@ -130,7 +130,10 @@ def test_a_derivative_transposed_as_a_whole_is_jaxs():
 def once_and_twice() -> list[pattern.Example]:
     """Examples of every pass that are traced once."""
     norms = (*norm_examples.EXAMPLES, *(e for near in norm_examples.NEAR for e in near.examples))
-    tails = [attention_forms.tail_example(t) for t in attention_forms.TAILS]
+    changes = [(), *((kind,) for kind in ("factors", "kept", "hidden")), ("kept", "factors")]
+    kinds = [attention_forms.Tail(softmax, c) for softmax in attention_forms.SOFTMAXES for c in changes]
+    kinds += [attention_forms.Tail(attention_forms.AFTER), attention_forms.Tail("softmax", ("where",))]
+    tails = [attention_forms.tail_example(t) for t in kinds]
     return [*norms, *tails, *(form.example for form in structure_forms.LERP), linear_parts.LINEAR]
 
 
