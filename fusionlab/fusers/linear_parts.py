@@ -123,7 +123,7 @@ class LinearSite(Site):
         way = passage(self, self.product)
         adds = [u for u in self.users(way.end) if u.primitive == "add" and way.views]
         others = [a for a in adds[0].inputs if a is not way.end] if adds else []
-        thin = thin_shape(self, others[0]) if len(others) == 1 else None
+        thin = thin_shape(self, others[0], len(way.end.shape)) if len(others) == 1 else None
         found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
         if thin is None or not isinstance(found, Match):
             return None

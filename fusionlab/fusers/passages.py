@@ -103,13 +103,14 @@ def replayed(views: Sequence[Node], x: Any) -> Any:
 # -- a bias behind views --------------------------------------------------------------------------------------------------
 
 
-def thin_shape(site: Site, value: Any) -> tuple[int, ...] | None:
-    """The shape of an operand with 1 for each axis that it is broadcast along; None for a number."""
+def thin_shape(site: Site, value: Any, rank: int) -> tuple[int, ...] | None:
+    """The shape of an operand of something of that rank, with 1 for each axis that it is broadcast along; None for a number."""
     ref = site.view.read(value)
     if site.view.is_literal(ref):
         return None
     dims = iter(ref.dims)
-    return tuple(1 if n == 1 or next(dims) < 0 else n for n in value.shape)
+    thin = tuple(1 if n == 1 or next(dims) < 0 else n for n in value.shape)
+    return (1,) * (rank - len(thin)) + thin
 
 
 def shapes_before(views: Sequence[Node], thin: tuple[int, ...]) -> list[tuple[int, ...]] | None:
@@ -149,7 +150,7 @@ def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], arra
     dims, wanted = site.view.ref[bound.id].dims, [d for d in site.view.ref[other.id].dims if d >= 0]
     if any(d < 0 for d in dims):
         raise NotARegion(f"{bound!r} is broadcast before it is added")
-    thin = thin_shape(site, other)
+    thin = thin_shape(site, other, len(views[-1].outputs[0].shape))
     shapes = None if thin is None else shapes_before(views, thin)
     assert thin is not None
     assert shapes is not None

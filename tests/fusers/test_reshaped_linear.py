@@ -130,6 +130,7 @@ NEAR = {
     "a bias of the rows": lambda x, w, c: (x @ w).reshape(6, 4, 20) + jnp.arange(4.0)[:, None] * c[0],
     "a bias of rows and features": lambda x, w, c: (x @ w).reshape(6, 4, 20) + jnp.outer(jnp.arange(4.0), c),
     "rows and features mixed": lambda x, w, c: (x @ w).reshape(12, 2, 20).reshape(12, 40) + jnp.concatenate([c, c]),
+    "a number that is an argument": lambda x, w, c: (x @ w).reshape(6, 4, 20) + c[0],
     "a part of the features": lambda x, w, c: (x @ w).reshape(2, 3, 4, 5, 4) + c[:4],
     "features parted and turned": lambda x, w, c: (x @ w).reshape(2, 3, 4, 5, 4).swapaxes(-1, -2) + c[:5],
     "read in between": lambda x, w, c: (lambda h: (h.reshape(6, 4, 20) + c, h.sum()))(x @ w),
