@@ -7,7 +7,7 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from .passages import Passage, narrow, passage, replayed, rounding, unplaced
 
 _KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
 DEFAULT = lax.Precision.DEFAULT
+_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
 
@@ -166,12 +167,28 @@ class _Site(LinearSite):
             return self.linear_part(linear, problem, behind.leaking)
 
         if behind.leaking is not None and self.search.differentiated:
-            outcome = self.candidate(linear, *behind.leaking, (), way.views)
+            end, name = behind.leaking
+            outcome = self.candidate(linear, end, name, (), way.views)
             if isinstance(outcome, Candidate):
-                yield replace(outcome, otherwise=otherwise)
+                yield replace(outcome, otherwise=lambda: self.by_rule(linear, end, name, way.views, otherwise))
                 return
             problem = reason_to_tell(problem, outcome)
         yield from otherwise()
+
+    def by_rule(
+        self,
+        linear: Linear,
+        end: Value,
+        activation: str,
+        views: tuple[Node, ...],
+        otherwise: Callable[[], Iterator[Candidate | Rejection]],
+    ) -> Iterator[Candidate | Rejection]:
+        """A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all."""
+        outcome = self.candidate(linear, end, "relu", (_BY_RULE,), views, True) if activation == "relu_tie" else None
+        if isinstance(outcome, Candidate):
+            yield replace(outcome, otherwise=otherwise)
+        else:
+            yield from otherwise()
 
     def linear_part(
         self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
@@ -195,15 +212,26 @@ class _Site(LinearSite):
             return None
 
     def candidate(
-        self, linear: Linear, end: Value, activation: str, notes: tuple[str, ...], views: tuple[Node, ...] = ()
+        self,
+        linear: Linear,
+        end: Value,
+        activation: str,
+        notes: tuple[str, ...],
+        views: tuple[Node, ...] = (),
+        by_rule: bool = False,
     ) -> Candidate | Rejection:
-        """The site that ends in `end`, or where that is rounded; `views` stand between what is linear and its activation."""
+        """The site that ends in `end`, or where that is rounded.
+
+        `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
+        """
         dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
         rounded = None if dtype is None else rounding(self, end, dtype)
         root = end if rounded is None else rounded.end
         after = (*views, *(rounded.views if rounded is not None else ()))
         try:
             region = cut(self.view, root, linear.leaves, as_read=self.as_read(dtype), through_casts=self.widened(dtype))
+            if by_rule:
+                region = replace(region, relus=_maximum(region))
             wide = Wide() if dtype is None else self.wide(region, dtype)
             problem = self.conditions(linear, region, activation, wide)
             if problem is not None:
@@ -293,6 +321,18 @@ class _Site(LinearSite):
         product = self.nid(self.product)
         on_edge = next(float(o.coef) for o in root.operands if o.nid == product)
         return on_edge / carried
+
+
+def _maximum(region: Region) -> frozenset[int]:
+    """The one maximum of a site.
+
+    Raises:
+      NotARegion: there are several.
+    """
+    found = frozenset(n.id for n in region.nodes if n.primitive == "max")
+    if len(found) != 1:
+        raise NotARegion("it is made of several maxima")
+    return found
 
 
 def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wide, after: tuple[Node, ...]) -> Plan:
