@@ -15,6 +15,7 @@ from ..graph.scopes import in_backward, in_differentiated, is_differentiated
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from .base import SUMS_OVER_DEVICES, anchor_text
 from .findings import Rejection
+from .passages import passage
 from .site import Site
 
 KNOWN = {name: Known(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
@@ -168,7 +169,8 @@ class Epilogue:
 
     def following(self, value: Value) -> list[Node]:
         """The activation of a copy of the start, node by node."""
-        nodes = cone(self.view, value)
+        way = passage(self.site, value)
+        nodes = [*way.views, *cone(self.view, way.end)]
         if any(n.primitive in NONLINEAR for n in nodes):
             return nodes
         between = [
@@ -186,7 +188,7 @@ class Epilogue:
 
     def is_activated(self, value: Value) -> bool:
         """Whether a nonlinear function follows."""
-        return any(n.primitive in NONLINEAR for n in cone(self.view, value))
+        return any(n.primitive in NONLINEAR for n in cone(self.view, passage(self.site, value).end))
 
     # -- the name of the activation, fused or not -----------------------------------------------------------------------
 

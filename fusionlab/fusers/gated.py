@@ -26,6 +26,7 @@ from .base import AUTO_AXES, Pass, Plan, Search, anchor_text, examined
 from .epilogues import Epilogue, concepts_of
 from .gates import BETWEEN, Behind, sides_of
 from .outcomes import Candidate, Rejection
+from .passages import is_half, passage, rounding
 from .site import Site
 
 IMPLEMENTATIONS = {"concatenated": "concatenated", "kernel": "cuda"}  # what the option names
@@ -84,13 +85,14 @@ class GatedSite(Site):
         problem = self.set_apart(up) or self.unlike(gate, up.product)
         if problem is not None:
             return problem
-        behind = Epilogue(self, gate.outputs[0], False)
+        behind = Epilogue(self, self.widened(gate.outputs[0]), False)
         end, name, problem = behind.activation()
         if name is None and behind.leaking is not None and self.search.differentiated:
             end, name = behind.leaking
         if end is None or name is None:
             sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
             return problem or self.biased(gate) or self.rejection("activation", sentence, [gate], (1, 2))
+        end = self.rounded(end, activated)
         if end is not activated:
             node = self.search.block.producer[activated.id]
             sentence = (
@@ -98,13 +100,23 @@ class GatedSite(Site):
             )
             return self.rejection(BETWEEN.get(node.primitive, "structure"), sentence, [node], (1, 2))
         try:
-            return self.candidate(gate, up.product, end, name)
+            return self.candidate(gate, up, end, name)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
 
+    def widened(self, product: Value) -> Value:
+        """A product of 16 bits, or the float32 that it alone is widened to: the fused op computes in that, and rounds once."""
+        way = passage(self, product)
+        return product if way.views else way.end
+
+    def rounded(self, end: Value, activated: Value) -> Value:
+        """The activated gate as it is multiplied, if all that stands between is that it is rounded again to what its product has."""
+        last = None if end is activated or not is_half(activated.dtype) else rounding(self, end, activated.dtype)
+        return end if last is None or last.views else last.end
+
     def set_apart(self, up: Behind) -> Rejection | None:
         """Why the side that is not activated is no bare product."""
-        if not up.between:
+        if not up.between or self.widened(up.product.outputs[0]) is up.between[0].outputs[0]:
             return None
         node = up.between[-1]
         what = "adds a bias, which the fused op has none of" if node.primitive == "add" else "stands between"
@@ -145,7 +157,7 @@ class GatedSite(Site):
         made = {np.dtype(n.outputs[0].dtype).name for n in (gate, up)}
         if len(given) == len(made) == 1 and given <= set(DTYPES):
             (dtype,) = given
-            if made == given:
+            if made == given and np.dtype(self.root(gate).dtype).name == dtype:
                 return None
             if made == {"float32"} and np.dtype(self.root(gate).dtype).name == dtype:
                 return self.narrow_range(gate, up) if dtype == "float16" and self.search.gradient else None
@@ -199,8 +211,9 @@ class GatedSite(Site):
 
     # -- the candidate -----------------------------------------------------------------------------------------------------
 
-    def candidate(self, gate: Node, up: Node, end: Value, name: str) -> Candidate | Rejection:
-        region, dtypes = self.region(gate, up, end)
+    def candidate(self, gate: Node, side: Behind, end: Value, name: str) -> Candidate | Rejection:
+        region, dtypes = self.region(gate, side, end)
+        up = side.product
         inputs = {v.id: i for i, v in enumerate(region.inputs)}
         where = {role: inputs[v.id] for role, v in region.leaves.items()}
         ((_, (w_contract,)), _) = canonical(gate.params["dimension_numbers"])
@@ -243,9 +256,9 @@ class GatedSite(Site):
         sentence = f"{anchor_text(self.anchor)}: {OP.formula(**attrs)} cannot run as {self.named!r}: {why}"
         return self.rejection("implementation", sentence, site=[gate, up, self.anchor])
 
-    def region(self, gate: Node, up: Node, end: Value) -> tuple[Region, tuple[Any, ...]]:
+    def region(self, gate: Node, side: Behind, end: Value) -> tuple[Region, tuple[Any, ...]]:
         """The pair's nodes with x, w and v as leaves, and the dtypes that x is cast to."""
-        block, view, root = self.search.block, self.view, self.root(gate)
+        block, view, root, up = self.search.block, self.view, self.root(gate), side.product
         shared = self.common(gate, up)
         if shared is None:
             raise NotARegion("its products do not read the same x: one of it is cast or laid out in another way")
@@ -255,7 +268,7 @@ class GatedSite(Site):
         activation = between(view, gate.outputs[0], end)
         numbers = [n for n in activation if view.is_literal(view.ref[n.outputs[0].id])]  # others may read them too
         support = {n.id: n for n in (*passed, *numbers)}
-        inner = {n.id: n for n in (gate, up, self.anchor, *last, *activation) if n.id not in support}
+        inner = {n.id: n for n in (gate, up, *side.between, self.anchor, *last, *activation) if n.id not in support}
         inner.update(dead_with(block, inner, support, leaves.values()))
         kept = tuple(support[i] for i in sorted(support) if i not in inner)
         nodes = tuple(inner[i] for i in sorted(inner))

@@ -23,6 +23,7 @@ BETWEEN = {
     "add": "bias",
     **dict.fromkeys(VIEWS, "axes"),
 }
+_PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
 
 
@@ -70,6 +71,59 @@ def sides_of(view: View, multiplication: Node) -> Sides | None:
         if gate is not None and up is not None and gate is not up.product and _share_a_value(view, gate, up.product):
             return Sides(activated, gate, up)
     return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a value that a side of a multiplication is made of, what it is a part of, and whether by way of an activation."""
+
+    value: Value
+    whole: Value
+    activated: bool
+    nodes: dict[int, Node]
+
+
+def packed(view: View, multiplication: Node) -> dict[int, Node] | None:
+    """The nodes of a pair whose weights are packed in one product: a part of it, activated, times another part of it."""
+    one, two = (_part_of(view, a) if isinstance(a, Value) else None for a in multiplication.inputs)
+    if (
+        one is None
+        or two is None
+        or one.whole is not two.whole
+        or _as_read(view, one.value) == _as_read(view, two.value)
+    ):
+        return None
+    behind = _product_behind(view, one.whole)
+    if behind is None or one.activated == two.activated:
+        return None
+    return {n.id: n for n in (behind.product, *behind.between)} | one.nodes | two.nodes
+
+
+def _part_of(view: View, value: Value) -> _Part | None:
+    """The one part of another value that a value is made of, entry by entry, whatever else is read on the way if it is given."""
+    parts: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
+    made: dict[int, Value] = {}
+    stack, activated = [value], False
+    while stack and len(nodes) < _STEPS:
+        at = stack.pop()
+        node = view.block.producer.get(at.id)
+        if node is None or (node.id in nodes and node.id not in parts) or _is_number(view, at):
+            continue  # given, or seen
+        if node.primitive in _PARTS and isinstance(node.inputs[0], Value):
+            parts[node.id] = nodes[node.id] = node
+            made[at.id] = at
+        elif node.primitive in ELEMENTWISE | _RULES | BETWEEN.keys():
+            nodes[node.id] = node
+            activated = activated or node.primitive in NONLINEAR | _RULES
+            stack += [a for a in node.inputs if isinstance(a, Value)]
+        else:
+            return None
+    if len(made) != 1 or stack:
+        return None
+    ((node,), (part,)) = parts.values(), made.values()
+    whole = node.inputs[0]
+    return _Part(part, whole, activated, nodes) if isinstance(whole, Value) else None
 
 
 def given(view: View, atom: Any) -> bool:

@@ -7,20 +7,23 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ..errors import unknown_name
-from ..graph.evaluate import is_float
+from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import close
-from ..graph.region import NotARegion, Region, cut
+from ..graph.region import CASTS, NotARegion, Region, cut
 from ..graph.scopes import is_backward
 from ..kernels import OPS
+from ..kernels.arrays import precisions
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.gemm_epilogue.cublaslt import product_arithmetic
 from ..kernels.gemm_epilogue.op import DTYPES
@@ -31,7 +34,11 @@ from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .linear_groups import GROUPINGS
 from .linear_parts import Linear, LinearSite
+from .passages import Passage, narrow, passage, replayed, rounding, unplaced
 
+_KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
+DEFAULT = lax.Precision.DEFAULT
+_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
 
@@ -85,6 +92,26 @@ def _is_anchor(node: Node) -> bool:
     return (node.primitive == "dot_general" or is_of_one_point(node)) and not is_backward(node.eqn)
 
 
+@dataclass(frozen=True)
+class Wide:
+    """What a site computes in float32 of operands of 16 bits.
+
+    Attributes: `dtype` of the operands, `start` where float32 begins (as the op's `wide`), `out` as the op's.
+    """
+
+    dtype: str = ""
+    start: str | None = None
+    out: str | None = None
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return {} if self.start is None else {"wide": self.start, "out": self.out}
+
+    def notes(self, activation: str, bias: bool) -> tuple[str, ...]:
+        keeps = ACTIVATIONS[activation].residual == "preactivation" and bias
+        return (_KEPT.format(self.dtype),) if self.start == "epilogue" and keeps else ()
+
+
 class _Site(LinearSite):
     """One product, from anchor to candidate or rejection."""
 
@@ -125,22 +152,43 @@ class _Site(LinearSite):
         return self.rejection("dtype", sentence, edit=_FLOATS)
 
     def with_activation(self, linear: Linear) -> Iterator[Candidate | Rejection]:
-        behind = Epilogue(self, linear.value, linear.bias)
+        way = passage(self, linear.value)
+        behind = Epilogue(self, way.end, linear.bias)
         end, name, problem = behind.activation()
+        if name is None and way.end is not linear.value and behind.leaking is None and problem is None:
+            way = Passage(linear.value)
+            behind = Epilogue(self, linear.value, linear.bias)
+            end, name, problem = behind.activation()
         if end is not None and name is not None:
-            yield self.candidate(linear, end, name, ())
+            yield self.candidate(linear, end, name, (), way.views)
             return
 
         def otherwise() -> Iterator[Candidate | Rejection]:
             return self.linear_part(linear, problem, behind.leaking)
 
         if behind.leaking is not None and self.search.differentiated:
-            outcome = self.candidate(linear, *behind.leaking, ())
+            end, name = behind.leaking
+            outcome = self.candidate(linear, end, name, (), way.views)
             if isinstance(outcome, Candidate):
-                yield replace(outcome, otherwise=otherwise)
+                yield replace(outcome, otherwise=lambda: self.by_rule(linear, end, name, way.views, otherwise))
                 return
             problem = reason_to_tell(problem, outcome)
         yield from otherwise()
+
+    def by_rule(
+        self,
+        linear: Linear,
+        end: Value,
+        activation: str,
+        views: tuple[Node, ...],
+        otherwise: Callable[[], Iterator[Candidate | Rejection]],
+    ) -> Iterator[Candidate | Rejection]:
+        """A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all."""
+        outcome = self.candidate(linear, end, "relu", (_BY_RULE,), views, True) if activation == "relu_tie" else None
+        if isinstance(outcome, Candidate):
+            yield replace(outcome, otherwise=otherwise)
+        else:
+            yield from otherwise()
 
     def linear_part(
         self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
@@ -163,22 +211,73 @@ class _Site(LinearSite):
         except NotARegion:
             return None
 
-    def candidate(self, linear: Linear, root: Value, activation: str, notes: tuple[str, ...]) -> Candidate | Rejection:
+    def candidate(
+        self,
+        linear: Linear,
+        end: Value,
+        activation: str,
+        notes: tuple[str, ...],
+        views: tuple[Node, ...] = (),
+        by_rule: bool = False,
+    ) -> Candidate | Rejection:
+        """The site that ends in `end`, or where that is rounded.
+
+        `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
+        """
+        dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
+        rounded = None if dtype is None else rounding(self, end, dtype)
+        root = end if rounded is None else rounded.end
+        after = (*views, *(rounded.views if rounded is not None else ()))
         try:
-            region = cut(self.view, root, linear.leaves, as_read=frozenset({"x"}))
-            problem = self.conditions(linear, region, activation)
+            region = cut(self.view, root, linear.leaves, as_read=self.as_read(dtype), through_casts=self.widened(dtype))
+            if by_rule:
+                region = replace(region, relus=_maximum(region))
+            wide = Wide() if dtype is None else self.wide(region, dtype)
+            problem = self.conditions(linear, region, activation, wide)
             if problem is not None:
                 return replace(problem, site_ids=problem.site_ids | region.node_ids)
-            plan = _plan(self.search, linear, region, activation, self.anchor)
+            plan = _plan(self, linear, region, activation, wide, after)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
         concepts = concepts_of(linear.bias, activation)
+        notes = (*notes, *wide.notes(activation, linear.bias))
         return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
 
-    def conditions(self, linear: Linear, region: Region, activation: str) -> Rejection | None:
+    def narrow(self, linear: Linear) -> Any:
+        """The dtype of 16 bits that both operands of the product have, or are widened from; None where there is none."""
+        first, second = (narrow(self, a) for a in self.anchor.inputs)
+        if first is None or first != second:
+            return None
+        if np.dtype(self.anchor.inputs[0].dtype) != np.float32:
+            return first
+        asked = precisions(self.anchor.params.get("precision"))
+        bias = [v for v in self.view.values_of[linear.leaves["b"]] if v.dtype == first] if linear.bias else [None]
+        return first if bias and all(p in (None, DEFAULT) for p in asked) else None
+
+    def widened(self, dtype: Any) -> frozenset[str]:
+        """The leaves that are read as they are before they are widened."""
+        operands = {"x", "w"} if any(a.dtype != dtype for a in self.anchor.inputs) else set()
+        return frozenset({"b", *operands} if dtype is not None else ())
+
+    def as_read(self, dtype: Any) -> frozenset[str]:
+        return frozenset({"x"}) - self.widened(dtype)
+
+    def wide(self, region: Region, dtype: Any) -> Wide:
+        """What of a site is computed in float32, of operands of 16 bits."""
+        last = self.search.block.producer[region.root.id]
+        rounds = any(
+            n.primitive in CASTS and n.outputs[0].dtype == dtype and n is not last and narrows(dtype, n.inputs[0].dtype)
+            for n in region.nodes
+        )
+        kept = np.dtype(self.anchor.outputs[0].dtype) == np.float32 and not rounds
+        out = None if region.root.dtype == dtype else "float32"
+        return Wide(np.dtype(dtype).name, "product" if kept else "epilogue", out)
+
+    def conditions(self, linear: Linear, region: Region, activation: str, wide: Wide) -> Rejection | None:
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
-        dtypes = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
+        dtypes = {str(v.dtype) for v in values}
         concepts = concepts_of(linear.bias, activation)
         if len(dtypes) != 1:
             sentence = (
@@ -186,6 +285,14 @@ class _Site(LinearSite):
             )
             edit = "cast x, w and b to one dtype before the product"
             return self.rejection("dtype", sentence, edit=edit, concepts=concepts)
+        if wide.start == "product" and wide.dtype == "float16":
+            sentence = (
+                f"{anchor_text(self.anchor)} keeps its sum in float32; not every backend multiplies float16 so, and a gradient of "
+                f"float16 has not its range"
+            )
+            return self.rejection(
+                "dtype", sentence, edit="use bfloat16, or give the product float16", concepts=concepts
+            )
         if not dtypes <= set(DTYPES):
             sentence = f"{anchor_text(self.anchor)} computes in {dtypes.pop()}; the fused op takes {', '.join(DTYPES)}"
             return self.rejection("dtype", sentence, edit=_FLOATS, concepts=concepts)
@@ -208,18 +315,35 @@ class _Site(LinearSite):
         """The factor on the product that its operands do not carry themselves."""
         m = linear.match
         carried = self.carried(region, ("x", "w"))
-        if not linear.bias:
-            return float(self.view.ref[linear.value.id].coef) / carried
+        if not linear.matched_bias:
+            return float(self.view.ref[self.product.id].coef) / carried
         root = self.view.nodes[m.nodes[m.pattern.root]]
         product = self.nid(self.product)
         on_edge = next(float(o.coef) for o in root.operands if o.nid == product)
         return on_edge / carried
 
 
-def _plan(search: Search, linear: Linear, region: Region, activation: str, anchor: Node) -> Plan:
-    """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the root's axes."""
+def _maximum(region: Region) -> frozenset[int]:
+    """The one maximum of a site.
+
+    Raises:
+      NotARegion: there are several.
+    """
+    found = frozenset(n.id for n in region.nodes if n.primitive == "max")
+    if len(found) != 1:
+        raise NotARegion("it is made of several maxima")
+    return found
+
+
+def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wide, after: tuple[Node, ...]) -> Plan:
+    """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the axes of what is matched, and through its views."""
+    search, behind = site.search, linear.behind
     m, view, sizes = linear.match, search.view, linear.match.sizes
-    axes: dict[str, Axes] = {role: axes_of(m, view, linear.leaf(role), v) for role, v in region.leaves.items()}
+    axes: dict[str, Axes] = {
+        role: axes_of(m, view, linear.leaf(role), v)
+        for role, v in region.leaves.items()
+        if role != "b" or linear.matched_bias
+    }
     x_axes, w_axes = axes["x"], axes["w"]
     k = in_order(w_axes, [c for c in w_axes if c is not None and c in x_axes])
     n = tuple(c for c in w_axes if c is not None and c not in k)
@@ -230,27 +354,35 @@ def _plan(search: Search, linear: Linear, region: Region, activation: str, ancho
     x_contract = x_axes.index(k[0]) if direct else -1
     w_contract = w_axes.index(k[0]) if direct else 0
     out_groups = [[c] for c in rows] + [list(n)]
+    matched = linear.value if behind is None and linear.bias else site.product
+    root_axes = axes_of(m, view, m.pattern.root, matched)  # an activation keeps the axes
+    views = (*(behind.views if behind is not None else ()), *after)
+
+    def added(given: Any) -> Any:
+        if behind is None:
+            return arrange(given, axes["b"], [n], sizes)
+        given = unplaced(site, region.leaves["b"], behind.added, behind.views, given)
+        return arrange(given, tuple(c if c in n else None for c in root_axes), [n], sizes)
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
         x, w = inputs[pick["x"]], inputs[pick["w"]]
-        bias = arrange(inputs[pick["b"]], axes["b"], [n], sizes) if linear.bias else None
+        bias = added(inputs[pick["b"]]) if linear.bias else None
         if direct:
             return x, w, bias
         x_groups = [[c] for c in rows] or [[]]
         return arrange(x, x_axes, [*x_groups, k], sizes), arrange(w, w_axes, [k, n], sizes), bias
 
-    root_axes = axes_of(m, view, m.pattern.root, linear.value)  # an activation keeps the axes
-
     def finish(out: Any) -> Any:
-        return restore(out, out_groups, root_axes, region.root.shape, sizes)
+        return replayed(views, restore(out, out_groups, root_axes, matched.shape, sizes))
 
     attrs = {
         "activation": activation,
         "x_contract": x_contract,
         "w_contract": w_contract,
-        "precision": anchor.params.get("precision"),
+        "precision": site.anchor.params.get("precision"),
         "implementation": search.implementation,
+        **wide.attrs,
     }
     op = OPS["gemm_epilogue"]
-    arithmetic = product_arithmetic(str(region.root.dtype), attrs["precision"], search.device)
+    arithmetic = product_arithmetic(str(region.leaves["x"].dtype), attrs["precision"], search.device)
     return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)

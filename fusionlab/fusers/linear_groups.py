@@ -45,9 +45,14 @@ def grouped(found: Sequence[Candidate | Rejection], grouping: str | None) -> lis
 
 
 def _is_linear(c: Candidate) -> bool:
-    """Whether a site is a linear layer, fused with the op's own backward pass, which keeps its activation's residual and no more."""
+    """Whether a site is a linear layer, fused with the op's own backward pass, which keeps its activation's residual and no more.
+
+    Not one whose derivative is computed in float32 of 16 bits: behind another layer's product it would be rounded.
+    """
     part = c.site.backward if c.site is not None else None
     if c.op != "gemm_epilogue" or part is None or c.attrs.get("gradient") is not None:
+        return False
+    if c.attrs.get("wide") is not None:
         return False
     act = ACTIVATIONS[c.attrs.get("activation", "none")]
     return len(part.split.residuals) == (act.residual != "none")

@@ -18,6 +18,7 @@ from .beyond import activates
 from .epilogues import Epilogue, concepts_of, feeds_softmax
 from .findings import Rejection
 from .layout import axes_of
+from .passages import passage, shapes_before, thin_shape
 from .site import Site
 
 LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
@@ -25,13 +26,27 @@ PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
 
 
 @dataclass(frozen=True)
+class Behind:
+    """What is added to a product behind views of it, `added`, its canonical node, and the views."""
+
+    added: Value
+    nid: int
+    views: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Linear:
-    """x @ w (+ b) found at an anchor: the raw value it makes, and the match."""
+    """x @ w (+ b) found at an anchor: the raw value it makes, and the match.
+
+    Attributes:
+      behind: of a bias that is added behind views of the product: what is added there, with the views. The match is the product's.
+    """
 
     value: Value
     match: Match
     bias: bool
     swapped: bool = False  # the match calls the weight x: without a bias the pattern is symmetric
+    behind: Behind | None = None
 
     def leaf(self, role: str) -> int:
         """The pattern node of the operand that plays `role` ("x", "w" or "b")."""
@@ -39,9 +54,15 @@ class Linear:
         return self.match.leaf_id(names.get(role, role))
 
     @property
+    def matched_bias(self) -> bool:
+        """Whether the bias is a part of the match."""
+        return self.bias and self.behind is None
+
+    @property
     def leaves(self) -> dict[str, int]:
         """Role -> canonical node."""
-        return {role: self.match.nodes[self.leaf(role)] for role in ("x", "w", "b")[: 3 if self.bias else 2]}
+        found = {role: self.match.nodes[self.leaf(role)] for role in ("x", "w", "b")[: 3 if self.matched_bias else 2]}
+        return found if self.behind is None else found | {"b": self.behind.nid}
 
 
 class LinearSite(Site):
@@ -68,7 +89,7 @@ class LinearSite(Site):
         """The product with its bias, or bare; a Rejection when something is added that is no bias; None when it is no site."""
         added = self.addition()
         if added is None:
-            return self.bare()
+            return self.biased_behind() or self.bare()
         node, total, other = added
         if self.made_of(self.view.read(other).nid, self.nid(self.product), 6):
             if feeds_softmax(self, self.product):
@@ -96,6 +117,46 @@ class LinearSite(Site):
         """The product without a bias."""
         found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
         return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
+
+    def biased_behind(self) -> Linear | Rejection | None:
+        """The product with a bias that is added to it in another shape; a Rejection where that is given, and no bias."""
+        way = passage(self, self.product)
+        adds = [u for u in self.users(way.end) if u.primitive == "add" and way.views]
+        others = [a for a in adds[0].inputs if a is not way.end] if adds else []
+        thin = thin_shape(self, others[0], len(way.end.shape)) if len(others) == 1 else None
+        found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
+        if thin is None or not isinstance(found, Match):
+            return None
+        (other,) = others
+        assert isinstance(other, Value)
+        shapes = shapes_before(way.views, thin)
+        last = thin[-1] != 1
+        linear = None if shapes is None else self.of_features(found, shapes[-1], last)
+        if linear is not None:
+            behind = Behind(other, self.nid(other), way.views)
+            return replace(linear, value=adds[0].outputs[0], bias=True, behind=behind)
+        if thin == tuple(way.end.shape) or not self.given(other):
+            return None  # as large as the product, as a residual connection is, or made of something else
+        sentence = (
+            f"{anchor_text(adds[0])} adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
+            f"seen before that it varies along other axes of {self.product!r}"
+        )
+        edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
+        following = Epilogue(self, adds[0].outputs[0], True).following(adds[0].outputs[0])
+        told = self.rejection("bias", sentence, [adds[0]], (1, 2), edit)
+        return replace(told, site_ids=told.site_ids | {n.id for n in (*way.views, *following)})
+
+    def of_features(self, found: Match, thin: tuple[int, ...], last: bool) -> Linear | None:
+        """The product, its weight the operand along whose free axes, and no others, something of this shape varies: the features, which
+        come last in the product, or behind its views (`last`).
+        """
+        axes = axes_of(found, self.view, found.pattern.root, self.product)
+        varies = {c for c, n in zip(axes, thin, strict=True) if n != 1}
+        real = [c for c in axes if c is not None]
+        for swapped, letter in ((False, "n"), (True, "m")):
+            if varies and varies == set(found.letters[letter]) and (last or real[-1] in varies):
+                return Linear(self.product, found, False, swapped)
+        return None
 
     def batch_of_weights(self, total: Value | None = None) -> Rejection | None:
         """For a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""

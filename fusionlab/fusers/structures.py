@@ -17,12 +17,12 @@ from ..graph.match import Match, match
 from ..graph.pattern import pattern_of
 from ..graph.region import NotARegion, cut, escapes
 from ..graph.rules import SUMS_OVER_DEVICES
-from ..graph.scopes import Source, is_backward
+from ..graph.scopes import Source, in_backward, is_backward
 from ..graph.settings import jax_defaults
 from ..graph.views import views
 from .blends import blends
-from .gates import sides_of
-from .structure_forms import FOLDED, GATED, SOFTMAX, Form
+from .gates import packed, sides_of
+from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX, Form
 
 if TYPE_CHECKING:
     from .findings import Candidate, Findings
@@ -32,6 +32,7 @@ KINDS = {
     "repeated_layers": "equal layers in a row, each of which reads the one before",
     "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
     "glu_pair": "two products of one value, one of them activated, multiplied with each other",
+    "packed_gate": "two parts of one product, one of them activated, multiplied with each other",
     "residual_norm": "a norm of the sum of two values, as a residual connection is",
     "row_parallel": "a product that is summed over devices before its bias is added",
     "softmax": "a softmax that stands in no site",
@@ -260,14 +261,18 @@ class _Searcher:
     def gated(self, known: Set[int]) -> Iterator[Structure]:
         """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
         for node in self.view.block.nodes:
-            if node.primitive != "mul" or node.id in {*known, *self.told} or is_backward(node.eqn):
+            if node.primitive != "mul" or node.id in {*known, *self.told} or in_backward(node):
                 continue
-            sides = sides_of(self.view, node)
-            if sides is None or not sides.alike(self.view):
+            sides, in_one = sides_of(self.view, node), packed(self.view, node)
+            if sides is not None and sides.alike(self.view):
+                kind, text, nodes = "glu_pair", GATED, sides.nodes(self.view)
+            elif in_one is not None:
+                kind, text, nodes = "packed_gate", PACKED, in_one
+            else:
                 continue
-            nodes = sides.nodes(self.view) | {node.id: node}
+            nodes = nodes | {node.id: node}
             sites = tuple(c.id for c in self.candidates if c.node_ids <= nodes.keys())
-            yield self.of_nodes("glu_pair", GATED, nodes, sites)
+            yield self.of_nodes(kind, text, nodes, sites)
 
     def row_parallel(self, summed: int) -> Iterator[Structure]:
         """A product, the sum over devices of it alone, and a vector along its features that is added as its bias."""

@@ -35,8 +35,11 @@ def slice_jaxpr(
     output: Value | Sequence[Value],
     known: Mapping[int, Any] | None = None,
     constant: bool = False,
+    instead: Mapping[int, Any] | None = None,
 ) -> Any:
     """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`, one or several.
+
+    `instead` gives, for a node (by id), a closed jaxpr that stands in its place.
 
     `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
     axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
@@ -53,6 +56,10 @@ def slice_jaxpr(
         # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.
         if node.id < 0 or (constant and node.primitive == "pvary"):
             env.update((v.id, atom_in(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
+        elif instead and node.id in instead:
+            made, outs = inlined(instead[node.id], [atom_in(env, a) for a in node.inputs], source_info(node), None)
+            eqns += made
+            env.update((v.id, atom) for v, atom in zip(node.outputs, outs, strict=True))
         else:
             eqn = copied(node, env)
             eqns.append(eqn.replace(params=placeless(eqn.params)) if constant else eqn)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from .canonical import ONE, View
@@ -42,6 +43,8 @@ class Region:
       known: scalar block inputs that are literals at the call, by value id.
       support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
       others: further values it makes that are read outside.
+      relus: nodes max(h, 0) that JAX's own rule for relu, with derivative 0 at 0, was applied to: a scan that is differentiated has
+        the maximum left, whose own derivative there is 1/2.
       whole: the region of several roots that it is one root's part of.
     """
 
@@ -53,6 +56,7 @@ class Region:
     known: Mapping[int, Any] = field(default_factory=dict)
     others: tuple[Value, ...] = ()
     whole: Region | None = None
+    relus: frozenset[int] = frozenset()
 
     @property
     def node_ids(self) -> frozenset[int]:
@@ -92,7 +96,14 @@ class Region:
     def jaxpr(self) -> Any:
         """The region as a closed jaxpr: a function of `inputs` that gives the root alone."""
         nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
-        return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known)
+        instead = {n.id: _relu_in_place_of(n) for n in nodes if n.id in self.relus}
+        return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
+
+
+def _relu_in_place_of(node: Node) -> Any:
+    """jax.nn.relu of what is compared with 0, as a closed jaxpr of a maximum's operands."""
+    at = next(i for i, a in enumerate(node.inputs) if a.shape == node.outputs[0].shape)
+    return jax.make_jaxpr(lambda *operands: jax.nn.relu(operands[at]))(*(a.aval for a in node.inputs))
 
 
 @dataclass(frozen=True)

@@ -137,14 +137,14 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         ref = base
     if inner.op == "dot" and (split := split_rows(view, ref, sizes)) is not None:
         return [split]
-    groups = _reshape_groups(view.dim_sizes(ref), sizes)
+    groups = reshape_groups(view.dim_sizes(ref), sizes)
     if (known := regrouped(view, ref, groups, sizes)) is not None:
         return [known]
     nid = view.node("reshape", groups, (Operand(1.0, ref.nid, ref.dims),), sizes)
     return [Ref(ref.coef, nid, tuple(range(len(sizes))))]
 
 
-def _reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The least groups of neighbouring axes of the same number of entries: (axes before, axes after) for each."""
     if 0 in before:  # nothing is in it, whatever its other axes
         return ((len(before), len(after)),)

@@ -50,7 +50,8 @@ def region_signature(region: Region, size: Size = _as_it_is) -> Any:
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
     leaves = tuple((name, number[v.id], *_type_key(v, size)) for name, v in region.leaves.items())
     body = tuple(node_signature(n, number, size) for n in nodes)
-    return leaves, body, tuple(number.get(v.id) for v in region.roots)
+    ruled = tuple(i for i, n in enumerate(nodes) if n.id in region.relus)
+    return leaves, body, tuple(number.get(v.id) for v in region.roots), ruled
 
 
 def node_signature(node: Node, number: dict[int, Any], size: Size = _as_it_is) -> Any:

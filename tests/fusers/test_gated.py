@@ -111,6 +111,27 @@ def test_of_16_bits_with_sums_in_float32_it_is_what_the_program_says():
     )
 
 
+F32 = jnp.float32
+WIDENED = {
+    "both sides widened": lambda x, w, v: (silu((x @ w).astype(F32)) * (x @ v).astype(F32)).astype(x.dtype),
+    "the gate widened": lambda x, w, v: (silu((x @ w).astype(F32)) * (x @ v)).astype(x.dtype),
+    "the gate rounded again": lambda x, w, v: silu((x @ w).astype(F32)).astype(x.dtype) * (x @ v),
+    "written out": lambda x, w, v: (lambda h: h * jax.nn.sigmoid(h) * (x @ v))((x @ w).astype(F32)).astype(x.dtype),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_of_16_bits_and_computed_in_float32_it_is_one_call_as_near_to_float64(name):
+    fn = WIDENED[name]
+    agree(fn, HX, HW, HV)
+    exact = FORMS["silu"](*(np.asarray(a, np.float64) for a in (HX, HW, HV)))
+    errors = [np.abs(np.asarray(f(HX, HW, HV), np.float64) - exact).mean() for f in (fn, fl.fuse(fn, passes=PAIR))]
+    assert errors[1] <= errors[0]
+    step = jax.value_and_grad(lambda *a: (fn(*a).astype(F32) ** 2).mean(), (0, 1, 2))
+    assert pairs(find(step, HX, HW, HV))
+    close(jax.jit(fl.fuse(step, passes=PAIR))(HX, HW, HV)[1], jax.jit(step)(HX, HW, HV)[1], 3)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_rounds_a_pair_of_float32_stays_behind_it(dtype):
     """As a layer does whose parameters are float32 and whose activations are not."""
@@ -330,6 +351,7 @@ HALF = {
     "float32 sums on one side": lambda x, w, v: silu(wide(x, w)) * (x @ v),
     "rounded to another dtype": lambda x, w, v: (silu(wide(x, w)) * wide(x, v)).astype(jnp.float16),
     "widened before the activation": lambda x, w, v: silu((x @ w).astype(jnp.float32)) * (x @ v),
+    "widened, and rounded to another dtype": lambda x, w, v: (silu((x @ w).astype(F32)) * (x @ v)).astype(jnp.float16),
     "float32 sums that are read beside their rounding": lambda x, w, v: (
         lambda y: y.astype(x.dtype) + jnp.tanh(y).astype(x.dtype)
     )(silu(wide(x, w)) * wide(x, v)),

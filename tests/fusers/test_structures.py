@@ -349,6 +349,49 @@ def test_what_is_nearly_a_gated_pair(near):
     assert "glu_pair" not in kinds(near, X)
 
 
+HALF = V.shape[1] // 2
+PACKED = {
+    "split": lambda x: (lambda a, g: a * jax.nn.gelu(g))(*jnp.split(x @ V, 2, -1)),
+    "split, with a bias": lambda x: (lambda a, g: jax.nn.silu(a) * g)(*jnp.split(x @ V + B, 2, -1)),
+    "sliced": lambda x: (lambda h: h[..., :HALF] * jax.nn.relu(h[..., HALF:]))(x @ V + B),
+    "interleaved": lambda x: (lambda h: h[..., ::2] * jax.nn.sigmoid(h[..., 1::2]))(x @ V),
+    "stacked": lambda x: (lambda h: jax.nn.gelu(h[0]) * h[1])(jnp.einsum("...d,dcf->c...f", x, V.reshape(-1, 2, HALF))),
+    "jax.nn.glu": lambda x: jax.nn.glu(x @ V + B),
+    "of 16 bits, in float32": lambda x: (
+        lambda h: jax.nn.silu(h[..., :HALF].astype(jnp.float32)) * h[..., HALF:].astype(jnp.float32)
+    )(x.astype(jnp.bfloat16) @ V.astype(jnp.bfloat16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_gated_pair_whose_weights_are_packed_in_one_product(name):
+    """Told in every form, and declined with a sentence by the pass: a part of a weight would have to be copied."""
+    fn = PACKED[name]
+    found = fl.find(fn, X)
+    assert [r.code for r in found.rejections if r.pass_name == "gemm_epilogue"] == ["activation"]
+    assert "packed in one" in str(found.rejections[0])
+    step = jax.value_and_grad(lambda x: fn(x).sum())
+    scanned = lambda x: jax.lax.scan(lambda s, row: (s + fn(row).sum(), None), 0.0, x[None])[0]  # noqa: E731
+    for form in (fn, step, scanned, jax.vmap(fn)):
+        assert kinds(form, X) == {"packed_gate": 1}, form
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        lambda x: (lambda h: h[..., :HALF] * jax.nn.relu(h[..., :HALF]))(x @ V),
+        lambda x: (lambda h: jnp.tanh(h[..., :HALF]) * jax.nn.sigmoid(h[..., HALF:]))(x @ V),
+        lambda x: (lambda h: h[..., :HALF] * h[..., HALF:])(x @ V),
+        lambda x: x[..., :4] * jax.nn.relu(x[..., 4:8]),
+        lambda x: (x @ V)[..., :HALF] * jax.nn.relu((x @ (V + 1))[..., HALF:]),
+        lambda x: (lambda h: h[..., :HALF] + jax.nn.relu(h[..., HALF:]))(x @ V),
+    ],
+    ids=["one part", "both activated", "none activated", "no product", "two products", "a sum"],
+)
+def test_what_is_nearly_a_packed_gate(near):
+    assert "packed_gate" not in kinds(near, X)
+
+
 def attention(q, k, v):
     return jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3) @ v
 

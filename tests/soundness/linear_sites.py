@@ -40,6 +40,16 @@ def _wide(x: Array, w: Array) -> Array:
     return wide.astype(x.dtype)
 
 
+def _kept(x: Array, w: Array) -> Array:
+    """Its sum is not rounded to 16 bits, nor is what follows, up to the end of the layer."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
+
+
+def _in_float32(h: Array) -> Array:
+    return h.astype(jnp.promote_types(h.dtype, jnp.float32))
+
+
 def _by_rows(x: Array, w: Array) -> Array:
     f = lambda row: w @ row  # noqa: E731
     for _ in range(x.ndim - 1):
@@ -103,6 +113,8 @@ PRODUCTS: dict[str, Callable[[Draft, int], Made]] = {
     "dot_general": _matrix(_last),
     "dot_general, w first": _matrix(_weight_first),
     "wide sum": _matrix(_wide),
+    "kept sum": _matrix(_kept),
+    "operands in float32": _matrix(lambda x, w: _in_float32(x) @ _in_float32(w)),
     "highest precision": _matrix(lambda x, w: jnp.dot(x, w, precision="highest")),
     "row by row": _matrix(_by_rows, True),
     "flattened": _matrix(_flattened),
@@ -147,6 +159,12 @@ BIASES: dict[str, Callable[[Draft, int], Made]] = {
     "+ 2.5 b": _vector(lambda h, b: h + 2.5 * b),
     "- (-b)": _vector(lambda h, b: h - (-b)),
     "- b": _vector(lambda h, b: h - b),
+    "+ b in float32": _vector(lambda h, b: _in_float32(h) + _in_float32(b)),
+    "+ b behind a reshape": _vector(lambda h, b: (h.reshape(-1, h.shape[-1]) + b).reshape(h.shape)),
+    "+ b of heads": _vector(lambda h, b: (h[..., None].reshape(*h.shape[:-1], 1, -1) + b).reshape(h.shape)),
+    "+ b behind a turn": _vector(
+        lambda h, b: jnp.moveaxis(jnp.moveaxis(h, 0, -1) + b.reshape(-1, *(1,) * (h.ndim > 1)), -1, 0)
+    ),
     "+ b + b": _vector(lambda h, b: h + b + b),
     "+ sin(b)": _vector(lambda h, b: h + jnp.sin(b)),
     "+ frozen b": _vector(lambda h, b: h + lax.stop_gradient(b)),
@@ -209,6 +227,9 @@ RIGHT = {
     "sigmoid by tanh": lambda h: 0.5 * (jnp.tanh(0.5 * h) + 1),
     "tanh": jnp.tanh,
     "tanh by sigmoid": lambda h: 2 * jax.nn.sigmoid(2 * h) - 1,
+    "silu in float32": lambda h: jax.nn.silu(_in_float32(h)).astype(h.dtype),
+    "gelu in float32, kept": lambda h: jax.nn.gelu(_in_float32(h)),
+    "relu in float32": lambda h: jax.nn.relu(_in_float32(h)).astype(h.dtype),
 }
 WRONG = {
     "relu6": jax.nn.relu6,
@@ -270,6 +291,9 @@ WRONG = {
 TURNS = {
     "transposed between": lambda h, act: act(h.T).T,
     "reshaped between": lambda h, act: act(h.reshape(-1)).reshape(h.shape),
+    "heads between": lambda h, act: act(h.reshape(*h.shape[:-1], 1, -1).swapaxes(-3, -2) if h.ndim > 1 else h).reshape(
+        h.shape
+    ),
     "unit axis between": lambda h, act: act(h[..., None])[..., 0],
     "jit between": lambda h, act: jax.jit(act)(h),
     "turned after": lambda h, act: jnp.flip(act(h), -1),

@@ -137,6 +137,16 @@ BIAS = (
     near("relu before the bias", None, lambda x, w, b: relu(x @ w) + b, also=("relu(x @ w)",)),
 )  # fmt: skip
 
+RESHAPED = (
+    near("a bias of the rows behind a reshape", "bias", lambda x, w, b: relu((x @ w).reshape(2, 3, 10) + b[:, None]),
+         (X, W, normal((3,))[0]), says="behind", edit="add the bias to the product as it is", mapped=(0,)),
+    near("a reshape that mixes rows and features", "bias", lambda x, w, b: relu((x @ w).reshape(10, 6) + b),
+         (X, W, normal((6,))[0]), says="behind", edit="add the bias to the product as it is", mapped=(0,)),
+    near("a bias of a part of the features behind a reshape", "bias", lambda x, w, b: relu((x @ w).reshape(6, 2, 5) + b),
+         (X, W, normal((5,))[0]), says="behind", edit="add the bias to the product as it is", mapped=(0,)),
+    near("a name before a reshape", "named_residual", lambda x, w, b: relu(checkpoint_name(x @ w + b, "h").reshape(-1)), also=LINEAR),
+)  # fmt: skip
+
 SCALARS = (
     near("a factor before the bias", "scalar", lambda x, w, b: relu(2.5 * (x @ w) + b), says="multiplied by 2.5",
          edit="fold the factor into x or w", repaired=lambda x, w, b: relu((2.5 * x) @ w + b)),
@@ -213,9 +223,15 @@ DTYPE_AND_RANK = (
          edit="cast x, w and b to one dtype",
          repaired=lambda x, w, b: relu(x.astype(np.float32) @ w.astype(np.float32) + b)),
     near("rounded before the bias", "dtype", lambda x, w, b: relu((x @ w).astype(jnp.bfloat16).astype(np.float32) + b)),
-    near("activation in a wider dtype", "dtype", ends_in(lambda h: relu(h.astype(np.float32))), cast(*[jnp.bfloat16] * 3),
+    near("activation in another dtype", "dtype", ends_in(lambda h: relu(h.astype(np.float16))), cast(*[jnp.bfloat16] * 3),
          says="casts the linear result", also=LINEAR, edit="apply the activation before the cast",
-         repaired=ends_in(lambda h: relu(h).astype(np.float32))),
+         repaired=ends_in(lambda h: relu(h).astype(np.float16))),
+    near("f32 bias on a widened bf16 product", "dtype", lambda x, w, b: jnp.tanh((x @ w).astype(np.float32) + b),
+         cast(jnp.bfloat16, jnp.bfloat16, np.float32), says="mixes bfloat16, float32", edit="cast x, w and b to one dtype",
+         repaired=lambda x, w, b: jnp.tanh((x @ w + b.astype(x.dtype)).astype(np.float32))),
+    near("f16 sums that are kept", "dtype", lambda x, w: jnp.tanh(jnp.matmul(x, w, preferred_element_type=np.float32)),
+         cast(*[np.float16] * 3)[:2], says="keeps its sum in float32", edit="use bfloat16",
+         repaired=lambda x, w: jnp.tanh(x @ w)),
     near("a batch of weights", "rank", ends_in(relu), BATCH, says="a weight of rank 3"),
     near("a batch of weights, no bias", "rank", lambda x, w: relu(x @ w), BATCH[:2], says="a weight of rank 3"),
     # a map over vectors makes rows of them, and that is the edit
@@ -231,4 +247,4 @@ OVERLAP = (
          also=("softmax(0.5 * q @ k.T) @ v",)),
 )  # fmt: skip
 
-CORPUS = (*BIAS, *SCALARS, *ACTIVATION, *GRADIENT, *ESCAPES, *DTYPE_AND_RANK, *OVERLAP)
+CORPUS = (*BIAS, *RESHAPED, *SCALARS, *ACTIVATION, *GRADIENT, *ESCAPES, *DTYPE_AND_RANK, *OVERLAP)

@@ -48,6 +48,10 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
         return f"cuBLASLt has no epilogue for {activation}, only for relu and gelu_tanh"
     if role == "cotangent" and activation != "none" and activation not in cuda.KERNEL_ACTIVATIONS:
         return f"neither an epilogue nor a kernel for the derivative of {activation}"
+    if attrs.get("out") is not None:
+        return "it writes its results in the dtype of its operands"
+    if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
+        return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
     if precision is not None and lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
     if any(not isinstance(one, lax.Precision) for one in precisions(precision)):

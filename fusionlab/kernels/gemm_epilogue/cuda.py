@@ -33,6 +33,25 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
         return "without an activation there is nothing for a kernel beside the product to do"
     if activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
+    return _refuses_wide(**attrs)
+
+
+def _refuses_wide(
+    *, activation: str, role: str = "call", wide: str | None = None, out: str | None = None, **attrs: Any
+) -> str | None:
+    """Where a program goes on in float32: the kernel computes so, behind a product that is rounded."""
+    if out is not None:
+        return "its kernel writes results in the dtype of the operands"
+    if wide == "product":
+        return "its product is rounded before the kernel adds to it, and the program's is not"
+    if wide is None or role != "call":
+        return None
+    if (
+        ACTIVATIONS[activation].residual == "preactivation"
+        and "bias" in attrs.get("present", ())
+        and attrs.get("residuals")
+    ):
+        return "the sum with the bias, which it keeps, is rounded before its activation, and the program's is not"
     return None
 
 

@@ -31,6 +31,9 @@ class GemmEpilogue(Op):
     Where x is itself an activation of the layer before, the gradient may be asked for beyond it (cuBLASLt's DRELU and DGELU
     epilogues): with `x_activation` the name of that activation and `x_saved` its residual, in the shape of x, the gradient "of x" is
     that of the layer's pre-activation. Forward, neither is read.
+
+    Of operands of 16 bits a program may compute in float32 from the "product" or from its "epilogue" on: `wide` says which, and `out` is
+    "float32" where it does not round the result either. Kernels of a product's epilogue compute so anyway.
     """
 
     name = "gemm_epilogue"
@@ -42,6 +45,8 @@ class GemmEpilogue(Op):
         "precision": None,
         "x_activation": None,
         "packed": False,
+        "wide": None,
+        "out": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -81,6 +86,7 @@ class GemmEpilogue(Op):
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
         check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"}, DTYPES)
+        _check_wide(x, full["wide"], full["out"])
         full["precision"] = canonical_precision(full["precision"])
         return dict(given), full
 
@@ -91,6 +97,8 @@ class GemmEpilogue(Op):
     def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
         other = {"x": ("w", "x_saved") if attrs.get("x_activation") else ("w",), "w": ("x",), "bias": ()}
         operands = {name for slot in wanted for name in other[slot]}
+        if attrs.get("out") is not None and not operands & {"x", "w"}:
+            operands.add("w")  # which says the dtype that the gradients have
         return frozenset(operands.union(self.residual_names(**attrs)) if wanted else ())
 
     def batch(
@@ -142,19 +150,24 @@ class GemmEpilogue(Op):
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
         """The bare product of the parts; bias and activation follow once it is summed."""
-        bare = {"activation": "none", "x_activation": None, "present": ("x", "w"), "residuals": False}
-        if params["implementation"] == "cuda":  # its kernel is what follows the product
+        unrounded = params["wide"] == "product"
+        wide = {"wide": "product", "out": "float32"} if unrounded else {"wide": None, "out": None}
+        bare = {"activation": "none", "x_activation": None, "present": ("x", "w"), "residuals": False, **wide}
+        if params["implementation"] == "cuda" or unrounded:  # its kernel is what follows the product
             bare["implementation"] = None
         activation, residuals, packed = params["activation"], params["residuals"], params["packed"]
 
         def finish(product: Array, operands: Mapping[str, Array]) -> list[Array]:
-            return reference.epilogue(product, operands.get("bias"), activation, residuals, packed)
+            dtype, bias = operands["x"].dtype, operands.get("bias")
+            how = params["wide"], params["out"]
+            return reference.epilogue(product, bias, activation, residuals, packed, dtype, *how)
 
         return SummedCall({**params, **bare}, finish)
 
     def row_sum(self, params: Mapping[str, Any]) -> str | None:
         live = dict(zip(params["present"], params["live"], strict=True))
-        return "bias" if params["activation"] == "none" and live.get("bias") else None
+        plain = params["activation"] == "none" and params["wide"] is None
+        return "bias" if plain and live.get("bias") else None
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((params["x_contract"],), (params["w_contract"],)), ((), ())
@@ -191,6 +204,20 @@ def _check_saved(x: Any, saved: Any, activation: Any) -> None:
         needed = (*needed[:-1], reference.mask_pitch(needed[-1]))
     if tuple(saved.shape) != needed:
         raise ArgumentError(f"gemm_epilogue: x_saved has shape {tuple(saved.shape)}, needed that of x, {needed}")
+
+
+def _check_wide(x: Any, wide: Any, out: Any) -> None:
+    """What is computed in float32 of 16 bits."""
+    if wide not in (None, "product", "epilogue") or out not in (None, "float32"):
+        raise ArgumentError(
+            f"gemm_epilogue: wide is {wide!r} and out {out!r}, needed None, 'product' or 'epilogue', and None or 'float32'"
+        )
+    narrow = np.dtype(x.dtype).name in ("bfloat16", "float16")
+    if (wide is None and out is not None) or (wide is not None and not narrow):
+        raise ArgumentError(
+            f"gemm_epilogue: wide is {wide!r} and out {out!r} with operands of {x.dtype}; needed operands of 16 bits, and "
+            f"an epilogue in float32 for a result in it"
+        )
 
 
 def _axis(name: str, value: Any, rank: int) -> int:

@@ -2,6 +2,10 @@
 
 Letters: x is *M with K at axis `x_contract`; w is K N, or N K when `w_contract` is 1; bias is N; out is *M N.
 Each product is the `dot_general` that `x @ w` emits: operands and result in one dtype, no explicit accumulation dtype.
+
+Of operands of 16 bits a program may go on in float32 (`wide`): from the "product" on, which is not rounded then, or from its "epilogue".
+Bias, activation and derivative are computed in float32, and each result is rounded once: to the operands' dtype, or not at all (`out`).
+Where the product is not rounded, neither is what is kept of it, nor the gradient that goes back through it.
 """
 
 from __future__ import annotations
@@ -19,9 +23,17 @@ from .activations import ACTIVATIONS
 Array = Any
 
 
-def product(x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None) -> Array:
+def product(
+    x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None, wide: str | None = None
+) -> Array:
     contract = (((x_axis,), (w_axis,)), ((), ()))
-    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=x.dtype, out_sharding=sharding)
+    made = jnp.float32 if wide == "product" else x.dtype
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=made, out_sharding=sharding)
+
+
+def widened(a: Any, wide: str | None) -> Any:
+    """As the epilogue and its derivative compute with it: a mask stays one, and what is not there is not."""
+    return a if wide is None or a is None or not jnp.issubdtype(a.dtype, jnp.floating) else a.astype(jnp.float32)
 
 
 def forward(
@@ -36,20 +48,35 @@ def forward(
     w_contract: int,
     precision: Any,
     packed: bool,
+    wide: str | None = None,
+    out: str | None = None,
     **_: Any,
 ) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
-    return epilogue(product(x, w, x_contract, w_contract, precision), bias, activation, residuals, packed)
+    summed = product(x, w, x_contract, w_contract, precision, wide=wide)
+    return epilogue(summed, bias, activation, residuals, packed, x.dtype, wide, out)
 
 
-def epilogue(summed: Array, bias: Array | None, activation: str, residuals: bool, packed: bool) -> list[Array]:
-    """[act(product + bias)], and the activation's residual if asked for and if it has one."""
+def epilogue(
+    summed: Array,
+    bias: Array | None,
+    activation: str,
+    residuals: bool,
+    packed: bool,
+    dtype: Any,
+    wide: str | None = None,
+    out: str | None = None,
+) -> list[Array]:
+    """[act(product + bias)], and the activation's residual if asked for and if it has one; `dtype`: the operands'."""
     act = ACTIVATIONS[activation]
+    summed, bias = widened(summed, wide), widened(bias, wide)
     h = summed if bias is None else summed + bias
+    made = [act.fn(h).astype(out or dtype)]
     if not (residuals and act.save):
-        return [act.fn(h)]
+        return made
     saved = act.save(h)
-    return [act.fn(h), pack(saved) if packed else saved]
+    saved = saved.astype(dtype) if wide == "epilogue" and act.residual == "preactivation" else saved
+    return [*made, pack(saved) if packed else saved]
 
 
 def mask_pitch(columns: int) -> int:
@@ -85,6 +112,8 @@ def tangent(
     w_contract: int,
     precision: Any,
     x_activation: str | None,
+    wide: str | None = None,
+    out: str | None = None,
     **_: Any,
 ) -> Array:
     """act'(h) * (dx @ w + x @ dw + dbias), of the tangents given; with `x_activation` that of its pre-activation for dx."""
@@ -92,21 +121,30 @@ def tangent(
     parts = []
     if "x" in tangents:
         dx = beyond(x_activation, saved, tangents["x"])
-        parts.append(product(dx, saved["w"], x_contract, w_contract, precision))
+        parts.append(product(dx, saved["w"], x_contract, w_contract, precision, wide=wide))
     if "w" in tangents:
-        parts.append(product(saved["x"], tangents["w"], x_contract, w_contract, precision))
+        parts.append(product(saved["x"], tangents["w"], x_contract, w_contract, precision, wide=wide))
     if "bias" in tangents:
         parts.append(jnp.broadcast_to(tangents["bias"], shape, out_sharding=shardings.get("out")))
-    return act.scale(unpacked(saved.get(act.residual), shape), functools.reduce(jnp.add, parts))
+    dtype = next(iter(tangents.values())).dtype
+    moved = functools.reduce(jnp.add, (widened(part, wide) for part in parts))
+    return act.scale(widened(unpacked(saved.get(act.residual), shape), wide), moved).astype(out or dtype)
 
 
 def cotangent(
     saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
 ) -> list[Array]:
     """The gradients wanted, in order: dh = act'(h) * ct; dx = dh @ w^T, dw = x^T @ dh, dbias = sum of dh over rows."""
-    act = ACTIVATIONS[attrs["activation"]]
-    dh = act.scale(unpacked(saved.get(act.residual), ct.shape), ct)
-    return gradients(saved, dh, wanted, shardings, **attrs)
+    act, wide = ACTIVATIONS[attrs["activation"]], attrs.get("wide")
+    if wide is None:
+        return gradients(saved, act.scale(unpacked(saved.get(act.residual), ct.shape), ct), wanted, shardings, **attrs)
+    dtype = ct.dtype if attrs.get("out") is None else saved["w" if "w" in saved else "x"].dtype
+    dh = act.scale(widened(unpacked(saved.get(act.residual), ct.shape), wide), widened(ct, wide))
+    dbias = jnp.sum(dh, axis=tuple(range(dh.ndim - 1))).astype(dtype) if "bias" in wanted else None
+    if wide == "epilogue":
+        return gradients(saved, dh.astype(dtype), wanted, shardings, dbias, **attrs)
+    whole = {slot: widened(a, wide) if slot in ("x", "w") else a for slot, a in saved.items()}
+    return [a.astype(dtype) for a in gradients(whole, dh, wanted, shardings, dbias, **attrs)]
 
 
 def gradients(
