@@ -1,10 +1,13 @@
 """Recall on the zoo: what each model holds by its configuration, against what a search recognises and accepts.
 
-    python -m benchmarks recall [--variant forward|train] [--dtype f32|bf16] [--models TEXT] [-o FILE]
+    python -m benchmarks recall [--zoo own|extra] [--variant forward|train] [--dtype f32|bf16] [--models TEXT] [-o FILE]
 
 The truths stand in tests/zoo/truths.py, which imports nothing of fusionlab. A site is *recognised* if the search names it, fused or
 declined with a reason (a train step's backward pass reads inner values, so most of its forward sites are declined there); it is *accepted*
 if it is a candidate. What is accepted beyond the truth is wrong. Concepts that a truth calls contested are left out for that model.
+
+The extra zoo (tests/zoo_extra) is of libraries that `pip install 'fusionlab[zoo-extra]'` brings; what is missing is left out and said. Of
+every model that is made of parts, whole transformer layers are searched too, by the passes that are asked by name, forward alone.
 
 The last rows are structures: told, and never rewritten. `glu_pair` and `qkv_siblings` are made of accepted sites, so that a train step has
 few of them; where a configuration does not tell how many there are, the model is left out.
@@ -13,6 +16,7 @@ few of them; where a configuration does not tell how many there are, the model i
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -22,12 +26,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import recall_kinds as kinds
+
 CONCEPTS = (
     *("linear", "relu", "gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"),
     *("attention", "attention_unmasked", "attention_causal", "attention_masked", "layer_norm", "rms_norm"),
 )
 # What sites are parts of, and what no pass fuses: told, never rewritten. The truths count the optimizer's blends apart.
-STRUCTURES = ("softmax", "lerp", "glu_pair", "qkv_siblings", "row_parallel")
+STRUCTURES = ("softmax", "lerp", "glu_pair", "qkv_siblings", "row_parallel", "layer")
+LAYER_PASSES = ("multi_transformer_encoder", "multi_transformer_encoder_fuse_qkv")
 ROOT = Path(__file__).parent.parent
 
 
@@ -39,6 +46,7 @@ class Outcome:
     counts: dict[str, tuple[int, int, int]]
     reasons: tuple[str, ...]
     seconds: float
+    misses: tuple[kinds.Miss, ...] = ()
 
     @property
     def missed(self) -> dict[str, int]:
@@ -62,14 +70,12 @@ class Row:
     wrong: int
 
 
-def zoo() -> Any:
-    """The zoo's catalogue; it lives with the tests, and needs four devices for its shard_map models."""
+def zoo(name: str = "own") -> Any:
+    """The catalogue of a zoo; it lives with the tests, and needs four devices for its shard_map models."""
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     if str(ROOT / "tests") not in sys.path:
         sys.path.insert(0, str(ROOT / "tests"))
-    from zoo import catalogue  # pyright: ignore[reportMissingImports]
-
-    return catalogue
+    return importlib.import_module("zoo_extra.catalogue" if name == "extra" else "zoo.catalogue")
 
 
 def outcome(program: Any) -> Outcome:
@@ -79,11 +85,13 @@ def outcome(program: Any) -> Outcome:
     fn, args = program.make()
     started = time.perf_counter()
     found = fl.find(fn, *args)
-    return counted(program, found, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    has_layers = program.variant == "forward" and "layer" in program.truth.structures
+    return counted(program, found, seconds, fl.find(fn, *args, passes=LAYER_PASSES) if has_layers else None)
 
 
-def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
-    """The findings of a program of the zoo against its truth."""
+def counted(program: Any, found: Any, seconds: float = 0.0, layers: Any = None) -> Outcome:
+    """The findings of a program of the zoo against its truth; `layers`: those of the passes for whole layers."""
     again = recomputed(found.graph)
     candidates = [c for c in found.candidates if not c.node_ids <= again]
     rejections = [r for r in found.rejections if not r.site_ids <= again]
@@ -94,12 +102,20 @@ def counted(program: Any, found: Any, seconds: float = 0.0) -> Outcome:
     counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
     told = Counter(s.kind for s in found.structures if not s.node_ids <= again)
     told["lerp"] += accepted["lerp"]  # those that are fused are no structures
+    # That of an attention which is not recognised is told as one.
+    told["softmax"] -= min(told["softmax"], max(0, truth.sites["attention"] - recognised["attention"]))
     there = {
         "softmax": truth.sites["softmax"],
         "lerp": truth.sites["lerp"] + truth.sites["lerp_moments"],
     } | truth.structures
-    counts |= {c: (there[c], told[c], told[c]) for c in STRUCTURES if c in there}
-    return Outcome(program.id, counts, tuple(map(str, found.rejections)), seconds)
+    counts |= {c: (there[c], told[c], told[c]) for c in STRUCTURES if c in there and c not in truth.contested}
+    counts.pop("layer", None)
+    if layers is not None:
+        fused = len(layers.candidates)
+        counts["layer"] = (there["layer"], fused + len(layers.rejections), fused)
+        rejections = [*rejections, *layers.rejections]
+    why = kinds.misses(counts, rejections)
+    return Outcome(program.id, counts, tuple(map(str, found.rejections)), seconds, why)
 
 
 def recomputed(graph: Any) -> frozenset[int]:
@@ -115,10 +131,10 @@ def recomputed(graph: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def outcomes(variants: Iterable[str], dtypes: Iterable[str], models: str = "") -> Iterator[Outcome]:
-    """The outcome of every program of the zoo that is asked for, in order."""
+def outcomes(variants: Iterable[str], dtypes: Iterable[str], models: str = "", name: str = "own") -> Iterator[Outcome]:
+    """The outcome of every program of a zoo that is asked for, in order."""
     variants, dtypes = set(variants), set(dtypes)
-    for program in zoo().programs():
+    for program in zoo(name).programs():
         if program.variant in variants and program.dtype in dtypes and models in program.model.id:
             yield outcome(program)
 
@@ -153,6 +169,7 @@ def text(rows: Iterable[Row]) -> str:
 def main(argv: list[str]) -> int:
     """Prints the table and what was missed; 1 if anything was accepted that is no site."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks recall", description="Recall on the zoo.")
+    parser.add_argument("--zoo", choices=("own", "extra"), default="own", help="default: own")
     parser.add_argument("--variant", choices=("forward", "train"), action="append", help="default: both")
     parser.add_argument("--dtype", choices=("f32", "bf16"), action="append", help="default: both")
     parser.add_argument("--models", default="", help="only models whose id holds this text")
@@ -163,12 +180,16 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     variants, dtypes = options.variant or ("forward", "train"), options.dtype or ("f32", "bf16")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    catalogue = zoo()
+    catalogue = zoo(options.zoo)
     from tqdm.auto import tqdm
 
     total = len(catalogue.MODELS) * len(variants) * len(dtypes)
     found = list(
-        tqdm(outcomes(variants, dtypes, options.models), total=None if options.models else total, disable=None)
+        tqdm(
+            outcomes(variants, dtypes, options.models, options.zoo),
+            total=None if options.models else total,
+            disable=None,
+        )
     )
     for o in found:
         if o.missed or o.wrong:
@@ -179,18 +200,37 @@ def main(argv: list[str]) -> int:
     for variant in variants:
         print(f"\n{variant}, {', '.join(dtypes)}: {sum(o.program.endswith(variant) for o in found)} programs")
         print(text(rows[variant]))
+    groups = {f"{dtype} {variant}": (dtype, variant) for variant in variants for dtype in dtypes}
+    shares = {
+        name: kinds.shares(o.counts for o in found if o.program.endswith("-".join(group)))
+        for name, group in groups.items()
+    }
+    print("\n" + kinds.text(shares))
+    missed = kinds.by_reason((*_parts(o.program), o.misses) for o in found)
+    for miss in missed:
+        where = ", ".join(f"{n} {variant}" for variant, n in miss["sites"].items())
+        print(f"missed {miss['kind']} of {miss['model']} ({where}): {miss['reason']}")
     for model, why in catalogue.LEFT_OUT.items():
         print(f"left out: {model}: {why}")
     if options.output:
-        _save(options.output, found, rows, variants, dtypes, dict(catalogue.LEFT_OUT))
+        told = {"shares": {name: [row._asdict() for row in group] for name, group in shares.items()}, "misses": missed}
+        told |= {"libraries": dict(getattr(catalogue, "PINS", {})), "left_out": dict(catalogue.LEFT_OUT)}
+        _save(options.output, options.zoo, found, rows, variants, dtypes, told)
     return int(any(o.wrong for o in found))
 
 
-def _save(output: Path, found: list[Outcome], rows: dict, variants: Any, dtypes: Any, left_out: dict[str, str]) -> None:
+def _parts(program: str) -> tuple[str, str]:
+    """A program's model, and its dtype and variant: `keras/bert-f32-train`."""
+    model, dtype, variant = program.rsplit("-", 2)
+    return model, f"{dtype} {variant}"
+
+
+def _save(output: Path, name: str, found: list[Outcome], rows: dict, variants: Any, dtypes: Any, told: dict) -> None:
     from fusionlab.evidence.record import environment, save_json
 
     record = {
         "benchmark": "recall",
+        "zoo": name,
         "environment": environment().to_dict(),
         "variants": list(variants),
         "dtypes": list(dtypes),
@@ -200,7 +240,6 @@ def _save(output: Path, found: list[Outcome], rows: dict, variants: Any, dtypes:
         "wrong": {o.program: o.wrong for o in found if o.wrong},
         "search_seconds": round(sum(o.seconds for o in found), 1),
         "slowest": {o.program: round(o.seconds, 2) for o in sorted(found, key=lambda o: -o.seconds)[:5]},
-        "left_out": left_out,
-    }
+    } | told
     save_json(output, record)
     print(f"record: {output}")

@@ -58,7 +58,7 @@ def _asked_by_name(config: pytest.Config) -> set[str]:
 
 # What a test needs says of which kind it is: a fixture that it asks for, or the folder that it lies in.
 KIND_OF_FIXTURE = {"emulator": "emulated", "on_devices": "devices", "nvrtc": "nvrtc", "chromium": "browser"}
-KIND_OF_FOLDER = {"browser": "browser", "zoo": "zoo", "recall": "zoo"}
+KIND_OF_FOLDER = {"browser": "browser", "zoo": "zoo", "zoo_extra": "zoo", "recall": "zoo"}
 
 
 def _kinds(item: pytest.Item) -> set[str]:
@@ -73,12 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind)
     named = _asked_by_name(config)
     least = {item.nodeid: math.inf if item.nodeid in named else _least(item) for item in items}
-    default = tiers.default_tier(least, least.__getitem__)
+    extra = {item.nodeid for item in items if "extra" in item.keywords and item.nodeid not in named}
+    default = tiers.default_tier(least, least.__getitem__) - extra
     rest = [item for item in items if item.nodeid not in default]
     for item in rest:
         item.add_marker(pytest.mark.rest)
     if tree := os.environ.get(tiers.SLICE_VARIABLE):
-        chosen = tiers.slice_of([item.nodeid for item in rest], tree, tiers.seconds_on_record())
+        drawn = [item.nodeid for item in rest if item.nodeid not in extra]
+        chosen = tiers.slice_of(drawn, tree, tiers.seconds_on_record())
         config.stash[durations.SLICE] = str(chosen)
         for item in rest:
             if item.nodeid in chosen.cases:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -74,9 +74,9 @@ class Program:
         return (args[0], initial_state(self.built, args[0]), *args[2:]) if self.variant == "train" else args
 
 
-def programs() -> Iterator[Program]:
+def programs(models: Iterable[Model] = MODELS) -> Iterator[Program]:
     """Every model in each dtype, forward and as a train step."""
-    for model in MODELS:
+    for model in models:
         for dtype in DTYPES:
             for variant in VARIANTS:
                 yield Program(model, dtype, variant)  # type: ignore[arg-type]

@@ -186,3 +186,28 @@ class Composite(Config):
     """Several models in one program: how often each occurs, and its configuration."""
 
     parts: tuple[tuple[int, Config], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Config):
+    """A part of a model (a layer, a head), told by what stands in it once, as its library's source says.
+
+    `linear` and `no_bias` are learned products with a bias and without, `activations` those of products' results, one name
+    each, `attentions` one kind of mask each. `gated` are pairs of products, `siblings` the attentions whose queries, keys
+    and values are three products of one value, `layers` whole transformer layers. `evidence` names primitives beyond those
+    that the sites imply, and `contested` what another reading would count otherwise, each with its number or reason.
+    """
+
+    linear: int = 0
+    no_bias: int = 0
+    activations: tuple[str, ...] = ()
+    attentions: tuple[Mask, ...] = ()
+    layer_norms: int = 0
+    rms_norms: int = 0
+    softmaxes: int = 0
+    lerps: int = 0
+    gated: int = 0
+    siblings: int = 0
+    layers: int = 0
+    evidence: tuple[tuple[str, int], ...] = ()
+    contested: tuple[tuple[str, str], ...] = ()

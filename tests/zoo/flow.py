@@ -77,6 +77,8 @@ class Flow:
 
     def product(self, equation: Any, marks: list[Mark]) -> Mark:
         contracted = equation.params["dimension_numbers"][0]
+        if not contracted[0]:
+            return None  # entry by entry, as a norm's scale
         for side in (0, 1):
             if isinstance(marks[side], Parameter) and not isinstance(marks[1 - side], Parameter):
                 shape = equation.invars[side].aval.shape

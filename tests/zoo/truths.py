@@ -45,6 +45,10 @@ Larger structures, counted apart (`Truth.structures`), by the same rules:
 `glu_pair`: two learned products of one value, one of them activated, multiplied with each other entry by entry.
 `qkv_siblings`: three learned products of one value that are the queries, keys and values of one attention.
 `row_parallel`: a learned product that is summed over the devices before its bias is added.
+`layer`: a whole transformer layer: an attention of a value to itself between its projections, then a feed-forward part of
+    two products or three, each with a residual sum of its own and with one norm, before it or behind the sum. A factor
+    for each feature may stand before a sum. No dropout, no norms on both sides, no attention to anything else in it, and
+    not both parts of one value. Told of models whose configuration is made of parts; a train step is not made of layers.
 
 f32 and bf16 have the same sites. Where a bf16 program differs it has further casts (statistics and softmaxes in f32, f32
 parameters that are cast where they are used), and literals rounded to bf16 (0.044715 to 0.04468).
@@ -70,6 +74,7 @@ from .config import (
     Moe,
     Norm,
     Parallel,
+    Part,
     Recurrent,
     Transformer,
 )
@@ -79,7 +84,7 @@ CONCEPTS = (
     *("linear", "linear_no_bias", *ACTIVATIONS, "attention", *KINDS),
     *("softmax", "layer_norm", "rms_norm", "lerp", "lerp_moments"),
 )
-STRUCTURES = ("glu_pair", "qkv_siblings", "row_parallel")
+STRUCTURES = ("glu_pair", "qkv_siblings", "row_parallel", "layer")
 Variant = Literal["forward", "train"]
 
 
@@ -282,6 +287,18 @@ def control(c: Control) -> Tally:
     ) + spelled(c.spelling)
 
 
+def part(c: Part) -> Tally:
+    """What stands in it; whose arrays its parameters are is not told, so that none is counted."""
+    return total(
+        Tally({"linear": c.linear, "linear_no_bias": c.no_bias, "softmax": c.softmaxes, "lerp": c.lerps}),
+        *(activation(name) for name in c.activations),
+        *(attention(mask) for mask in c.attentions),
+        c.layer_norms * norm("layer_norm", leaves=0),
+        c.rms_norms * norm("rms_norm", leaves=0),
+        Tally({f"+{name}": number for name, number in c.evidence}),
+    )
+
+
 def composite(c: Composite) -> Tally:
     return total(*(times * tally(part) for times, part in c.parts))
 
@@ -297,6 +314,7 @@ FORMULAS: Mapping[type[Config], Callable[[Any], Tally]] = {
     Moe: moe,
     Parallel: parallel,
     Control: control,
+    Part: part,
     Composite: composite,
 }
 
@@ -313,6 +331,13 @@ def structures(config: Config) -> dict[str, int]:
             parts = [structures(part) for _, part in config.parts]
             told = [name for name in STRUCTURES if all(name in part for part in parts)]
             return {n: sum(times * structures(part)[n] for times, part in config.parts) for n in told}
+        case Part():
+            return {
+                "glu_pair": config.gated,
+                "qkv_siblings": config.siblings,
+                "row_parallel": 0,
+                "layer": config.layers,
+            }
         case Glu():
             gated = config.blocks if config.activation in ACTIVATIONS and not config.fused else 0
             return {"glu_pair": gated, "qkv_siblings": 0, "row_parallel": 0}
@@ -327,7 +352,7 @@ def structures(config: Config) -> dict[str, int]:
             return {"glu_pair": 0, "qkv_siblings": attended, "row_parallel": 1 + attended}
         case Attention():  # whether the projections are apart, and of one value, is not said
             return {"glu_pair": 0, "row_parallel": 0}
-    return dict.fromkeys(STRUCTURES, 0)
+    return dict.fromkeys(("glu_pair", "qkv_siblings", "row_parallel"), 0)
 
 
 SUM_OF_TWO = "the bias of `x @ w + h @ u + b` may be seen as that of one of the two products"
@@ -338,6 +363,10 @@ BATCHED = "the weights share an axis with the data (experts, ensembles): a batch
 def contested(config: Config) -> dict[str, str]:
     """What another reading of a program would count otherwise."""
     match config:
+        case Composite():
+            return {concept: why for _, one in config.parts for concept, why in contested(one).items()}
+        case Part():
+            return dict(config.contested)
         case Moe(dispatch=False):
             keys = "softmax(x @ router) times the experts' results is attention whose keys are a weight"
             return {"attention": keys, "linear": BATCHED}
