@@ -9,7 +9,7 @@ from .attention_forms import Reading, crossed_axes
 from .base import anchor_text
 from .findings import Rejection
 from .nearly import value_of
-from .site import Site
+from .site import ARGUMENT, CLOSE_OVER, Site
 
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
 # What would make a site of a near miss, by its code.
@@ -95,12 +95,13 @@ class AttentionMisses(Site):
         fill = next((o.nid for o in target.operands[1:] if self.view.nodes[o.nid].op == "leaf"), None)
         if fill is None:
             return None
-        sentence = (
-            f"{anchor_text(node)} gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
-        )
-        return replace(
-            self.near_miss(found), code="mask", sentence=sentence, edit="fill with a number, as -jnp.inf or -1e9"
-        )
+        given, edit = self.argument(fill), "fill with a number, as -jnp.inf or -1e9"
+        told = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
+        if given is not None:
+            told = f"needs a number: {ARGUMENT.format(_WORDS['fill'], given)}"
+            edit = f"{CLOSE_OVER.format(given)}; or {edit}"
+        sentence = f"{anchor_text(node)} {told}"
+        return replace(self.near_miss(found), code="mask", sentence=sentence, edit=edit)
 
     def scaled_late(self, read: Reading, outcome: Rejection) -> Rejection:
         """The rejection of other values, where what makes them others is a factor on scores that are masked already."""

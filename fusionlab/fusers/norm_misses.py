@@ -10,7 +10,7 @@ from .base import anchor_text
 from .findings import Rejection
 from .nearly import shown
 from .norms import Surroundings, crossing
-from .site import Site
+from .site import ARGUMENT, CLOSE_OVER, Site
 
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
@@ -39,7 +39,12 @@ class NormMisses(Site):
         if near.code == "scalar" and edge is not None and edge.scalar == "1/N":
             edit = BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
         elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
-            edit = "make epsilon a Python number, known when the program is traced"
+            name = self.argument(miss.target)
+            if name is not None:
+                sentence = f"{anchor_text(self.anchor)}: {ARGUMENT.format('epsilon', name)}"
+                near, edit = replace(near, sentence=sentence), CLOSE_OVER.format(name)
+            else:
+                edit = "make epsilon a Python number, known when the program is traced"
         elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
             stands = f"{shown(self.view, miss.target, self.anchor)} stands where that is needed"
             near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,15 @@ from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, match
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
+from ..graph.rules import passed_whole
 from ..graph.scopes import in_differentiated, is_backward
 from .base import Pass, Plan, Search, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
 from .findings import Candidate, Rejection
 from .nearly import sentence_of
 
+ARGUMENT = "{} is an argument of the program: close over it ({})"
+CLOSE_OVER = "close over {} where the function is defined, or make it a static argument"
 # Rejection codes of what stands where a pattern has something else, by canonical op.
 _CODES = {
     "stop_gradient": "stop_gradient",
@@ -115,6 +119,22 @@ class Site:
                 return False
             atom = maker.inputs[0]
         return True
+
+    def argument(self, nid: int) -> str | None:
+        """The name of the program's argument, one number, that a canonical node shows, also where a loop around is given it."""
+        view, value = self.search.view, next(iter(self.view.values_of.get(nid, ())), None)
+        while isinstance(value, Value) and math.prod(value.shape) == 1:
+            maker = view.block.producer.get(value.id)
+            if maker is not None:
+                value = maker.inputs[0] if maker.primitive in VIEWS | {"convert_element_type"} else None
+                continue
+            index = next((i for i, v in enumerate(view.block.inputs) if v.id == value.id), None)
+            if index is None or view.outer is None:
+                names = self.search.graph.in_names
+                return None if index is None or index >= len(names) else names[index]
+            view, node = view.outer
+            value = node.inputs[index] if index < passed_whole(node) else None
+        return None
 
     def raw_of(self, nid: int) -> Node | None:
         """A raw node that makes a canonical node's value."""

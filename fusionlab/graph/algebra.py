@@ -117,6 +117,7 @@ def _compose(axes: tuple[int, ...], al: tuple[int | None, ...]) -> tuple[int | N
 
 def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], sizes: Sequence[int]) -> Ref:
     """A sum with absolute coefficients on its edges and coefficient 1 outside (an outer factor would leak into context)."""
+    terms = [t for t in terms if not _is_zero(view, t[0])] or list(terms[:1])
     merged: dict[Any, Coef] = {}
     for ref, al, sign in terms:
         key = (ref.nid, al)
@@ -128,3 +129,8 @@ def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], 
         (nid, al), coef = next(iter(merged.items()))
         return placed(Ref(coef, nid, ()), al, sizes)
     return elementwise(view, "sum", (), [(Ref(c, nid, ()), al) for (nid, al), c in merged.items()], sizes, True)
+
+
+def _is_zero(view: View, ref: Ref) -> bool:
+    """Whether a term is known to add nothing: zero times what is finite whatever else is so."""
+    return ref.coef == 0 and (ref.nid == ONE or view.nodes[ref.nid].op == "iota")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .captured import number
 from .compat import has_side_effects
 from .ir import Atom, Block, Literal, Node, Value
 
@@ -104,7 +105,7 @@ class View:
                 self.known_inputs[value.id] = coef
             self._bind(value, self.leaf(("in", i), value.shape) if coef is None else self.literal(coef, value.shape))
         for value, const in block.consts:
-            self._bind(value, self.constant(value, const))
+            self._bind(value, self.constant(value, const, block))
         self._run(block.nodes)
 
     def _start(self, block: Block) -> None:
@@ -176,14 +177,16 @@ class View:
         if isinstance(atom, Value):
             return self.ref[atom.id]
         scalar = as_scalar(atom)
-        return self.literal(scalar, atom.shape) if scalar is not None else self.unique_leaf("literal", atom.shape)
+        if scalar is not None:
+            return self.literal(scalar, atom.shape)
+        return self.constant(atom, atom.val) if atom.shape else self.unique_leaf("literal", atom.shape)
 
-    def constant(self, value: Value, const: Any) -> Ref:
-        """A captured array; the same one in another program, as a derivative is, is the same node."""
-        if not value.shape and isinstance(const, np.ndarray | np.generic):
-            scalar = as_scalar(Literal(const, value.aval))
-            if scalar is not None:
-                return self.literal(scalar, ())
+    def constant(self, value: Atom, const: Any, block: Block | None = None) -> Ref:
+        """A captured array, or the number that it is; the same one in another program, as a derivative is, is the same node."""
+        known = None if block is not None and _is_parameter(block, value) else number(const)
+        scalar = None if known is None else as_number(known, value.dtype)
+        if scalar is not None:
+            return self.literal(scalar, value.shape)
         self._held[id(const)] = const  # as long as its number is a name here, no other array may get it
         return self.leaf(("const", id(const)), value.shape)
 
@@ -264,20 +267,42 @@ def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
     return tuple((i, repr(coef)) for i, coef in odd)
 
 
+def _is_parameter(block: Block, value: Atom) -> bool:
+    """Whether an array of one entry is a weight or a bias, of a product with one feature: it is not a number then."""
+    stack = [(block, value)] if value.shape and isinstance(value, Value) else []
+    while stack:
+        where, read = stack.pop()
+        for user in where.users.get(read.id, ()):
+            sources = [m for a in user.inputs if isinstance(a, Value) and (m := where.producer.get(a.id)) is not None]
+            if user.primitive == "dot_general" or user.primitive in ("while", "custom_vjp_call"):
+                return True
+            if user.primitive in ("add", "sub") and any(m.primitive == "dot_general" for m in sources):
+                return True
+            if user.primitive in ("broadcast_in_dim", "reshape", "convert_element_type"):
+                stack += [(where, v) for v in user.outputs]
+            for body in user.blocks:
+                given = zip(body.inputs[::-1], user.inputs[::-1], strict=False)  # a cond has its index before them
+                stack += [(body, mine) for mine, theirs in given if theirs is read]
+    return False
+
+
 def as_scalar(literal: Literal) -> Coef | None:
     """A scalar literal as a Python number, rounded to the literal's dtype; None for arrays and extended dtypes."""
-    if literal.shape:
-        return None
+    return None if literal.shape else as_number(literal.val, literal.dtype)
+
+
+def as_number(scalar: Any, dtype: Any) -> Coef | None:
+    """A scalar as a Python number, rounded to a dtype; None for extended ones and complex numbers."""
     try:
-        kind = np.dtype(literal.dtype).kind
-        array = np.asarray(literal.val).astype(literal.dtype)  # a weakly typed one holds the Python float it came from
+        kind = np.dtype(dtype).kind
+        array = np.asarray(scalar).astype(dtype)  # a weakly typed one holds the Python float it came from
     except TypeError:
         return None
     if kind == "b":
         return bool(array)
     if kind in "iu":
         return int(array)
-    return float(array) if jnp.issubdtype(literal.dtype, jnp.floating) else None
+    return float(array) if jnp.issubdtype(dtype, jnp.floating) else None
 
 
 def view_node_text(view: View, nid: int) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jax.core import Tracer
 
 from .canonical import ONE, View
+from .captured import read, readable
 from .compat import has_side_effects
 from .constants import computed
 from .emit import slice_jaxpr
@@ -19,12 +19,12 @@ from .ir import Block, Node, Value
 from .manual import Sums
 from .order import waits_for_itself
 from .rules import passed_whole
+from .same import made_alike
 from .signature import Memo, node_signature
 
 VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims pvary".split())
-IDENTITIES = frozenset(
-    "and or".split()
-)  # with True and with False: the view drops them, as masks are combined with a mask of ones
+# With True, with False and with zeros: the view drops them, as masks are combined with a mask of ones.
+IDENTITIES = frozenset("and or add sub".split())
 SCALINGS = frozenset("mul div neg".split())
 CASTS = frozenset({"convert_element_type"})
 _CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
@@ -166,8 +166,8 @@ def cut(
             support.update((n.id, n) for n in crossed)
             stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
             continue
-        if value.id in view.known_inputs:
-            continue
+        if value.id in view.known_inputs or (node is None and ref.nid == ONE):
+            continue  # a number, known at the call or captured
         if node is None:
             raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
         if has_side_effects(node.eqn):
@@ -175,9 +175,10 @@ def cut(
         target = support if is_constant(view, value) else inner
         target[node.id] = node
         stack.extend(a for a in node.inputs if isinstance(a, Value))
-    chosen = {name: _one(bound[nid], name) for name, nid in leaves.items()}
+    chosen = {name: _one(block, bound[nid], name) for name, nid in leaves.items()}
     inner.update(dead_with(block, inner, support, chosen.values()))
     support = {i: n for i, n in support.items() if i not in inner}
+    support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], bound[nid]))
     if others and (why := waits_for_itself(block, chosen.values(), (root, *others))) is not None:
         raise NotARegion(why)
     nodes, kept = (tuple(found[i] for i in sorted(found)) for found in (inner, support))
@@ -208,6 +209,8 @@ def look_through(
             break
         if any(isinstance(a, Value) and a is not sources[0] and view.ref[a.id].nid != ONE for a in node.inputs):
             break
+        if node.primitive in IDENTITIES and view.ref[sources[0].id].coef != view.ref[value.id].coef:
+            break  # 0 - x
         crossed.append(node)
         value = sources[0]
     return value, crossed
@@ -221,10 +224,20 @@ def widens(node: Node) -> bool:
     return is_float(source) and is_float(made) and not narrows(made, source)
 
 
-def _one(values: dict[int, Value], name: str) -> Value:
-    if len(values) == 1:
-        return next(iter(values.values()))
+def _one(block: Block, values: dict[int, Value], name: str) -> Value:
+    """The value that an operand is: of several that are made alike, the first."""
+    first = values[min(values)]
+    if all(made_alike(block, first, other) for other in values.values()):
+        return first
     raise NotARegion(f"operand {name} is read in {len(values)} different forms")
+
+
+def _copies(block: Block, chosen: Value, values: dict[int, Value]) -> Iterator[Node]:
+    """For each other value that is made as an operand is a node that takes the operand for it. None of them is the program's own."""
+    for value in values.values():
+        if value.id != chosen.id:
+            like = block.producer[value.id]
+            yield replace(like, primitive="copy", inputs=(chosen,), outputs=(value,), blocks=(), id=-1 - value.id)
 
 
 def dead_with(
@@ -236,7 +249,7 @@ def dead_with(
     for nid in sorted(support, reverse=True):
         node = support[nid]
         outs = [v.id for v in node.outputs]
-        if any(i in block.returned or i in leaf_ids for i in outs):
+        if nid < 0 or any(i in block.returned or i in leaf_ids for i in outs):
             continue
         users = [u for i in outs for u in block.users.get(i, ())]
         if all(u.id in inner or u.id in dead for u in users):
@@ -305,11 +318,7 @@ def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) 
         if v.id in view.known_inputs:
             continue
         node = block.producer.get(v.id)
-        if (
-            node is None
-            and not isinstance(consts.get(v.id), np.ndarray | np.generic)
-            and not _concrete(consts.get(v.id))
-        ):
+        if node is None and not readable(consts.get(v.id)):
             array = _from_outside(view, v, memo) if outside else None
             if array is None:
                 return None
@@ -322,7 +331,7 @@ def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) 
             nodes[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     if not nodes:
-        return given[value.id][1] if given else np.asarray(consts[value.id]) if value.id in consts else None
+        return given[value.id][1] if given else read(consts[value.id]) if value.id in consts else None
     ordered = [nodes[i] for i in sorted(nodes)]
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((i, ("const", id(c))) for i, c in consts.items())
@@ -347,8 +356,3 @@ def _compute(view: View, nodes: list[Node], value: Value, given: tuple[tuple[Val
     inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
     closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
     return computed(closed, arrays)
-
-
-def _concrete(const: Any) -> bool:
-    """A captured array whose values can be read now (not a tracer of an enclosing transformation)."""
-    return const is not None and not isinstance(const, Tracer) and hasattr(const, "is_fully_addressable")

@@ -280,7 +280,7 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     for value, ref in zip(body.inputs, ins, strict=True):
         view.bind_alias(value, ref)
     for value, const in body.consts:
-        view.bind_alias(value, view.constant(value, const))
+        view.bind_alias(value, view.constant(value, const, body))
     for inner in body.nodes:
         for value, ref in zip(
             inner.outputs, apply_rule(view, inner, [view.read(a) for a in inner.inputs]), strict=True
@@ -292,7 +292,7 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 def inline(view: View, program: Block, ins: list[Ref]) -> list[Ref]:
     """The Refs of the results of another program over values of this view; that program's own values get none here."""
     env = {v.id: ref for v, ref in zip(program.inputs, ins, strict=True)}
-    env.update((v.id, view.constant(v, const)) for v, const in program.consts)
+    env.update((v.id, view.constant(v, const, program)) for v, const in program.consts)
 
     def read(atom: Atom) -> Ref:
         return env[atom.id] if isinstance(atom, Value) else view.read(atom)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .captured import number
 from .compat import draws_by_entry, has_side_effects
 from .ir import Atom, Block, Literal, Node, Value
 from .literals import fold
@@ -93,7 +94,7 @@ class _Numbers:
 
     def __init__(self, block: Block, known: Mapping[int, Any]) -> None:
         self.block, self.known = block, known
-        self.consts = {v.id: c for v, c in block.consts if isinstance(c, np.ndarray | np.generic) and not np.shape(c)}
+        self.consts = {v.id: n for v, c in block.consts if not v.shape and (n := number(c)) is not None}
         self.found: dict[int, np.ndarray | None] = {}
 
     def of(self, atom: Atom, steps: int = _STEPS) -> np.ndarray | None:

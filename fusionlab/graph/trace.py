@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 
 from ..errors import ArgumentError, TraceError
 from .binding import Bound, bind
+from .captured import Captured
 from .compat import FLATTENED as FLATTENED
 from .compat import child_jaxprs, split_closed
 from .ir import Atom, Block, Graph, Literal, Node, Value
@@ -180,6 +181,7 @@ class _Flattener:
     def __init__(self) -> None:
         self.value_ids = itertools.count()
         self.node_ids = itertools.count()
+        self.captured = Captured()
 
     def value(self, aval: Any) -> Value:
         return Value(next(self.value_ids), aval)
@@ -199,7 +201,8 @@ class _Flattener:
         return Block(path, label, inputs, tuple(const_values.values()), nodes, outputs, closed)
 
     def _bind_consts(self, constvars: Sequence, consts: Sequence, env: dict, const_values: dict) -> None:
-        for var, const in zip(constvars, consts, strict=True):
+        for var, given in zip(constvars, consts, strict=True):
+            const = self.captured.one(given, var.aval)
             if id(const) not in const_values:
                 const_values[id(const)] = (self.value(var.aval), const)
             env[var] = const_values[id(const)][0]

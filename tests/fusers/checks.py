@@ -105,3 +105,66 @@ def codes(found: fl.Findings) -> list[str]:
 
 def primitives(graph: fl.Graph) -> list[str]:
     return [n.primitive for n in graph.nodes()]
+
+
+def in_float64(fn: Any, args: tuple[Any, ...]) -> Any:
+    """Value and weighed gradients of `fn`, its floating arguments widened to float64."""
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a for a in args]
+        return jit(lambda *a: (fn(*a), jax.grad(_weighed_in_float64(fn), floats(args))(*a)))(*wide)
+
+
+def _weighed_in_float64(fn: Any) -> Any:
+    """As `weighed`, whose weights are those of float32, which a program in float64 has to have too."""
+
+    def loss(*args: Any) -> jax.Array:
+        total = jnp.float64(0)
+        for leaf in jax.tree.leaves(fn(*args)):
+            weight = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape) + jnp.float32(0.5)
+            total = total + jnp.sum(leaf.astype(jnp.float64) * weight.astype(jnp.float64))
+        return total
+
+    return loss
+
+
+def as_exact(fn: Any, *args: Any, factor: float = 4.0, **options: Any) -> fl.Findings:
+    """As `agree`, against the program in float64."""
+    fused = fl.fuse(fn, **options)
+    exact = in_float64(fn, args)
+    got = jit(lambda *a: (fused(*a), jax.grad(weighed(fused), floats(args))(*a)))(*args)
+    want = jax.tree.map(lambda w, g: np.asarray(w, np.float64).astype(g.dtype), exact, got)
+    close(got, want, factor, max(ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args)))
+    return fused.findings(*args)
+
+
+def differentiated(fn: Any, args: tuple[Any, ...]) -> Any:
+    """A train step of a function: its weighed sum, and the gradients by its floating arguments."""
+    return jax.value_and_grad(weighed(fn), floats(args))
+
+
+def in_a_loop(fn: Any, mapped: int) -> Any:
+    """A function of two of each of the first `mapped` arguments, one after the other."""
+
+    def loop(*args: Any) -> Any:
+        return jax.lax.map(lambda one: fn(*one, *args[mapped:]), args[:mapped])
+
+    return loop
+
+
+def two_of_each(args: tuple[Any, ...], mapped: int) -> tuple[Any, ...]:
+    return (*(jnp.stack([a, a[::-1] if a.shape else a]) for a in args[:mapped]), *args[mapped:])
+
+
+def counts_everywhere(fn: Any, args: tuple[Any, ...], name: str, mapped: int = 1) -> dict[str, Any]:
+    """How many sites of a pass are found of a function: in a train step (and fused with their backward passes), scanned and mapped."""
+    pairs, both = two_of_each(args, mapped), (0,) * mapped + (None,) * (len(args) - mapped)
+    step = fl.find(differentiated(fn, args), *args, passes=name).counts()
+    return {
+        "train step": step[name],
+        "backward": step[f"{name}_grad"],
+        "scan": fl.find(in_a_loop(fn, mapped), *pairs, passes=name).counts()[name],
+        "vmap": fl.find(jax.vmap(fn, both), *pairs, passes=name).counts()[name],
+    }
+
+
+EVERYWHERE = {"train step": 1, "backward": 1, "scan": 1, "vmap": 1}
