@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.canonical import ONE, CNode, View
 from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -38,19 +37,18 @@ from .attention_forms import (
 )
 from .attention_misses import AttentionMisses
 from .attention_plan import NOT_REPEATED, attributes_of, keyed_plan, moved_by, plan_of
-from .base import Search, all_nodes, anchor_text, examined, option, propose, reason_to_tell
+from .base import Search, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test, nan_test_between
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .findings import Candidate, Rejection
 from .masks import MASK_FILL, Masking, blind_rows, is_ones, read_masks
 from .repeated_heads import Repeated, without_repeats
 from .site import with_concepts
+from .softmaxes import exponentials_of
 
 MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
 _ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
-# What may stand between the exponentials and the product that they weigh.
-_THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
@@ -85,67 +83,12 @@ class DotProductAttentionPass:
         for node in search.block.nodes:
             if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
-            exponentials = _exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            exponentials = exponentials_of(view, view.nodes[view.ref[node.outputs[0].id].nid])
             if exponentials is None or exponentials in done:
                 continue  # the products of a backward pass read the same exponentials as their forward
             done.add(exponentials)
             site = _Site(self, search, node)
             yield from examined(search, self.name, node, lambda s=site, e=exponentials: s.own_rule(e) or s.examine(e))
-
-
-def _exponentials(view: View, dot: CNode) -> int | None:
-    """The exponentials of another product that an operand of this product is made of: those of the attention weights."""
-    if dot.op != "dot":
-        return None
-    for operand in dot.operands:
-        chosen = (
-            view.nodes[operand.nid].op == "select"
-        )  # weights with others in their place, one choice after another maybe
-        exp = _reach(view, operand.nid, _is_exp, 7 if chosen else 3, _THROUGH)
-        if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
-            return exp
-    return None
-
-
-def _in_sigmoid(view: View, exp: int) -> bool:
-    """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
-    users = view.users.get(exp, ())
-    added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
-    return bool(added) and all(u in added or _is_derived(view, u) for u in users)
-
-
-def _is_derived(view: View, nid: int) -> bool:
-    """Whether every operation that makes a canonical node's value belongs to a backward pass."""
-    makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
-    return bool(makers) and all(is_backward(m.eqn) for m in makers)
-
-
-def _is_dot(view: View, nid: int) -> bool:
-    return view.nodes[nid].op == "dot"
-
-
-def _is_exp(view: View, nid: int) -> bool:
-    """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
-    if view.nodes[nid].op not in ("custom_jvp_call", "custom_vjp_call"):
-        return view.nodes[nid].op == "exp"
-    makers = (view.block.producer.get(v.id) for v in view.values_of.get(nid, ()))
-    inside = {n.primitive for m in makers if m is not None for n in all_nodes([m])}
-    summed = any(view.nodes[u].op == "reduce_sum" for u in view.users.get(nid, ()))
-    return "exp" in inside and (summed or "reduce_sum" in inside)
-
-
-def _reach(
-    view: View, start: int, wanted: Callable[[View, int], bool], depth: int, through: frozenset[str] | None
-) -> int | None:
-    """The nearest wanted node below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
-    level = [start]
-    for _ in range(depth + 1):
-        for nid in level:
-            if wanted(view, nid):
-                return nid
-        inner = [n for n in level if through is None or view.nodes[n].op in through]
-        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
-    return None
 
 
 class _Site(AttentionMisses):

@@ -133,7 +133,9 @@ class _Site(NormMisses):
                 problem = problem or (outcome if isinstance(outcome, Rejection) else None)
             elif found is not None and (best is None or found.matched > best.matched):
                 best = found
-        outcome = paired or problem
+        if paired is not None:
+            return paired
+        outcome = self.grouped() or problem
         if outcome is not None:
             return outcome
         told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()

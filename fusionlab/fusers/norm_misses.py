@@ -50,6 +50,18 @@ class NormMisses(Site):
             near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
+    def grouped(self) -> Rejection | None:
+        """The rejection of a GroupNorm: statistics over part of an axis, its channels, that a reshape takes apart, and over positions."""
+        channels = self.around.groups()
+        if channels is None:
+            return None
+        groups, each = channels
+        what = (
+            f"is of a GroupNorm, of {groups} groups of {each} channels: its statistics are over a group's channels and over positions; "
+            f"the fused op has no form for groups, and XLA keeps it"
+        )
+        return self.rejection("axes", f"{anchor_text(self.anchor)} {what}", concepts=("group_norm",))
+
     def shifted(self) -> Rejection | None:
         """The rejection for multiples of the root that are added up and are not x less its mean."""
         if not self.around.shifts:

@@ -4,6 +4,7 @@ the canonical view of the nodes in between. What it is a norm of, and whether, i
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -70,6 +71,24 @@ class Surroundings:
 
     def first(self, primitive: str) -> Node | None:
         return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
+
+    def groups(self) -> tuple[int, int] | None:
+        """(groups, channels of each) where x is what a reshape makes of channels in groups, and the sums are over each group's channels
+        and over another axis, or more; None for any other x.
+        """
+        source, sums = self.x, self.sums_of_x or self.sums
+        while (maker := self.maker(source)) is not None and maker.primitive == "convert_element_type":
+            source = maker.inputs[0]
+        if maker is None or maker.primitive != "reshape":
+            return None
+        before, after = maker.inputs[0].shape, source.shape
+        axes = summed_axes(sums[0], self.x)
+        starts = {math.prod(before[:i]): n for i, n in enumerate(before)}  # entries before an axis -> its length
+        for i, (groups, each) in enumerate(itertools.pairwise(after)):
+            split = min(groups, each) > 1 and starts.get(math.prod(after[:i])) == groups * each
+            if split and i not in axes and i + 1 in axes and len(axes) > 1:
+                return groups, each
+        return None
 
     def summed(self, node: Node) -> Value | None:
         """What a node of the user's own sums up over more than unit axes: by a sum, or by a product of a value with itself or with one
