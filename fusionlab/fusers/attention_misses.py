@@ -10,6 +10,7 @@ from .base import anchor_text
 from .findings import Rejection
 from .nearly import value_of
 from .site import ARGUMENT, CLOSE_OVER, Site
+from .softmaxes import clip_of
 
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
 # What would make a site of a near miss, by its code.
@@ -43,7 +44,7 @@ class AttentionMisses(Site):
 
     def missed(self, found: Miss) -> Rejection:
         """The rejection of a site that matches no example."""
-        told = self.one_key() or self.by_axes(found) or self.filled_with_data(found)
+        told = self.one_key() or self.clipped() or self.by_axes(found) or self.filled_with_data(found)
         return told or self.unnamed(found)
 
     def unnamed(self, found: Miss) -> Rejection:
@@ -60,6 +61,18 @@ class AttentionMisses(Site):
             f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, and the result is the values"
         )
         return self.rejection("axes", sentence, edit="leave the attention out where there is one key")
+
+    def clipped(self) -> Rejection | None:
+        """The rejection where scores are clipped at numbers between the products."""
+        node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
+        made = None if node is None else self.raw_of(node)
+        if made is None:
+            return None
+        sentence = (
+            f"{anchor_text(made)} clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
+        )
+        edit = "leave the scores as they are, or cap them: c * jnp.tanh(scores / c)"
+        return self.rejection("structure", sentence, [made], (1, 2), edit, concepts=("attention",))
 
     def by_axes(self, found: Miss) -> Rejection | None:
         """The rejection for an axis, in the program's own, where the softmax is over one and the product contracts another, or where the

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 
 from ..graph.canonical import ONE, CNode, View
+from ..graph.ir import all_nodes
 from ..graph.match import close
 from ..graph.region import Region
 from ..graph.scopes import is_backward
 from ..graph.signature import Memo
 from .attention_forms import AFTER, SOFTMAXES, Change, Reading, Tail
-from .base import all_nodes
 from .masks import Masking, is_ones
 
 # What may stand between the exponentials and the product that they weigh.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from ..graph.certify import Certifier, Verdict, misplaced, weak_gradients
 from ..graph.evaluate import is_float, narrows
 from ..graph.explicit import Misplaced, placing, told, typed_shapes
 from ..graph.ir import Block, Graph, Node
+from ..graph.ir import all_nodes as all_nodes
 from ..graph.manual import Sums, has_mesh, make_jaxpr
 from ..graph.region import Region
 from ..graph.rewrite import Replacement
@@ -319,14 +320,6 @@ def wider_text(node: Node, dtype: Any) -> str:
     """The sentence for a node that computes wider than the fused op would, in `dtype`."""
     made = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
     return f"{anchor_text(node)} computes in {made} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
-
-
-def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes and those of their child blocks."""
-    for node in nodes:
-        yield node
-        for block in node.blocks:
-            yield from all_nodes(block.nodes)
 
 
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:

@@ -218,7 +218,7 @@ class Epilogue:
 def feeds_softmax(site: Site, value: Value) -> bool:
     """Whether exponentials are made of a value: it is the scores of an attention."""
     view, level = site.view, {site.nid(value)}
-    for _ in range(5):
+    for _ in range(7):
         if any(view.nodes[n].op == "exp" for n in level):
             return True
         level = {u for n in level for u in view.users.get(n, ()) if view.nodes[u].op != "dot"}

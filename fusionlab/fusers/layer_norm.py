@@ -34,13 +34,17 @@ from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR
 from .norm_misses import BY_COUNT, NormMisses
-from .norms import ROOTS, Surroundings
+from .norms import ROOTS, Surroundings, summed_axes
 from .site import with_concepts
 from .summands import Summands, summands_of
 
 _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
     "the mean of (x - mean)^2, and is right there"
+)
+_SPREAD = (
+    "x * inv - mean * inv cancels where |mean| is far above the standard deviation; the fused op takes the mean from x first, and is "
+    "right there"
 )
 _LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
@@ -129,10 +133,13 @@ class _Site(NormMisses):
                 problem = problem or (outcome if isinstance(outcome, Rejection) else None)
             elif found is not None and (best is None or found.matched > best.matched):
                 best = found
-        outcome = paired or problem
+        if paired is not None:
+            return paired
+        outcome = self.grouped() or problem
         if outcome is not None:
             return outcome
-        return self.nearly() or self.uneven() or self.held() or self.transposed() or self.missed(self.some(best))
+        told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
+        return told or self.missed(self.some(best))
 
     def rejection(self, *args: Any, **told: Any) -> Rejection:
         """As of any site: with where the root meets x, however far a match got."""
@@ -153,10 +160,8 @@ class _Site(NormMisses):
 
     def over_batch(self) -> bool:
         """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
-        axes = [{int(a) for a in n.params["axes"]} for n in self.around.sums_of_x]
-        return any(
-            0 in a and len(n.inputs[0].shape) - 1 not in a for a, n in zip(axes, self.around.sums_of_x, strict=True)
-        )
+        axes = [summed_axes(n, self.around.x) for n in self.around.sums_of_x]
+        return any(0 in a and len(self.around.x.shape) - 1 not in a for a in axes)
 
     def is_widened(self, value: Value) -> bool:
         """Whether a value is only another result, of the dtype of x, in a wider one."""
@@ -204,7 +209,7 @@ class _Site(NormMisses):
     def uneven(self) -> Rejection | None:
         """The rejection for sums of x over different axes."""
         sums = self.around.sums_of_x
-        axes = [tuple(sorted(int(a) for a in n.params["axes"])) for n in sums]
+        axes = [summed_axes(n, self.around.x) for n in sums]
         other = next((i for i, a in enumerate(axes) if a != axes[0]), None)
         if other is None:
             return None
@@ -269,6 +274,7 @@ class _Site(NormMisses):
             edit = "move the normalised axes to the end first, with jnp.moveaxis"
             return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
         notes = (_CANCELS,) if "mean(x^2) - mean(x)^2" in found.pattern.example.name else ()
+        notes += (_SPREAD,) if any(n in region.nodes for n in self.around.shifts) else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
         # A root that is squared again is the number under it, with a gradient of NaN at 0.
         return (

@@ -9,7 +9,7 @@ from ..graph.match import Miss
 from .base import anchor_text
 from .findings import Rejection
 from .nearly import shown
-from .norms import Surroundings, crossing
+from .norms import Surroundings, crossing, summed_axes
 from .site import ARGUMENT, CLOSE_OVER, Site
 
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
@@ -50,6 +50,27 @@ class NormMisses(Site):
             near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
+    def grouped(self) -> Rejection | None:
+        """The rejection of a GroupNorm: statistics over part of an axis, its channels, that a reshape takes apart, and over positions."""
+        channels = self.around.groups()
+        if channels is None:
+            return None
+        groups, each = channels
+        what = (
+            f"is of a GroupNorm, of {groups} groups of {each} channels: its statistics are over a group's channels and over positions; "
+            f"the fused op has no form for groups, and XLA keeps it"
+        )
+        return self.rejection("axes", f"{anchor_text(self.anchor)} {what}", concepts=("group_norm",))
+
+    def shifted(self) -> Rejection | None:
+        """The rejection for multiples of the root that are added up and are not x less its mean."""
+        if not self.around.shifts:
+            return None
+        node = self.around.shifts[0]
+        what = "adds two multiples of the root, which are not x and minus its mean by the same factor"
+        edit = "shift x * inv by -mean(x) * inv: one root, one epsilon, and the scale in both or in neither"
+        return self.rejection("structure", f"{anchor_text(node)} {what}", [node], edit=edit)
+
     def transposed(self) -> Rejection | None:
         """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
         crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
@@ -57,7 +78,11 @@ class NormMisses(Site):
         if node is None:
             return None
         sums = self.around.sums_of_x
-        of = f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, sums[0].params['axes']))}" if sums else ""
+        of = (
+            f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, summed_axes(sums[0], self.around.x)))}"
+            if sums
+            else ""
+        )
         sentence = (
             f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of{of}"
         )

@@ -4,11 +4,13 @@ the canonical view of the nodes in between. What it is a norm of, and whether, i
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
-from ..graph.canonical import View
+from ..graph.canonical import Ref, View
 from ..graph.evaluate import is_float
+from ..graph.factoring import factored
 from ..graph.ir import Literal, Node, Value
 from ..graph.region import CASTS, VIEWS, widens
 from ..graph.scopes import is_backward
@@ -22,10 +24,12 @@ _INNER = _LINEAR | ROOTS | frozenset("square integer_pow max min select_n reduce
 _NODE_LIMIT = 96  # of the nodes looked at around an anchor; a norm in bfloat16 has about 30
 
 
-def _sums_up(node: Node) -> bool:
-    """Whether a node of the user's own sums over more than unit axes."""
-    shrinks = math.prod(node.inputs[0].shape) > math.prod(node.outputs[0].shape) if node.inputs else False
-    return node.primitive == "reduce_sum" and shrinks and not is_backward(node.eqn)
+def summed_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
+    """The axes that a sum is over; of a product, those of an operand (the first that has the shape of x)."""
+    if node.primitive == "reduce_sum":
+        return tuple(sorted(int(a) for a in node.params["axes"]))
+    side = next((i for i, a in enumerate(node.inputs) if x is not None and a.shape == x.shape), 0)
+    return tuple(sorted(int(a) for a in node.params["dimension_numbers"][0][side]))
 
 
 class Surroundings:
@@ -39,6 +43,7 @@ class Surroundings:
       is_norm: whether the root is one of a mean of x or its squares, and divides (or multiplies) what is made of x.
       is_mean: whether a factor may make a mean of the sums below the root; where none does x is divided by its length.
       quotients: the nodes in which the root divides (or multiplies) what is made of x.
+      shifts: those that add up two values that are made of the root.
     """
 
     def __init__(self, search: Search, anchor: Node) -> None:
@@ -46,6 +51,7 @@ class Surroundings:
         self.is_norm = self.is_mean = False
         self.sums = self._sums()
         self.quotients: list[Node] = []
+        self.shifts: list[Node] = []
         if not self.sums:
             return
         self.x = self._normalised(self.sums[0])
@@ -55,15 +61,47 @@ class Surroundings:
         self.is_norm = bool(self.quotients) and (self.is_mean or self._of_x_alone())
         if self.is_norm:
             self.view = self._view()
+            self._factor(self.view)
 
     @property
     def sums_of_x(self) -> list[Node]:
         """The sums of x, or of what is made of it, in program order."""
-        sums = (n for i, n in sorted(self._nodes.items()) if n.primitive == "reduce_sum")
-        return [n for n in sums if n.inputs[0].shape == self.x.shape]
+        sums = ((n, self.summed(n)) for _, n in sorted(self._nodes.items()))
+        return [n for n, of in sums if of is not None and of.shape == self.x.shape]
 
     def first(self, primitive: str) -> Node | None:
         return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
+
+    def groups(self) -> tuple[int, int] | None:
+        """(groups, channels of each) where x is what a reshape makes of channels in groups, and the sums are over each group's channels
+        and over another axis, or more; None for any other x.
+        """
+        source, sums = self.x, self.sums_of_x or self.sums
+        while (maker := self.maker(source)) is not None and maker.primitive == "convert_element_type":
+            source = maker.inputs[0]
+        if maker is None or maker.primitive != "reshape":
+            return None
+        before, after = maker.inputs[0].shape, source.shape
+        axes = summed_axes(sums[0], self.x)
+        starts = {math.prod(before[:i]): n for i, n in enumerate(before)}  # entries before an axis -> its length
+        for i, (groups, each) in enumerate(itertools.pairwise(after)):
+            split = min(groups, each) > 1 and starts.get(math.prod(after[:i])) == groups * each
+            if split and i not in axes and i + 1 in axes and len(axes) > 1:
+                return groups, each
+        return None
+
+    def summed(self, node: Node) -> Value | None:
+        """What a node of the user's own sums up over more than unit axes: by a sum, or by a product of a value with itself or with one
+        number everywhere, which the view has as a sum.
+        """
+        sums = node.primitive in ("reduce_sum", "dot_general") and not is_backward(node.eqn)
+        values = [a for a in node.inputs if isinstance(a, Value) and not self._literal(a)] if sums else []
+        if not values or math.prod(values[0].shape) <= math.prod(node.outputs[0].shape):
+            return None
+        view = self.search.view
+        if node.primitive == "dot_general" and view.nodes[view.ref[node.outputs[0].id].nid].op != "reduce_sum":
+            return None
+        return values[0]
 
     def maker(self, atom: Any) -> Node | None:
         return self.block.producer.get(atom.id) if isinstance(atom, Value) else None
@@ -78,8 +116,9 @@ class Surroundings:
                 if node is None or node.id in seen:
                     continue
                 seen.add(node.id)
-                if _sums_up(node):
+                if self.summed(node) is not None:
                     found.append(node)
+                    self.is_mean |= node.primitive == "dot_general" and any(map(self._literal, node.inputs))
                 elif node.primitive in _INNER and not is_backward(node.eqn):
                     self.is_mean |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
                     above += map(self.maker, node.inputs)
@@ -111,7 +150,9 @@ class Surroundings:
 
     def _normalised(self, total: Node) -> Value:
         """What a sum of squares, or of x itself, is a sum of: past the square, and past the subtraction of a mean of it."""
-        value = self._as_read(total.inputs[0])
+        of = self.summed(total)
+        assert of is not None
+        value = self._as_read(of)
         for _ in range(4):
             node = self.maker(value)
             if node is None or node.primitive not in _WRAPPERS | {"square", "integer_pow", "pow", "mul", "abs"}:
@@ -136,8 +177,9 @@ class Surroundings:
             if node is None or node.id in seen:
                 continue
             seen.add(node.id)
-            if node.primitive == "reduce_sum":
-                if self._as_read(node.inputs[0]).id == x.id:
+            of = self.summed(node)
+            if of is not None:
+                if self._as_read(of).id == x.id:
                     return True
             elif node.primitive in _LINEAR:
                 stack += map(self.maker, node.inputs)
@@ -151,7 +193,7 @@ class Surroundings:
             return self._made[atom.id]
         self._made[atom.id] = False
         node, first = self.maker(atom), self.maker(self.x)
-        if node is None or node.primitive not in _INNER or len(self._made) > _NODE_LIMIT:
+        if node is None or len(self._made) > _NODE_LIMIT or not (node.primitive in _INNER or self.summed(node)):
             return False
         if first is not None and node.id < first.id:
             return False
@@ -174,7 +216,8 @@ class Surroundings:
                 if node.id in seen or node.primitive not in _LINEAR | {"integer_pow"} or is_backward(node.eqn):
                     continue
                 others = [a for a in node.inputs if isinstance(a, Value) and a.id != value.id and not self._literal(a)]
-                adds = node.primitive in ("add", "sub") and bool(others)
+                shifted = bool(others) and all(map(self._after_root, others))
+                adds = node.primitive in ("add", "sub") and bool(others) and not shifted
                 if ended and (adds or others):
                     continue
                 seen.add(node.id)
@@ -182,13 +225,45 @@ class Surroundings:
                 made = node.outputs[0]
                 self._made[made.id] = True
                 whole = math.prod(made.shape) == size
-                meets = node.primitive in ("mul", "div") and whole
-                if meets and any(self.of_x(a) and math.prod(a.shape) == size for a in others):
-                    self.quotients.append(node)
+                if node.primitive in ("mul", "div"):
+                    met = [
+                        a for a in others if self.of_x(a)
+                    ]  # each is looked at, for its nodes: x, or a mean that x is shifted by
+                    if whole and any(math.prod(a.shape) == size for a in met):
+                        self.quotients.append(node)
+                elif shifted and len(list(filter(self.of_x, others))) == len(others):
+                    self.shifts.append(node)
                 if whole and node.primitive not in VIEWS and is_float(made.dtype):
                     found.append(made)
                 stack.append((made, ended or adds))
         return sorted(found, key=lambda v: -v.id)
+
+    def _after_root(self, value: Value) -> bool:
+        """Whether a value is made of the root, as the shift of a norm is that is written as a scale and a shift."""
+        view, stack, seen = self.search.view, [value], set[int]()
+        root = view.ref[self.anchor.outputs[0].id].nid  # which may be made more than once
+        while stack and len(seen) < _NODE_LIMIT:
+            node = self.maker(stack.pop())
+            if node is None or node.id < self.anchor.id or node.id in seen:
+                continue
+            if view.ref[node.outputs[0].id].nid == root:
+                return True
+            seen.add(node.id)
+            stack += [a for a in node.inputs if isinstance(a, Value)] if node.primitive in _LINEAR else []
+        return False
+
+    def _factor(self, view: View) -> None:
+        """The root before the sums whose terms it is a factor of: `x * r + (b - mean * r)` as `(x - mean) * r + b`."""
+        root = view.nodes[view.ref[self.anchor.outputs[0].id].nid]
+        if root.op != "prod" or len(root.operands) != 1:
+            return
+        for value in self.results:
+            ref = view.ref[value.id]
+            made = factored(view, ref.nid, root.operands[0].nid)
+            if made.nid != ref.nid:
+                dims = tuple(made.dims[d] if d >= 0 else d for d in ref.dims)
+                view.ref[value.id] = Ref(ref.coef * made.coef, made.nid, dims)
+                view.values_of.setdefault(made.nid, []).append(value)
 
     def _view(self) -> View:
         """Over the nodes between x and the results, and the views of whatever else those read."""

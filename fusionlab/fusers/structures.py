@@ -21,6 +21,7 @@ from ..graph.scopes import Source, in_backward, is_backward
 from ..graph.settings import jax_defaults
 from ..graph.views import views
 from .blends import blends
+from .gated_structures import gated_attentions, triangles
 from .gates import packed, sides_of
 from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX, Form
 
@@ -33,6 +34,8 @@ KINDS = {
     "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
     "glu_pair": "two products of one value, one of them activated, multiplied with each other",
     "packed_gate": "two parts of one product, one of them activated, multiplied with each other",
+    "gated_attention": "an attention whose result is multiplied by a sigmoid",
+    "triangle_multiplication": "a product, channel by channel, of two gated projections of pairs",
     "residual_norm": "a norm of the sum of two values, as a residual connection is",
     "row_parallel": "a product that is summed over devices before its bias is added",
     "softmax": "a softmax that stands in no site",
@@ -149,6 +152,9 @@ class _Searcher:
             yield structure
         yield from self.gated(pairs)
         yield from self.in_a_row(layers)
+        for told in (*gated_attentions(self.view), *triangles(self.view)):
+            if self.forward(max(told.nodes)):
+                yield self.record(told.kind, told.text, told.nodes)
         for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
             yield from self.softmax(found)
         for blend in blends(self.view):

@@ -131,6 +131,31 @@ def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], 
     return elementwise(view, "sum", (), [(Ref(c, nid, ()), al) for (nid, al), c in merged.items()], sizes, True)
 
 
+def reduced(view: View, op: str, ref: Ref, gone: Sequence[bool], floats: bool = True) -> Ref:
+    """A sum, maximum or minimum over those of a Ref's axes that are `gone`. Scalar factors leave a sum, positive ones a maximum; summing
+    a broadcast axis is a factor.
+    """
+    coef, over, kept = ref.coef, [], []
+    for axis, away in zip(ref.dims, gone, strict=True):
+        if not away:
+            kept.append(axis)
+        elif axis >= 0:
+            over.append(axis)
+        elif op == "reduce_sum":
+            coef = coef * ~axis
+    inner: Coef = 1.0
+    if not floats or (op != "reduce_sum" and not coef > 0):
+        inner, coef = ref.coef, coef / ref.coef if ref.coef else 1.0
+    if not over:
+        return Ref(coef * inner, ref.nid, tuple(kept))
+    shape = view.nodes[ref.nid].shape
+    rest = [a for a in range(len(shape)) if a not in over]
+    slot = {a: i for i, a in enumerate(rest)}
+    edge = Operand(tidy(inner), ref.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
+    nid = view.node(op, (), (edge,), [shape[a] for a in rest])
+    return Ref(coef, nid, tuple(slot[k] if k >= 0 else k for k in kept))
+
+
 def _is_zero(view: View, ref: Ref) -> bool:
     """Whether a term is known to add nothing: zero times what is finite whatever else is so."""
     return ref.coef == 0 and (ref.nid == ONE or view.nodes[ref.nid].op == "iota")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from .algebra import is_float, product
+from .algebra import is_float, product, reduced
 from .canonical import Coef, Operand, Ref, View
 from .ir import Node
 
@@ -66,16 +67,36 @@ def dot(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
     labels = [_labels(shapes[0], lc, lb, "l"), _labels(shapes[1], rc, rb, "r")]
     size = {label: s for side in (0, 1) for label, s in zip(labels[side], shapes[side], strict=True)}
-    on_axes = [_labels_on_node(view, ins[i], labels[i], shapes[i]) for i in (0, 1)]
-    if on_axes[0] is None or on_axes[1] is None:
-        return view.opaque(node, ins)
     out = [("b", i) for i in range(len(lb))]
     out += [x for x in labels[0] if x[0] == "l"] + [x for x in labels[1] if x[0] == "r"]
     out = [x for x in out if size[x] != 1]
+    alone = _sum_of_one(view, ins, [[x for x in side if size[x] != 1] for side in labels], out, size)
+    if alone is not None:
+        return [alone]
+    on_axes = [_labels_on_node(view, ins[i], labels[i], shapes[i]) for i in (0, 1)]
+    if on_axes[0] is None or on_axes[1] is None:
+        return view.opaque(node, ins)
     if not len(lc):  # nothing is summed: `einsum("bhts,h->bhts", p, weights)` is a multiplication that broadcasts
         return [_outer(view, ins, labels, shapes, out, [size[x] for x in out])]
     coef = ins[0].coef * ins[1].coef
     return [_einsum(view, coef, [(ins[i].nid, axes) for i, axes in enumerate(on_axes) if axes is not None], out, size)]
+
+
+def _sum_of_one(view: View, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]) -> Ref | None:
+    """A product that is a sum over one value: of what is multiplied by one number everywhere, or of squares, entry by entry."""
+    summed = None
+    for ref, other, mine in ((ins[0], ins[1], names[0]), (ins[1], ins[0], names[1])):
+        if view.is_literal(other) and math.isfinite(other.coef):
+            summed = Ref(ref.coef * other.coef, ref.nid, ref.dims), mine
+    if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
+        al = tuple(d if d >= 0 else None for d in ins[0].dims)
+        summed = product(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
+    if summed is None:
+        return None
+    ref, mine = summed
+    made = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
+    at = dict(zip((x for x in mine if x in out), made.dims, strict=True))
+    return Ref(made.coef, made.nid, tuple(at.get(x, ~size[x]) for x in out))
 
 
 def _einsum(view: View, coef: Coef, operands: list[tuple[int, list]], out: list, size: dict[Any, int]) -> Ref:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,14 @@ class Node:
     def __repr__(self) -> str:
         outs = ", ".join(map(repr, self.outputs))
         return f"{outs} = {self.primitive} {' '.join(a.name if isinstance(a, Value) else repr(a) for a in self.inputs)}"
+
+
+def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes and those of their child blocks."""
+    for node in nodes:
+        yield node
+        for block in node.blocks:
+            yield from all_nodes(block.nodes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .algebra import aligned, compose, elementwise, is_float, placed, product, total
-from .canonical import Coef, Operand, Ref, View, nonunit, tidy
+from .algebra import aligned, compose, elementwise, is_float, placed, product, reduced, total
+from .canonical import Coef, Operand, Ref, View, nonunit
 from .compat import has_side_effects, rule_functions, scan_counts
 from .einsum import dot, split_rows
 from .evaluate import is_float as is_floating
@@ -244,32 +244,10 @@ def _select(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _reduce(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Scalar factors leave a sum, positive ones a max; summing a broadcast axis is a factor."""
     ref, op = ins[0], node.primitive
     axes = {int(a) for a in node.params["axes"]}
-    dims = iter(ref.dims)
-    full = [next(dims) if s != 1 else None for s in node.inputs[0].shape]
-    coef, reduced, kept = ref.coef, [], []
-    for d, f in enumerate(full):
-        if f is None:
-            continue
-        if d not in axes:
-            kept.append(f)
-        elif f >= 0:
-            reduced.append(f)
-        elif op == "reduce_sum":
-            coef = coef * ~f
-    inner: Coef = 1.0
-    if not is_float(node) or (op != "reduce_sum" and not coef > 0):
-        inner, coef = ref.coef, coef / ref.coef if ref.coef else 1.0
-    if not reduced:
-        return [Ref(coef * inner, ref.nid, tuple(kept))]
-    shape = view.nodes[ref.nid].shape
-    rest = [a for a in range(len(shape)) if a not in reduced]
-    slot = {a: i for i, a in enumerate(rest)}
-    edge = Operand(tidy(inner), ref.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
-    nid = view.node(op, (), (edge,), [shape[a] for a in rest])
-    return [Ref(coef, nid, tuple(slot[k] if k >= 0 else k for k in kept))]
+    places = [d for d, s in enumerate(node.inputs[0].shape) if s != 1]
+    return [reduced(view, op, ref, [d in axes for d in places], is_float(node))]
 
 
 def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:

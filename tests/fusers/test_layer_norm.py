@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import fusionlab as fl
 from fusionlab.models import transformer
 
-from .checks import agree, forward_counts, normal, primitives
+from .checks import EVERYWHERE, agree, as_exact, counts_everywhere, forward_counts, normal, primitives
 from .libraries import NORMS
 from .test_libraries import varied
 
@@ -84,6 +84,82 @@ def test_every_spelling_of_the_variance_is_found(variance):
 def test_every_spelling_of_the_division_is_found(division):
     assert fused(lambda x: DIVISIONS[division](x - mean(x), x.var(-1, keepdims=True)), X).attrs["kind"] == "layer"
     assert fused(lambda x: DIVISIONS[division](x, mean(x * x)), X).attrs["kind"] == "rms"
+
+
+INVERSE = lambda x: lax.rsqrt(x.var(-1, keepdims=True) + EPS)  # noqa: E731
+SPREAD_OUT = {
+    "x * inv + (bias - mean * inv)": (lambda x, g, b: (lambda i: x * i + (b - mean(x) * i))(INVERSE(x) * g), "gb"),
+    "x * inv + (-mean * inv + bias)": (lambda x, g, b: (lambda i: x * i + (-mean(x) * i + b))(INVERSE(x) * g), "gb"),
+    "x * inv - mean * inv + bias": (lambda x, g, b: (lambda i: x * i - mean(x) * i + b)(INVERSE(x) * g), "gb"),
+    "without a bias": (lambda x, g, b: (lambda i: x * i - mean(x) * i)(g * INVERSE(x)), "g"),
+    "without a scale": (lambda x, g, b: (lambda i: x * i + (b - mean(x) * i))(INVERSE(x)), "b"),
+    "without either": (lambda x, g, b: (lambda i: i * x - i * mean(x))(INVERSE(x)), ""),
+    "the scale behind": (lambda x, g, b: (lambda i: (x * i - mean(x) * i) * g + b)(INVERSE(x)), "gb"),
+    "the scale twice": (lambda x, g, b: (lambda i: x * i * g + (b - mean(x) * g * i))(INVERSE(x)), "gb"),
+    "two roots": (lambda x, g, b: x * INVERSE(x) * g - mean(x) * INVERSE(x) * g + b, "gb"),
+    "quotients": (lambda x, g, b: (lambda s: x / s - mean(x) / s + b)(jnp.sqrt(x.var(-1, keepdims=True) + EPS)), "b"),
+    "E[x^2] - E[x]^2": (
+        lambda x, g, b: (lambda i: x * i + (b - mean(x) * i))(lax.rsqrt(mean(x * x) - mean(x) ** 2 + EPS) * g),
+        "gb",
+    ),
+    "parameters of x's rank": (
+        lambda x, g, b: (lambda i: x * i + (b[None, None] - mean(x) * i))(INVERSE(x) * g.reshape(1, 1, -1)),
+        "gb",
+    ),
+    "in float32": (
+        lambda x, g, b: (lambda y: y * (i := INVERSE(y) * g) + (b - mean(y) * i))(x.astype("float32")).astype(x.dtype),
+        "gb",
+    ),
+    "a residual behind": (lambda x, g, b: x + (lambda i: x * i + (b - mean(x) * i))(INVERSE(x) * g), "gb"),
+    "parameters of other ranks": (
+        lambda x, g, b: (x - mean(x)) * INVERSE(x) * jnp.moveaxis(g[:, None], 0, 1) + b[None, None, :],
+        "gb",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD_OUT)
+def test_a_norm_as_a_scale_and_a_shift_of_x_is_a_norm(name):
+    fn, vectors = SPREAD_OUT[name]
+    found = as_exact(fn, X, G, B, passes=NORM)
+    (site,) = found.candidates
+    assert not found.rejections
+    assert site.attrs["kind"] == "layer"
+    assert set(site.leaves) == {"x", *({"g": "scale", "b": "bias"}[v] for v in vectors)}
+    assert not {"rsqrt", "sqrt"} & set(primitives(found.apply()))
+    assert counts_everywhere(fn, (X, G, B), NORM) == EVERYWHERE
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_scale_and_a_shift_in_16_bits_is_a_norm(dtype):
+    fn, _ = SPREAD_OUT["x * inv + (bias - mean * inv)"]
+    args = tuple(a.astype(dtype) for a in (X, G, B))
+    assert len(agree(fn, *args, passes=NORM, factor=4).candidates) == 1
+
+
+BY_PRODUCTS = {
+    "einsum": lambda x: x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x)[..., None] / 24 + EPS),
+    "vecdot": lambda x: x / jnp.sqrt(jnp.vecdot(x, x)[..., None] * (1 / 24) + EPS),
+    "dot_general": lambda x: (
+        x * lax.rsqrt(lax.dot_general(x, x, (((2,), (2,)), ((0, 1), (0, 1))))[..., None] / 24 + EPS)
+    ),
+    "einsum of the centred": lambda x: (
+        (c := x - mean(x)) * lax.rsqrt(jnp.einsum("btd,btd->bt", c, c)[..., None] / 24 + EPS)
+    ),
+    "a product with ones": lambda x: x * lax.rsqrt((x * x) @ jnp.ones((24, 1)) / 24 + EPS),
+    "a product with shares": lambda x: x * lax.rsqrt((x * x) @ jnp.full((24, 1), 1 / 24) + EPS),
+    "a mean by a product": lambda x: (c := x - x @ jnp.ones((24, 1)) / 24) * lax.rsqrt(mean(c * c) + EPS),
+}
+
+
+@pytest.mark.parametrize("name", BY_PRODUCTS)
+def test_means_by_products_are_means(name):
+    fn = lambda x, g: BY_PRODUCTS[name](x) * g  # noqa: E731
+    found = as_exact(fn, X, G, passes=NORM)
+    (site,) = found.candidates
+    assert set(site.leaves) == {"x", "scale"}
+    assert not {"rsqrt", "sqrt", "dot_general"} & set(primitives(found.apply()))
+    assert counts_everywhere(fn, (X, G), NORM) == EVERYWHERE
 
 
 def xhat(x):

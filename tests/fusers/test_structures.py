@@ -597,6 +597,8 @@ def test_every_form_compiles_to_a_pattern_of_its_own():
         "qkv_siblings",
         "row_parallel",
         "repeated_layers",
+        "gated_attention",
+        "triangle_multiplication",
     } == KINDS.keys()
 
 

@@ -85,6 +85,18 @@ def near(name: str, code: str | None, fn: Any, args: tuple[Any, ...] = (X, G, B)
     return NearMiss(name, "layer_norm", code, fn, args, **rest)
 
 
+def spread_out(
+    shift: Callable[..., Any] = lambda x, inv, g: -mean(x) * inv * g, scale: Callable[..., Any] = lambda inv, g: inv * g
+) -> Callable[[Any, Any, Any], Any]:
+    """A LayerNorm as a scale and a shift of x, of which either may be another one."""
+
+    def norm(x: Any, g: Any, b: Any) -> Any:
+        inv = lax.rsqrt(variance(x) + EPS)
+        return x * scale(inv, g) + (b + shift(x, inv, g))
+
+    return norm
+
+
 OUTSIDE, DDOF = "divide by jnp.sqrt(variance + epsilon)", "divide the sums by the number of entries (ddof=0)"
 
 EPSILON = (
@@ -169,4 +181,25 @@ ESCAPES_AND_DTYPES = (
          edit="keep the statistics in the dtype of x", repaired=normed()),
 )  # fmt: skip
 
-CORPUS = (*EPSILON, *SCALARS, *AXES, *PARTS, *GRADIENT, *ESCAPES_AND_DTYPES)
+NO_SHIFT, BY_MEAN = "adds two multiples of the root", "shift x * inv by -mean(x) * inv"
+SHIFTS = (
+    near("a shift of the mean, added", "structure", spread_out(lambda x, inv, g: mean(x) * inv * g), says=NO_SHIFT, edit=BY_MEAN,
+         repaired=spread_out()),
+    near("a shift of half the mean", "structure", spread_out(lambda x, inv, g: -0.5 * mean(x) * inv * g), says=NO_SHIFT),
+    near("a shift of another mean", "structure", spread_out(lambda x, inv, g: -mean(jnp.sin(x)) * inv * g), says=NO_SHIFT),
+    near("a shift without the scale", "structure", spread_out(lambda x, inv, g: -mean(x) * inv), says=NO_SHIFT, edit=BY_MEAN,
+         repaired=spread_out()),
+    near("a shift with the scale twice", "structure", spread_out(lambda x, inv, g: -mean(x) * inv * g * g), says=NO_SHIFT),
+    near("a scale without the vector", "structure", spread_out(scale=lambda inv, g: inv), says=NO_SHIFT),
+    near("a shift of another epsilon", "structure",
+         spread_out(lambda x, inv, g: -mean(x) * lax.rsqrt(variance(x) + 2e-5) * g)),
+    near("a shift by the mean of squares", "structure", spread_out(lambda x, inv, g: -mean(x * x) * inv * g), says=NO_SHIFT),
+    near("a shift whose gradient is stopped", "stop_gradient",
+         spread_out(lambda x, inv, g: -lax.stop_gradient(mean(x)) * inv * g)),
+    near("a product of x with another value", None,
+         lambda x, y: x * lax.rsqrt(jnp.einsum("btd,btd->bt", x, y)[..., None] ** 2 / 8 + EPS), (X, Y), mapped=(0, 1)),
+    near("squares by a product over 7", "scalar", rms(lambda x: jnp.einsum("btd,btd->bt", x, x)[..., None] / 7),
+         says="which is no mean", edit=DDOF, repaired=rms()),
+)  # fmt: skip
+
+CORPUS = (*EPSILON, *SCALARS, *AXES, *PARTS, *GRADIENT, *ESCAPES_AND_DTYPES, *SHIFTS)

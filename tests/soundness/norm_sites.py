@@ -73,6 +73,24 @@ def _rms_by_norm(x: Array, axes: Axes, eps: float) -> Array:
     return x / jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axes, keepdims=True) / n + eps)
 
 
+def _scale_and_shift(x: Array, axes: Axes, eps: float) -> Array:
+    inv = lax.rsqrt(x.var(axes, keepdims=True) + eps)
+    return x * inv + (-_mean(x, axes) * inv)
+
+
+def _shifted_first(x: Array, axes: Axes, eps: float) -> Array:
+    inv = 1 / jnp.sqrt(_mean((x - _mean(x, axes)) ** 2, axes) + eps)
+    return inv * x - inv * _mean(x, axes)
+
+
+def _squares_by_product(x: Array, axes: Axes, eps: float) -> Array:
+    over = sorted(a % x.ndim for a in axes)
+    rows = [a for a in range(x.ndim) if a not in over]
+    total = lax.dot_general(x, x, ((over, over), (rows, rows)))
+    kept = [1 if a in over else n for a, n in enumerate(x.shape)]
+    return x * lax.rsqrt(total.reshape(kept) / elements([x.shape[a] for a in over]) + eps)
+
+
 RIGHT: dict[str, Norm] = {
     "two passes": _two_pass,
     "shared difference": _shared_difference,
@@ -82,6 +100,9 @@ RIGHT: dict[str, Norm] = {
     "standardize": _standardize,
     "x.var": _var,
     "epsilon first": _eps_first,
+    "scale and shift": _scale_and_shift,
+    "scale and shift, inverse first": _shifted_first,
+    "rms, squares by a product": _squares_by_product,
     "two passes in f32": _in_float32(_two_pass),
     "fast variance in f32": _in_float32(_fast_clamped),
     "rms": _rms,
@@ -147,6 +168,16 @@ def _twice(x: Array, axes: Axes, eps: float) -> Array:
     return _rms(_two_pass(x, axes, eps), axes, eps)
 
 
+def _spread_out(shift: Callable[..., Array]) -> Norm:
+    """A scale and a shift, by what is taken away: of x, the inverse root, their axes and epsilon."""
+
+    def norm(x: Array, axes: Axes, eps: float) -> Array:
+        inv = lax.rsqrt(x.var(axes, keepdims=True) + eps)
+        return x * inv - shift(x, inv, axes, eps)
+
+    return norm
+
+
 WRONG: dict[str, Norm] = {
     "epsilon outside": _layer(_mu, lambda x, mu, var, eps: jnp.sqrt(var) + eps),
     "epsilon twice": _layer(_mu, lambda x, mu, var, eps: jnp.sqrt(var + eps) + eps),
@@ -169,6 +200,13 @@ WRONG: dict[str, Norm] = {
     "difference rounds": lambda x, axes, eps: (
         _rounded(x - _mean(x, axes)) * lax.rsqrt(x.var(axes, keepdims=True) + eps)
     ),
+    "a shift of half the mean": _spread_out(lambda x, inv, axes, eps: 0.5 * _mean(x, axes) * inv),
+    "a shift, added": _spread_out(lambda x, inv, axes, eps: -_mean(x, axes) * inv),
+    "a shift of another epsilon": _spread_out(
+        lambda x, inv, axes, eps: _mean(x, axes) * lax.rsqrt(x.var(axes, keepdims=True) + 3 * eps)
+    ),
+    "a shift of another mean": _spread_out(lambda x, inv, axes, eps: _mean(jnp.tanh(x), axes) * inv),
+    "a shift by the square": _spread_out(lambda x, inv, axes, eps: _mean(x, axes) * inv * inv),
     "ddof 1": _ddof,
     "another share": _other_share,
     "uneven": _uneven,
