@@ -302,17 +302,17 @@ def _softmax(scores: Array, can_be_blind: bool, sink: Array | None) -> tuple[Arr
     A sink is one score more, that has no place among the exponentials.
     """
     top = jnp.max(scores, axis=-1, keepdims=True)
-    if sink is not None:
-        sink = sink.astype(top.dtype)
-        top = jnp.maximum(top, sink)
-    if can_be_blind:
-        blind = top == -jnp.inf
+    logit = None if sink is None else sink.astype(top.dtype)
+    if logit is not None:
+        top = jnp.maximum(top, logit)
+    blind = top == -jnp.inf if can_be_blind else None
+    if blind is not None:
         top = jnp.where(blind, 0, top)
     p = jnp.exp(scores - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
-    if sink is not None:
-        total = total + jnp.exp(sink - top)
-    return top, jnp.where(blind, 1, total) if can_be_blind else total, p
+    if logit is not None:
+        total = total + jnp.exp(logit - top)
+    return top, total if blind is None else jnp.where(blind, 1, total), p
 
 
 def _probabilities(scores: Array, part: Mapping[str, Array], sink: Array | None) -> tuple[Array, Array | None]:
