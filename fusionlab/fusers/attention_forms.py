@@ -20,6 +20,7 @@ from ..graph.canonical import ONE, Coef, Operand, View
 from ..graph.ir import Value
 from ..graph.match import Match, close
 from ..graph.pattern import Example
+from .attention_sinks import NO_MAXIMUM, Sink
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
 WITHOUT_MAX = "softmax without max"
@@ -101,19 +102,23 @@ class Change:
 
 @dataclass(frozen=True)
 class Tail:
-    """A spelling of softmax(z) @ v: the softmax's name, and what changes the probabilities, the innermost first."""
+    """A spelling of softmax(z) @ v: the softmax's name, what changes the probabilities, the innermost first, and its sink if it has one,
+    whose spelling is the softmax's then."""
 
     softmax: str
     kinds: tuple[str, ...] = ()
+    sink: Sink | None = None
 
     def __call__(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
+        if self.sink is not None and self.sink.after:
+            return self.sink.result(z, v, given)
         if self.softmax == AFTER:
             return _divided_after(z, v)
         changes = self.changes
         if self.of_some_keys:
             p, changes = jax.nn.softmax(z, where=given[changes[0].leaf]), changes[1:]
         else:
-            p = SOFTMAXES[self.softmax](z)
+            p = SOFTMAXES[self.softmax](z) if self.sink is None else self.sink.weights(z, given)
         for change in changes:
             p = change(p, given[change.leaf], given[change.scalar] if change.scalar else None)
         return _weigh(p, v)
@@ -133,12 +138,32 @@ class Tail:
 
     @property
     def leaves(self) -> dict[str, str]:
-        """The operands of its changes, with their axes in an example."""
-        return {c.leaf: "bts" for c in self.changes}
+        """The operands of its changes and its sink, with their axes in an example."""
+        return {c.leaf: "bts" for c in self.changes} | (self.sink.leaves if self.sink else {})
+
+    @property
+    def changed_by(self) -> tuple[str, ...]:
+        """The operands of its changes."""
+        return tuple(c.leaf for c in self.changes)
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """The numbers of its changes."""
+        return tuple(c.scalar for c in self.changes if c.scalar)
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        return tuple(c.scalar for c in self.changes if c.scalar)
+        return (*self.shares, *(self.sink.scalars if self.sink else ()))
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """Canonical ops that only its like have: see `Example`."""
+        return self.sink.holds if self.sink else frozenset()
+
+    @property
+    def without_max(self) -> bool:
+        """Whether the exponentials are of the scores themselves."""
+        return self.softmax == WITHOUT_MAX or self.softmax in NO_MAXIMUM
 
     @property
     def bools(self) -> frozenset[str]:
@@ -249,7 +274,8 @@ def tail_example(tail: Tail) -> Example:
         return tail(z, v, dict(zip((*tail.leaves, *tail.scalars), rest, strict=True)))
 
     optional = dict.fromkeys("bts", frozenset(tail.leaves))
-    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, {"b": frozenset("v")})
+    shared = {"b": frozenset("v")}
+    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, shared, holds=tail.holds)
 
 
 @functools.cache

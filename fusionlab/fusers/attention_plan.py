@@ -22,6 +22,7 @@ from ..graph.region import Region
 from ..kernels import OPS
 from ..kernels.dot_product_attention.layouts import LAYOUTS
 from .attention_forms import Change, Reading
+from .attention_sinks import factor_of
 from .base import Plan, Search
 from .dropout import Draw, NotDrawn, keyed
 from .layout import (
@@ -124,6 +125,8 @@ def _plan(
 ) -> Plan:
     found = read.match
     signs = {n: bias_factor(search.view, found, n, region.leaves[n]) for n in masks.biases}
+    sink_factor = factor_of(search.view, found, region) if "sink" in region.leaves else 1.0
+    sink_number = read.tail.sink.number(found) if read.tail.sink else None
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
         q, k, v = (layout.operand(n, inputs) for n in "qkv")
@@ -136,7 +139,10 @@ def _plan(
             seen.append(layout.on_scores(read.tail.changes[0].leaf, inputs))
         factors = _product([_factor(c, layout.on_scores(c.leaf, inputs)) for c in factors_of(read, region)])
         key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if "dropout_key" in region.leaves else None
-        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors, key
+        sink = _times(layout.on_scores("sink", inputs), sink_factor) if "sink" in region.leaves else None
+        if sink_number is not None:
+            sink = jnp.full((1,) * q.ndim, sink_number, jnp.promote_types(q.dtype, jnp.float32))
+        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors, key, sink
 
     def finish(out: Any) -> Any:
         return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
@@ -146,6 +152,7 @@ def _plan(
     masked = bool(masks.masks) or _of_some_keys(read, region)
     shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
     shown |= {"factors": bool(factors_of(read, region)), "dropout_key": "dropout_key" in region.leaves}
+    shown |= {"sink": read.tail.sink is not None}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
 
 
@@ -249,8 +256,11 @@ class _Layout:
         if masks.row is not None:
             choices = [masks.row]
         elif len(rows) > 1 and len(region.leaves) > 3:
-            extra = {c for n, a in axes.items() if n not in "qkv" for c in a if c is not None and c != BROADCAST}
-            choices = [next((c for c in rows if c in extra), rows[0])]
+            beside = (a for n, a in axes.items() if n not in (*"qkv", "sink"))
+            extra = {c for a in beside for c in a if c is not None and c != BROADCAST}
+            others = [c for c in rows if c not in axes.get("sink", ())]  # what has a sink of its own is a head
+            longest = max(others or rows, key=lambda c: found.sizes[c]) if "sink" in axes else rows[0]
+            choices = [next((c for c in rows if c in extra), longest)]
         else:
             choices = [None, *(sorted(rows, key=lambda c: -found.sizes[c]) if len(rows) > 1 else ())]
         shared = next((one.head for one in repeated.values()), None)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from ..graph.canonical import ONE, CNode, View
-from ..graph.ir import all_nodes
+from ..graph.concatenated import SLICES, joined
+from ..graph.ir import Node, Value, all_nodes
 from ..graph.match import close
-from ..graph.region import Region
+from ..graph.region import CASTS, VIEWS, Region
 from ..graph.scopes import is_backward
 from ..graph.signature import Memo
 from .attention_forms import AFTER, SOFTMAXES, Change, Reading, Tail
+from .attention_sinks import SINKS, may_have_sink
 from .masks import Masking, is_ones
 
 # What may stand between the exponentials and the product that they weigh.
@@ -24,10 +26,31 @@ def exponentials(view: View, dot: CNode) -> tuple[int, int] | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        exp = _reach(view, operand.nid, _is_exp, 7 if _is_chosen(view, operand.nid) else 3, _THROUGH)
+        weights = operand.nid
+        while view.nodes[weights].op in SLICES:  # more than the weight of a sink, or something else than that
+            weights = view.nodes[weights].operands[0].nid
+        far = weights != operand.nid or _is_chosen(view, weights)
+        exp = _reach(view, weights, _is_exp, 7 if far else 3, _THROUGH)
+        if exp is not None and weights != operand.nid and not joined(view, exp):
+            continue
         if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
             return operand.nid, exp
     return None
+
+
+def weighs_a_part(view: View, node: Node) -> bool:
+    """Whether a product is of one weight that was sliced off others: of a key, or a sink, beside the rest."""
+    contracted = node.params["dimension_numbers"][0]
+    for atom, axes in zip(node.inputs, contracted, strict=True):
+        if any(atom.shape[i] != 1 for i in axes):
+            return False
+        while isinstance(atom, Value) and (maker := view.block.producer.get(atom.id)) is not None:
+            if maker.primitive in SLICES:
+                return True
+            if maker.primitive not in VIEWS | CASTS:
+                break
+            atom = maker.inputs[0]
+    return False
 
 
 def _is_chosen(view: View, nid: int) -> bool:
@@ -36,9 +59,22 @@ def _is_chosen(view: View, nid: int) -> bool:
     return node.op == "select" or (node.op == "prod" and any(view.nodes[o.nid].op == "select" for o in node.operands))
 
 
-def tails_of(view: View, weights: int) -> list[Tail]:
-    """The spellings that weights, a canonical node, may have; the likeliest first."""
+def tails_of(view: View, weights: int, roots: Sequence[int]) -> list[Tail]:
+    """The spellings that weights, a canonical node, may have, and the results `roots` of their product; the likeliest first."""
     kinds = _changes(view, weights)
+    return [*(_with_sinks(kinds) if may_have_sink(view, roots) else ()), *_tails(kinds)]
+
+
+def _with_sinks(kinds: tuple[str, ...]) -> Iterator[Tail]:
+    for sink in SINKS:
+        if not sink.after:
+            own = kinds[1:] if sink.is_a_factor and kinds[:1] == ("factors",) else kinds
+            yield Tail(sink.spelling, own, sink)
+        elif not kinds:
+            yield Tail(sink.spelling, (), sink)
+
+
+def _tails(kinds: tuple[str, ...]) -> list[Tail]:
     tails = [Tail(softmax, kinds) for softmax in (*SOFTMAXES, *(() if kinds else (AFTER,)))]
     return [*tails, *([Tail("softmax", ("where", *kinds[1:]))] if kinds[:1] == ("kept",) else [])]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.canonical import Coef
+from ..graph.canonical import Coef, Operand
 from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
@@ -26,10 +26,11 @@ from ..graph.pattern import pattern_of
 from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes, shared_casts
 from ..graph.scopes import is_backward
 from ..kernels.dot_product_attention.op import DTYPES
-from .attention_forms import NEGATED, WITHOUT_MAX, Reading, Tail, readings, tail_example, whole_example
+from .attention_forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
 from .attention_misses import AttentionMisses
 from .attention_plan import NOT_REPEATED, attributes_of, factors_of, keyed_plan, moved_by, plan_of
-from .attention_weights import exponentials, needless_changes, tails_of
+from .attention_sinks import told_of_logits
+from .attention_weights import exponentials, needless_changes, tails_of, weighs_a_part
 from .base import Search, anchor_text, examined, option, propose, reason_to_tell
 from .blind import NOTE, may_be_infinite, nan_test, nan_test_between
 from .dropout import NotDrawn, draw_of, kept_as_data
@@ -76,7 +77,7 @@ class DotProductAttentionPass:
             if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
             made = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
-            if made is None or made[1] in done:
+            if made is None or made[1] in done or weighs_a_part(view, node):
                 continue  # the products of a backward pass read the same exponentials as their forward
             done.add(made[1])
             site = _Site(self, search, node)
@@ -93,7 +94,8 @@ class _Site(AttentionMisses):
             found = self.read(weights)
             if isinstance(found, Miss):
                 asked = nan_test_between(self.view, exponentials, self.anchor)
-                return self.missed(found) if asked is None else self.asks_for_nan(asked)
+                told = self.beside_the_keys(weights, exponentials) or self.missed(found)
+                return told if asked is None else self.asks_for_nan(asked)
             return self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
@@ -103,6 +105,14 @@ class _Site(AttentionMisses):
         sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
         edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
         return self.rejection("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
+
+    def beside_the_keys(self, weights: int, exponentials: int) -> Rejection | None:
+        """The rejection for a softmax over more than the keys."""
+        told = told_of_logits(self.view, exponentials, weights)
+        if told is None:
+            return None
+        sentence = f"{anchor_text(self.anchor)}: {told[0]}"
+        return self.rejection("structure", sentence, edit=told[1], concepts=("attention",))
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -123,7 +133,8 @@ class _Site(AttentionMisses):
     def read(self, weights: int) -> Reading | Miss:
         """The site's spelling, from the outside in; the miss that came furthest if it has none."""
         best: Miss | None = None
-        for tail, root in itertools.product(tails_of(self.view, weights), self.roots()):
+        roots = self.roots()
+        for tail, root in itertools.product(tails_of(self.view, weights, roots), roots):
             outer = self.tried(tail, root)
             if isinstance(outer, Match):
                 return self.scores(tail, root, outer)
@@ -134,7 +145,10 @@ class _Site(AttentionMisses):
         return best
 
     def tried(self, tail: Tail, root: int) -> Match | Miss | None:
-        pattern = pattern_of(tail_example(tail))
+        example = tail_example(tail)
+        if not example.fits(self.view, root):
+            return None
+        pattern = pattern_of(example)
         if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
             return None
         return match(pattern, self.view, root)
@@ -177,7 +191,7 @@ class _Site(AttentionMisses):
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
-        factor = self.view.ref[root.id].coef / self.carried(region, ["v", *read.tail.leaves])
+        factor = self.view.ref[root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
         if not read.tail.changes and not close(factor, 1.0):
             raise NotARegion("its result carries a factor that the values do not")
         problem = self.conditions(read, region)
@@ -186,23 +200,23 @@ class _Site(AttentionMisses):
         masks = read_masks(self.view, found, region.leaves, read.steps, self.search.certifier)
         if isinstance(masks, str):
             return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
-        if read.tail.softmax == WITHOUT_MAX and blind_rows(
-            self.view, found, {n: region.leaves[n] for n in masks.biases}, self.search.certifier
+        if (
+            read.tail.without_max
+            and read.tail.sink is None
+            and blind_rows(self.view, found, {n: region.leaves[n] for n in masks.biases}, self.search.certifier)
         ):
             sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
             return self.rejection(
                 "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
             )
-        if (
-            read.tail.softmax == WITHOUT_MAX
-        ):  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
+        if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
             masks = replace(masks, mask_value=-math.inf)
-        factor *= math.prod(found.scalars[name] for name in read.tail.scalars)
+        factor *= math.prod(found.scalars[name] for name in read.tail.shares)
         needless, zeroed = needless_changes(self.view, read, region, masks, factor, self.search.certifier)
         dropped = masks.dropped | needless
         scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
-        changed = "cap" in found.scalars or set(region.leaves) - set("qkv") - dropped - scaled
-        only_masks = masks.causal_outside and "cap" not in found.scalars and needless >= set(read.tail.leaves)
+        changed = "cap" in found.scalars or set(region.leaves) - {*"qkv", "sink"} - dropped - scaled
+        only_masks = masks.causal_outside and "cap" not in found.scalars and needless >= set(read.tail.changed_by)
         masked = "causal" if only_masks else "masked"
         self.kind = (
             masked if changed else "unmasked" if masks.row is None else "causal" if masks.window is None else "masked"
@@ -212,7 +226,8 @@ class _Site(AttentionMisses):
                 f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
             )
             return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
-        blind = self.can_be_blind(region, masks) and not zeroed
+        # With a sink such a row has all of its weight there, in the program as in the op.
+        blind = read.tail.sink is None and self.can_be_blind(region, masks) and not zeroed
         if zeroed:
             masks = replace(masks, mask_value=-math.inf)
         asked = nan_test(self.view, root) if blind else None
@@ -232,6 +247,8 @@ class _Site(AttentionMisses):
             if not leaks:
                 return self.proposed(read, *rest, None, repeated)
             edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            if read.tail.sink is not None:
+                edit += "; the fused op drops that of the sink"
             problem = self.escaping(leaks[0], edit, region.nodes, region=region)
             return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
 
@@ -240,7 +257,7 @@ class _Site(AttentionMisses):
 
     def cut(self, root: Value, found: Match) -> Region:
         """The site that makes `root`, of its operands as they are before they are widened: all three, or each as it is read."""
-        scaled = frozenset({"q", "k"})
+        scaled = frozenset({"q", "k", "sink"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
         if len({region.leaves[x].dtype for x in "qkv"}) != 1:
             region = cut(self.view, root, found.leaves, scaled)
@@ -346,6 +363,10 @@ class _Site(AttentionMisses):
         if fills:
             sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
             return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
+        sink, wide = region.leaves.get("sink"), jnp.promote_types(region.root.dtype, jnp.float32)
+        if sink is not None and narrows(wide, sink.dtype):
+            sentence = f"{anchor_text(self.anchor)}: its sink {sink!r} is wider than its scores"
+            return self.rejection("dtype", sentence, edit="cast the sink to the dtype of q", site=region.nodes)
         own = self.made_of_scores(read)
         if own is not None:
             sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
@@ -368,13 +389,21 @@ class _Site(AttentionMisses):
         """
         for p, target in found.nodes.items():
             operands = self.view.nodes[target].operands if found.pattern.nodes[p].op == "sum" else ()
-            maxima = [o for o in operands if self.view.nodes[o.nid].op == "reduce_max"]
-            for maximum in maxima:
+            for maximum, coef in self.maxima(operands):
                 (of,) = self.view.nodes[maximum.nid].operands
                 scores = next((o for o in operands if o.nid == of.nid), None)
                 if scores is not None:
-                    return -float(maximum.coef * of.coef) / float(scores.coef)
+                    return -float(coef * maximum.coef * of.coef) / float(scores.coef)
         return 1.0
+
+    def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:
+        """The maxima over keys among the terms of a sum, and those that are the larger of one and a sink; each with a factor on it."""
+        for one in operands:
+            node = self.view.nodes[one.nid]
+            if node.op == "reduce_max":
+                yield one, 1.0
+            elif node.op == "max":
+                yield from ((o, float(one.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
 
     def made_of_scores(self, read: Reading) -> str | None:
         """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
@@ -416,11 +445,11 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
         yield MADE_OUTSIDE
     if masks.row is not None and masks.fill > _SAFE_FILL:
         yield f"masked scores become {masks.fill:g}: right while no score is as low"
-    if read.tail.softmax == WITHOUT_MAX:
-        yield (
-            "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op, "
-            "and a row of scores below -103 is 0 / 0 there"
-        )
+    if read.tail.without_max:
+        overflow = "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
+        yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 there"
+    if read.tail.sink is not None and (note := read.tail.sink.note) is not None:
+        yield note
     if blind:
         yield NOTE
 

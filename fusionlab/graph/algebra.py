@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .canonical import ONE, Coef, Operand, Ref, View, tidy
@@ -131,9 +131,16 @@ def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], 
     return elementwise(view, "sum", (), [(Ref(c, nid, ()), al) for (nid, al), c in merged.items()], sizes, True)
 
 
-def reduced(view: View, op: str, ref: Ref, gone: Sequence[bool], floats: bool = True) -> Ref:
+def reduced(
+    view: View,
+    op: str,
+    ref: Ref,
+    gone: Sequence[bool],
+    floats: bool = True,
+    by_law: Callable[[Ref, int], Ref | None] = lambda whole, axis: None,
+) -> Ref:
     """A sum, maximum or minimum over those of a Ref's axes that are `gone`. Scalar factors leave a sum, positive ones a maximum; summing
-    a broadcast axis is a factor.
+    a broadcast axis is a factor. `by_law`: what a node (a Ref without dims) gives over one of its axes, where that is no node of its own.
     """
     coef, over, kept = ref.coef, [], []
     for axis, away in zip(ref.dims, gone, strict=True):
@@ -151,9 +158,11 @@ def reduced(view: View, op: str, ref: Ref, gone: Sequence[bool], floats: bool = 
     shape = view.nodes[ref.nid].shape
     rest = [a for a in range(len(shape)) if a not in over]
     slot = {a: i for i, a in enumerate(rest)}
-    edge = Operand(tidy(inner), ref.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
-    nid = view.node(op, (), (edge,), [shape[a] for a in rest])
-    return Ref(coef, nid, tuple(slot[k] if k >= 0 else k for k in kept))
+    found = by_law(Ref(inner, ref.nid, ()), over[0]) if floats and len(over) == 1 else None
+    if found is None:
+        edge = Operand(tidy(inner), ref.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
+        found = Ref(1.0, view.node(op, (), (edge,), [shape[a] for a in rest]), tuple(range(len(rest))))
+    return Ref(coef * found.coef, found.nid, tuple(found.dims[slot[k]] if k >= 0 else k for k in kept))
 
 
 def _is_zero(view: View, ref: Ref) -> bool:

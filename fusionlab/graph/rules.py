@@ -6,6 +6,7 @@ real arithmetic; rounding and gradients are not this layer's business (certifica
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -14,24 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from .algebra import aligned, compose, elementwise, is_float, placed, product, reduced, total
-from .canonical import Coef, Operand, Ref, View, nonunit
+from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import has_side_effects, rule_functions, scan_counts
+from .concatenated import concatenate, reduced_by_parts, sliced, split
 from .einsum import dot, split_rows
 from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
 from .labelled import fused
 from .literals import fold
+from .primitives import BINARY, COMMUTATIVE, UNARY
 from .regroup import regrouped
 from .scopes import defined_in_jax, is_jax_file
 
 Rule = Callable[[View, Node, list[Ref]], list[Ref]]
 
-UNARY = frozenset(
-    "tanh exp exp2 expm1 log log1p erf erfc erf_inv logistic abs sign not is_finite sin cos tan floor ceil cbrt sinh cosh "
-    "asinh acosh atanh asin acos atan one_minus_square population_count".split()
-)
-BINARY = frozenset("max min eq ne gt ge and or xor rem atan2 pow nextafter shift_left shift_right_logical".split())
-COMMUTATIVE = frozenset("max min eq ne and or xor iadd imul".split())
 SUMS_OVER_DEVICES = frozenset("psum psum_invariant reduce_scatter".split())
 TRANSPARENT = frozenset("copy copy_p pvary device_put".split())
 _PLACES = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose".split())  # their own rules keep the shape
@@ -79,8 +76,12 @@ def _same(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _stop_gradient(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Transparent only on the maximum that softmax subtracts, whose gradient cancels; anywhere else it changes gradients."""
-    if view.nodes[ins[0].nid].op == "reduce_max":
+    """Transparent only on the maximum that softmax subtracts (of a row, and of one logit more), whose gradient cancels; anywhere else it
+    changes gradients."""
+    made = view.nodes[ins[0].nid]
+    if made.op == "reduce_max" or (
+        made.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in made.operands)
+    ):
         return [ins[0]]
     return [_unary_ref(view, "stop_gradient", node, ins[0])]
 
@@ -247,7 +248,36 @@ def _reduce(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     ref, op = ins[0], node.primitive
     axes = {int(a) for a in node.params["axes"]}
     places = [d for d, s in enumerate(node.inputs[0].shape) if s != 1]
-    return [reduced(view, op, ref, [d in axes for d in places], is_float(node))]
+    gone = [d in axes for d in places]
+    return [reduced(view, op, ref, gone, is_float(node), lambda part, axis: _reduced_by_law(view, op, part, axis))]
+
+
+def _reduced_by_law(view: View, op: str, whole: Ref, axis: int) -> Ref | None:
+    """The reduction of a node over one axis, with its other axes, where it is of a concatenation's parts, or 0: the maximum of what a row
+    is below its maximum. `whole` has no dims.
+    """
+
+    def reduce(part: Ref, axis: int) -> Ref:
+        return reduced(view, op, part, [d == axis for d in range(len(part.dims))], by_law=by_law)
+
+    def by_law(part: Ref, axis: int) -> Ref | None:
+        return _reduced_by_law(view, op, part, axis)
+
+    node = view.nodes[whole.nid]
+    if op == "reduce_max" and node.op == "sum" and len(node.operands) == 2:
+        for one, other in itertools.permutations(node.operands):
+            if axis not in one.axes or axis in other.axes or view.nodes[other.nid].op not in ("reduce_max", "max"):
+                continue
+            own = {slot: a for a, slot in enumerate(one.axes)}
+            if set(own) != set(range(len(node.shape))):
+                continue
+            top = reduce(Ref(whole.coef * one.coef, one.nid, tuple(own[d] for d in range(len(node.shape)))), axis)
+            place = {slot: a for a, slot in enumerate(other.axes)}
+            rest = tuple(place.get(d) for d in range(len(node.shape)) if d != axis)
+            same = top.nid == other.nid and tidy(top.coef) == tidy(-whole.coef * other.coef)
+            if same and tuple(d if d >= 0 else None for d in top.dims) == rest:
+                return view.literal(0.0, [n for a, n in enumerate(node.shape) if a != axis])
+    return reduced_by_parts(view, op, whole, axis, reduce)
 
 
 def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
@@ -329,6 +359,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(BINARY | {"lt", "le"}, _binary),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    "concatenate": concatenate,
+    **dict.fromkeys(("slice", "dynamic_slice"), sliced),
+    "split": split,
     "stop_gradient": _stop_gradient,
     "convert_element_type": _convert,
     "reduce_precision": _reduce_precision,

@@ -311,7 +311,6 @@ NEAR_MISSES = {
     "temperature inside the weights": (near(softmax=lambda s: jax.nn.softmax(s) ** 2), None),
     "capped twice": (near(softmax=lambda s: jax.nn.softmax(jnp.tanh(jnp.tanh(s / 30)) * 30)), None),
     "sigmoid attention": (near(softmax=lambda s: jnp.exp(s) / (1 + jnp.exp(s))), None),
-    "one plus": (near(softmax=lambda s: (e := jnp.exp(s)) / (1 + e.sum(-1, keepdims=True))), None),
     "a gradient stopped at the weights": (
         near(softmax=lambda s: lax.stop_gradient(jax.nn.softmax(s))),
         "stop_gradient",

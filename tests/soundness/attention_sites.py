@@ -85,6 +85,69 @@ WRONG = {
 }
 
 
+# -- softmaxes with one logit more, whose weight is dropped: (scores, sink, axis) -> weights ---------------------------
+
+
+def _with_sink(s: Array, sink: Array, a: int, first: bool = False) -> Array:
+    one = jnp.broadcast_to(sink, [1 if i == a % s.ndim else n for i, n in enumerate(s.shape)])
+    return jnp.concatenate([one, s] if first else [s, one], a)
+
+
+def _part(w: Array, a: int, start: int, size: int) -> Array:
+    return lax.slice_in_dim(w, start, start + size, axis=a % w.ndim)
+
+
+def _in_the_sum(s: Array, sink: Array, a: int, top: Callable[..., Array] = jnp.maximum) -> Array:
+    m = top(s.max(a, keepdims=True), sink)
+    e = jnp.exp(s - m)
+    return e / (e.sum(a, keepdims=True) + jnp.exp(sink - m))
+
+
+def _lse(s: Array, a: int) -> Array:
+    return jax.nn.logsumexp(s, a, keepdims=True)
+
+
+SINKS = {
+    "sink beside": lambda s, z, a: _part(jax.nn.softmax(_with_sink(s, z, a), a), a, 0, s.shape[a]),
+    "sink first": lambda s, z, a: _part(jax.nn.softmax(_with_sink(s, z, a, True), a), a, 1, s.shape[a]),
+    "sink by max twice": lambda s, z, a: _part(
+        jax.nn.softmax((c := _with_sink(s, z, a)) - c.max(a, keepdims=True), a), a, 0, s.shape[a]
+    ),
+    "sink in the sum": _in_the_sum,
+    "sink below the scores' max": lambda s, z, a: _in_the_sum(s, z, a, lambda m, _: m),
+    "sink by logaddexp": lambda s, z, a: jnp.exp(s - jnp.logaddexp(_lse(s, a), z)),
+    "sink by sigmoid": lambda s, z, a: jax.nn.softmax(s, a) * jax.nn.sigmoid(_lse(s, a) - z),
+    "sink of 0": lambda s, z, a: _in_the_sum(s, jnp.zeros((), s.dtype), a),
+    "sink in f32": lambda s, z, a: _in_the_sum(s.astype(wider()), z.astype(wider()), a).astype(s.dtype),
+}
+NO_SINKS = {
+    "no sink: its weight kept": lambda s, z, a: (
+        (w := jax.nn.softmax(_with_sink(s, z, a), a)),
+        _part(w, a, 0, s.shape[a]) + _part(w, a, s.shape[a], 1),
+    )[1],
+    "no sink: a key dropped": lambda s, z, a: _part(jax.nn.softmax(_with_sink(s, z, a), a), a, 1, s.shape[a]),
+    "no sink: two logits": lambda s, z, a: _part(
+        jax.nn.softmax(_with_sink(_with_sink(s, z, a), 0.5 * z, a), a), a, 0, s.shape[a]
+    ),
+    "no sink: twice in the sum": lambda s, z, a: _in_the_sum(s, z, a) / (1 + jnp.exp(z)),
+    "no sink: not below the max": lambda s, z, a: _over(lambda e, a: e.sum(a, keepdims=True) + jnp.exp(z))(s, a),
+    "no sink: two factors": lambda s, z, a: jax.nn.softmax(s, a) * jax.nn.sigmoid(2.0 * _lse(s, a) - z),
+    "no sink: frozen": lambda s, z, a: lax.stop_gradient(_in_the_sum(s, z, a)),
+    "no sink: another axis": lambda s, z, a: _in_the_sum(s, z, (a + 1) % s.ndim),
+    "no sink: of each key": lambda s, z, a: (
+        (e := jnp.exp(s - s.max(a, keepdims=True)))
+        / (e.sum(a, keepdims=True) + jnp.exp(z * jnp.cos(s) - s.max(a, keepdims=True)))
+    ),
+}
+
+
+def _sink(d: Draft, heads: int) -> Callable[[Sequence[Array], Array, int], Array]:
+    """(params, scores [b, h, t, s] or with the last two turned, axis) -> weights."""
+    softmax = d.pick(SINKS if d.chance(0.6) else NO_SINKS)
+    logit = d.param(*d.rng.choice([(heads, 1, 1), (heads, 1, 1), ()]), role="bias")
+    return lambda p, s, a: softmax(s, logit(p).astype(s.dtype), a)
+
+
 # -- masks: (draft, rows, keys) -> (params, scores [..., t, s]) -> scores ---------------------------------------------
 
 
@@ -332,7 +395,8 @@ def attention(d: Draft) -> Piece:
     scale = _scaling(d, heads, c)
     products = _spelt(d)
     softmax = d.pick(PLAIN if d.chance(0.1) else RIGHT if d.chance(0.65) else WRONG)
-    if "without max" in d.words or "powers of two" in d.words:
+    sunk = _sink(d, heads) if d.chance(0.12) else None
+    if "without max" in d.words or "sink below the scores' max" in d.words or "powers of two" in d.words:
         d.largest = min(d.largest, 3.0)
     keys = d.params[1].shape[1] if "given" in d.words else t
     if "cross" in d.words:
@@ -354,7 +418,8 @@ def attention(d: Draft) -> Piece:
             unnormalised = jnp.exp(z - z.max(-1, keepdims=True))
             total = jnp.swapaxes(unnormalised.sum(-1), 1, 2)[..., None]
             return (products[1](unnormalised, v) / total).astype(x.dtype).reshape(b, t, heads * e), ()
-        w = (jnp.swapaxes(softmax(jnp.swapaxes(z, -1, -2), -2), -1, -2) if turned else softmax(z, -1)).astype(x.dtype)
+        weights = softmax if sunk is None else lambda s, a: sunk(p, s, a)
+        w = (jnp.swapaxes(weights(jnp.swapaxes(z, -1, -2), -2), -1, -2) if turned else weights(z, -1)).astype(x.dtype)
         escaped = (w,) if escape else ()
         if spoil is not None:
             w, v = spoil(w, v)

@@ -109,6 +109,17 @@ def exponentials_dropped(q: Any, k: Any, v: Any, key: Any) -> Any:
     return jnp.einsum("bhts,bshd->bthd", e / last(e), v)
 
 
+def beside(s: Any, sink: Any, first: bool = False) -> Any:
+    """Scores with one logit more."""
+    one = jnp.broadcast_to(sink, (*s.shape[:-1], 1))
+    return jnp.concatenate([one, s] if first else [s, one], -1)
+
+
+def sink_added(q: Any, k: Any, v: Any, sink: Any) -> Any:
+    p = softmax(beside(scores(q, k), sink))
+    return jnp.einsum("bhts,bshd->bthd", p[..., :-1], v) + p[..., -1:].swapaxes(1, 2)
+
+
 def near(name: str, code: str | None, fn: Any, args: tuple[Any, ...] = QKV, **rest: Any) -> NearMiss:
     return NearMiss(name, "dot_product_attention", code, fn, args, mapped=rest.pop("mapped", (0, 1, 2)), **rest)
 
@@ -196,6 +207,31 @@ GRADIENT = (
     near("scores that are named", "named_residual", attend(lambda s: softmax(checkpoint_name(s, "scores")))),
 )  # fmt: skip
 
+SINK = HEADS[0]  # one for each head
+
+
+def sunk(weights: Any) -> Any:
+    return lambda q, k, v, sink: attend(lambda s: weights(s, sink))(q, k, v)
+
+
+SINKS = (
+    near("a sink whose weight is kept", "structure",
+         lambda q, k, v, z: jnp.einsum("bhts,bshd->bthd", softmax(beside(scores(q, k), z)), jnp.concatenate([v, v[:, :1]], 1)),
+         (*QKV, SINK), says="whose weight is kept"),
+    near("a sink whose weight is added", "escapes", sink_added, (*QKV, SINK), says="is also read by"),
+    near("a key dropped in place of the sink", "structure", sunk(lambda s, z: softmax(beside(s, z))[..., 1:]), (*QKV, SINK),
+         says="what is sliced off is not its weight alone", edit="drop weights after its own is sliced off"),
+    near("two sinks", "structure", sunk(lambda s, z: softmax(beside(beside(s, z), -z))[..., :-2]), (*QKV, SINK), says="more logit"),
+    near("a sink of each key", "axes", sunk(lambda s, z: (e := jnp.exp(s)) / (last(e) + jnp.exp(z))), (*QKV, BIAS)),
+    near("a sink that is not below the maximum", "structure", sunk(lambda s, z: (e := exps(s)) / (last(e) + jnp.exp(z))), (*QKV, SINK)),
+    near("a sink with two factors", "structure",
+         sunk(lambda s, z: (e := exps(s, m := jnp.maximum(s.max(-1, keepdims=True), z))) / (last(e) + jnp.exp(2 * z - m))), (*QKV, SINK)),
+    near("a sink whose gradient is that of frozen weights", "stop_gradient",
+         sunk(lambda s, z: lax.stop_gradient(softmax(beside(s, z))[..., :-1])), (*QKV, SINK)),
+    near("a sink that a scaled sum is compared with", "escapes",
+         sunk(lambda s, z: softmax(s) * jax.nn.sigmoid(2 * jax.nn.logsumexp(s, -1, keepdims=True) - z)), (*QKV, SINK)),
+)  # fmt: skip
+
 ESCAPES_AND_DTYPES = (
     near("weights returned", "escapes", weights_returned, says="is also returned", edit="return or reuse the attention weights",
          repaired=lambda q, k, v: (attend()(q, k, v), softmax(scores(k, q)))),
@@ -211,4 +247,4 @@ ESCAPES_AND_DTYPES = (
          lambda q, k, v: jnp.einsum("bhts,bshd->bthd", softmax(scores(q, k, precision="highest")), v), says="different precisions"),
 )  # fmt: skip
 
-CORPUS = (*AXES, *SOFTMAX, *SCALARS, *MASKS, *GRADIENT, *ESCAPES_AND_DTYPES)
+CORPUS = (*AXES, *SOFTMAX, *SINKS, *SCALARS, *MASKS, *GRADIENT, *ESCAPES_AND_DTYPES)

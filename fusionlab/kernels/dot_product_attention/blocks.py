@@ -63,7 +63,10 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Cut:
-    """Those operands of a call that broadcast, seen from one group of heads; `entry` is that of the group's first head."""
+    """Those operands of a call that broadcast, seen from one group of heads; `entry` is that of the group's first head.
+
+    The gradient of one is "d_<slot>": where a batch shares the operand, it has entries for each of the batch.
+    """
 
     kinds: Mapping[str, Broadcast]
     wholes: Mapping[str, Array]
@@ -77,7 +80,7 @@ class Cut:
 
     def add(self, slot: str, whole: Array, block: Array, corner: Corner) -> Array:
         """`whole`, the sum of the slot's gradient, with this block of scores' cotangents added."""
-        return self.kinds[slot].add(whole, block, self.entry[slot], corner)
+        return self.kinds["d_" + slot].add(whole, block, self.entry["d_" + slot], corner)
 
 
 def power_of_two(n: int) -> int:

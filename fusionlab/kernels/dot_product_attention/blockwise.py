@@ -84,6 +84,7 @@ def forward(
     bias: Array | None = None,
     mask: Array | None = None,
     factors: Array | None = None,
+    sink: Array | None = None,
     *,
     residuals: bool,
     saves: str = "logsumexp",
@@ -94,7 +95,7 @@ def forward(
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
     q, form = _scaled(query, form)
-    kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors})
+    kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors, "sink": sink})
     size, rows = block_shape(
         _heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES, form.group, form.window
     )
@@ -112,7 +113,7 @@ def forward(
             def step(results: tuple, first: Array, q: Array, k: Array = seen_k, v: Array = seen_v) -> tuple[Array, ...]:
                 corner, (k, v) = _seen_from(first, rows, (k, v), form)
                 scores, _ = _scores(q, k, corner, cut, form)
-                top, total, p = _softmax(scores, can_be_blind)
+                top, total, p = _softmax(scores, can_be_blind, cut("sink", corner, scores.shape))
                 factors = cut("factors", corner, p.shape)
                 sums = _by_key(weigh(p, factors, form), v, form)
                 out = sums / total
@@ -154,9 +155,9 @@ def cotangent(
     by_key = {"k": heads(key, wide)}
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
-    kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors")})
+    kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors", "sink")})
     summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in broadcast if slot in wanted}
-    kinds = {**kinds, **summed}
+    kinds = {**kinds, **{"d_" + slot: kind for slot, kind in summed.items()}}
     size, rows = block_shape(
         _heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES, form.group, form.window
     )
@@ -191,7 +192,7 @@ def _backward_step(
         corner, seen = _seen_from(first, rows, tuple(all_keys.values()), form)
         keys = dict(zip(all_keys, seen, strict=True))
         scores, tanh = _scores(part["q"], keys["k"], corner, cut, form)
-        p = _probabilities(scores, part)
+        p, of_sink = _probabilities(scores, part, cut("sink", corner, scores.shape))
         factors = cut("factors", corner, p.shape)
         found = dict(sums)
         if "value" in wanted:
@@ -201,12 +202,15 @@ def _backward_step(
         dw = _by_key(part["ct"], _t(keys["v"]), form)
         if "factors" in wanted:
             found["factors"] = cut.add("factors", sums["factors"], weigh(p, dw, form), corner)
-        if not {"query", "key", "bias"} & set(wanted):
+        if not {"query", "key", "bias", "sink"} & set(wanted):
             return found
         # The sum is taken of these very numbers, not as rowsum(ct * out): of a saturated softmax dp cancels to nothing, and what
         # out was rounded by would be left.
         dp = weigh(dw, factors, form)
-        ds = _seen(p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)), corner, cut, form)
+        mean = jnp.sum(p * dp, axis=-1, keepdims=True)
+        if "sink" in wanted and of_sink is not None:
+            found["sink"] = cut.add("sink", sums["sink"], -of_sink * mean, corner)
+        ds = _seen(p * (dp - mean), corner, cut, form)
         if "bias" in wanted:
             found["bias"] = cut.add("bias", sums["bias"], ds, corner)
         ds = through_softcap(ds, tanh)
@@ -292,25 +296,40 @@ def _scores(q: Array, k: Array, corner: Corner, cut: Cut, form: Form) -> tuple[A
     return scores, tanh
 
 
-def _softmax(scores: Array, can_be_blind: bool) -> tuple[Array, Array, Array]:
-    """(the largest score, the sum, not yet divided exponentials) of each row; of one that sees no key (0, 1, 0): its result is 0."""
+def _softmax(scores: Array, can_be_blind: bool, sink: Array | None) -> tuple[Array, Array, Array]:
+    """(the largest score, the sum, not yet divided exponentials) of each row; of one that sees no key (0, 1, 0): its result is 0.
+
+    A sink is one score more, that has no place among the exponentials.
+    """
     top = jnp.max(scores, axis=-1, keepdims=True)
-    if can_be_blind:
-        blind = top == -jnp.inf
+    logit = None if sink is None else sink.astype(top.dtype)
+    if logit is not None:
+        top = jnp.maximum(top, logit)
+    blind = top == -jnp.inf if can_be_blind else None
+    if blind is not None:
         top = jnp.where(blind, 0, top)
     p = jnp.exp(scores - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
-    return top, jnp.where(blind, 1, total) if can_be_blind else total, p
+    if logit is not None:
+        total = total + jnp.exp(logit - top)
+    return top, total if blind is None else jnp.where(blind, 1, total), p
 
 
-def _probabilities(scores: Array, part: Mapping[str, Array]) -> Array:
-    """Of rows with all their keys; scaled to 1, since a logsumexp of 1e3 is rounded by 1e-4, which each of them would carry."""
-    if "logsumexp" in part:
-        p = jnp.exp(scores - part["logsumexp"][..., None])
-    else:
-        p = jnp.exp(scores - part["row_max"][..., None] - part["log_sum"][..., None])
+def _probabilities(scores: Array, part: Mapping[str, Array], sink: Array | None) -> tuple[Array, Array | None]:
+    """Of rows with all their keys, and the weight of their sink; scaled to 1 together, since a logsumexp of 1e3 is rounded by 1e-4, which
+    each of them would carry."""
+
+    def weight_of(logits: Array) -> Array:
+        if "logsumexp" in part:
+            return jnp.exp(logits - part["logsumexp"][..., None])
+        return jnp.exp(logits - part["row_max"][..., None] - part["log_sum"][..., None])
+
+    p, of_sink = weight_of(scores), None if sink is None else weight_of(sink.astype(scores.dtype))
     total = jnp.sum(p, axis=-1, keepdims=True)
-    return p * (1 / jnp.where(total == 0, 1.0, total))
+    if of_sink is not None:
+        total = total + of_sink
+    by_total = 1 / jnp.where(total == 0, 1.0, total)
+    return p * by_total, None if of_sink is None else of_sink * by_total
 
 
 def _seen(ds: Array, corner: Corner, cut: Cut, form: Form) -> Array:

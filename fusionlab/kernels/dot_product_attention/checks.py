@@ -7,6 +7,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...errors import ArgumentError
@@ -76,13 +78,15 @@ def seen_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) 
 
 
 def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
-    """A mask is bool, factors float or bool, a bias float; a float no wider than the scores; the shape broadcasts to them."""
+    """A mask is bool, factors float or bool, a bias or a sink float; a float no wider than the scores; the shape broadcasts to them, that
+    of a sink to their rows."""
     shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))
     is_bool = own == np.bool_
     if not (is_bool if slot == "mask" else own.name in DTYPES or (is_bool and slot == "factors")):
         needed = {
             "mask": "bool",
             "bias": f"one of {', '.join(DTYPES)}",
+            "sink": f"one of {', '.join(DTYPES)}",
             "factors": f"bool or one of {', '.join(DTYPES)}",
         }
         raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
@@ -91,12 +95,24 @@ def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any
             f"dot_product_attention: {slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
             f"{np.dtype(dtype).name} operands are computed in; cast {slot} or the operands with .astype"
         )
-    aligned = zip(reversed(shape), reversed(scores), strict=False)
-    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
+    rows = slot == "sink"
+    to = (*scores[:-1], 1) if rows else scores
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    if len(shape) > len(to) or any(n not in (1, m) for n, m in aligned):
         raise ArgumentError(
-            f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the scores {scores}; needed "
-            f"*batch, heads, query length, key length, aligned right, each of them or 1"
+            f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the {'rows of ' if rows else ''}scores {to}; "
+            f"needed {'one for each head, or ' if rows else ''}*batch, heads, query length, {1 if rows else 'key length'}, aligned right, "
+            f"each of them or 1"
         )
+
+
+def for_each_head(sink: Any) -> Any:
+    """A sink, or its shape with a dtype, with the axes of rows and keys beside its heads if it has these alone."""
+    if len(sink.shape) != 1:
+        return sink
+    if isinstance(sink, jax.Array):
+        return jnp.expand_dims(sink, (1, 2))
+    return jax.ShapeDtypeStruct((*sink.shape, 1, 1), sink.dtype)
 
 
 def checked_dropout_shape(

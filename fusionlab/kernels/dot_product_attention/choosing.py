@@ -199,6 +199,8 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         if slot in attrs["present"]:
             whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all
             content[slot] = "scores" if whole else "keys"
+    if "sink" in attrs["present"]:
+        content["sink"] = True
     if "dropout_key" in attrs["present"]:
         shared = attrs["dropout_shape"][-3] != q.heads or math.prod(attrs["dropout_shape"][:-3]) != math.prod(q.batch)
         content["factors"] = "shared key" if shared else "key"

@@ -83,6 +83,8 @@ def _refuses_role(
         return "forward mode has no kernel"
     if saves == "probabilities" and (residuals or role != "call"):
         return "the probabilities are what is kept for the backward, which these kernels never write"
+    if "sink" in present:
+        return "a sink beside the scores, which these kernels do not sum"
     wanted = [slot for slot, moves in zip(present, live, strict=False) if moves]
     for slot in ("bias", "factors"):
         if role == "cotangent" and slot in wanted:

@@ -111,6 +111,8 @@ def _refuses_form(
 ) -> str | None:
     if "factors" in present or "dropout_key" in present:
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
+    if "sink" in present:
+        return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
     if softcap is not None:
         return "a softcap on the scores"
     if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):

@@ -54,7 +54,7 @@ def forward_of(btnh: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
         if layout == "BTNH":
             return btnh(query, key, value, *rest, **more)
         found = btnh(*map(_swapped, (query, key, value)), *rest, **more)
-        names = ("out", *residual_names(more["saves"], more.get("softcap")))
+        names = ("out", *residual_names(more["saves"], more.get("softcap"), more.get("sink") is not None))
         return list(_each_swapped(dict(zip(names, found, strict=False))).values())
 
     return forward

@@ -24,6 +24,7 @@ from .checks import (
     check_shapes,
     checked_dropout_shape,
     checked_window,
+    for_each_head,
     heads_sharing,
     scores_shape,
     seen_pairs,
@@ -33,14 +34,14 @@ from .layouts import check_layout, cotangent_of, forward_of, tangent_of
 Array = Any
 
 _TANGENT = tangent_of(dropout.of_saved(reference.tangent))
-_BROADCAST = ("bias", "mask", "factors")  # operands of the scores' rank, whose axes of size 1 broadcast
+_BROADCAST = ("bias", "mask", "factors", "sink")  # operands of the scores' rank, whose axes of size 1 broadcast
 
 
 class DotProductAttention(Op):
     """softmax(scale * query @ key^T + bias) * factors @ value; see `dot_product_attention` below for all of it."""
 
     name = "dot_product_attention"
-    slots = ("query", "key", "value", "bias", "mask", "factors", "dropout_key")
+    slots = ("query", "key", "value", "bias", "mask", "factors", "dropout_key", "sink")
     defaults: ClassVar[Mapping[str, Any]] = {
         "scale": None,
         "is_causal": False,
@@ -97,6 +98,8 @@ class DotProductAttention(Op):
         check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
         check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]}, DTYPES)
         scores = scores_shape(given["query"], given["key"], full["layout"])
+        if "sink" in given:
+            given = {**given, "sink": for_each_head(given["sink"])}
         for slot in _BROADCAST:
             if slot in given:
                 check_broadcast(slot, given[slot], scores, given["query"].dtype)
@@ -111,7 +114,7 @@ class DotProductAttention(Op):
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
         full["broadcast"] = tuple(
             (slot, tuple(present[slot].shape), np.dtype(present[slot].dtype).name)
-            for slot in ("bias", "factors")
+            for slot in ("bias", "factors", "sink")
             if slot in present and jnp.issubdtype(present[slot].dtype, jnp.floating)
         )
         return present, full
@@ -123,15 +126,17 @@ class DotProductAttention(Op):
         # Scores that are computed again have to be those whose sums were saved: where a softmax saturates, other ones are far from them.
         return super().at_precision_set(params) if params["saves"] == "probabilities" else params
 
-    def residual_names(self, *, saves: str, softcap: float | None, **attrs: Any) -> tuple[str, ...]:
-        return reference.residual_names(saves, softcap)
+    def residual_names(
+        self, *, saves: str, softcap: float | None, present: tuple[str, ...] = (), **attrs: Any
+    ) -> tuple[str, ...]:
+        return reference.residual_names(saves, softcap, "sink" in present)
 
     def reads(
         self, wanted: tuple[str, ...], *, saves: str, softcap: float | None, present: tuple[str, ...], **attrs: Any
     ) -> frozenset[str]:
         if not wanted:
             return frozenset()
-        scores = bool({"query", "key", "bias"} & set(wanted))
+        scores = bool({"query", "key", "bias", "sink"} & set(wanted))
         names = set()
         if scores or "factors" in wanted:
             names.add("value")
@@ -145,8 +150,10 @@ class DotProductAttention(Op):
             names.update(other[slot] for slot in wanted if slot in other)
             if softcap is not None and {"query", "key"} & set(wanted):
                 names.add("tanh")
-            return frozenset(names).intersection((*present, "probabilities", "tanh"))
-        names |= {"query", "key", "bias", "mask", *reference.statistics(saves)} | (
+            if scores and "sink" in present:
+                names.add("sink_weight")
+            return frozenset(names).intersection((*present, "probabilities", "tanh", "sink_weight"))
+        names |= {"query", "key", "bias", "mask", "sink", *reference.statistics(saves)} | (
             {"out", "rounded_off"} if scores else set()
         )
         return frozenset(names).intersection((*present, "out", *self.residual_names(saves=saves, softcap=softcap)))
@@ -241,17 +248,18 @@ class DotProductAttention(Op):
         mask: bool = False,
         factors: bool = False,
         dropout_key: bool = False,
+        sink: bool = False,
         keep: float = 1.0,
         group: int = 1,
         **_: Any,
     ) -> str:
-        """ "softmax(0.125 * q @ k.T + bias, mask, causal) @ v, 8 query heads a key head"; `bias`, `mask`, `factors` and `dropout_key` say
-        which operands there are."""
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal, sink) @ v, 8 query heads a key head"; `bias`, `mask`, `factors`, `dropout_key`
+        and `sink` say which operands there are."""
         scores = "q @ k.T" if scale == 1 else f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
         if softcap is not None:
             scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
         local = "" if window is None else f", local window of {sum(window) + 1} keys"
-        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local})"
+        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local}{', sink' * sink})"
         if factors or dropout_key:
             what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
             text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
@@ -260,7 +268,7 @@ class DotProductAttention(Op):
 
 def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:
     scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
-    statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum"), (*batch, *"ht"))
+    statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum", "sink_weight"), (*batch, *"ht"))
     k = key_heads
     btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"), ("rounded_off", "thd"))
     swapped = layout == "BNTH"
@@ -280,6 +288,7 @@ def dot_product_attention(
     mask: Array | None = None,
     factors: Array | None = None,
     dropout_key: Array | None = None,
+    sink: Array | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
@@ -295,6 +304,8 @@ def dot_product_attention(
 ) -> Array:
     """softmax(scale * query @ key^T + bias) * factors @ value as one op, differentiable to any order.
 
+    With a sink, the softmax is over the keys and one logit more, whose weight is dropped: exp(s) / (sum of exp(s) + exp(sink)).
+
     Args:
       query: *B x T x N x H: any number of batch axes (also none), length, heads, features.
       key: *B x S x K x H. N is a multiple of K: query head n reads key head n // (N / K), as in grouped-query (K < N) and
@@ -306,6 +317,9 @@ def dot_product_attention(
       dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
         `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit (with jax_threefry_partitionable, JAX's default, and a float32
         `keep`, also where 64 bits are enabled).
+      sink: float, N numbers, one for each head, or what broadcasts to *B x N x T x 1: one more logit beside each row's scores, which no
+        scale, softcap, bias or mask reaches and whose weight no value gets. A row that sees no key has all of its weight there, and is
+        0. It has a gradient of its own, in its dtype and shape. (A sink of 0 is softmax with 1 added to the sum.)
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
       window: (left, right), or one number for both: row t sees keys t - left to t + right alone, with is_causal up to t, aligned as that
@@ -321,11 +335,11 @@ def dot_product_attention(
       layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
       deterministic: the same bits every time, also of the gradients: leaves out cuDNN's backward, which adds to the query's by atomics.
       implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is cuDNN's
-        fused attention, "cuda" kernels of our own.
+        fused attention, "cuda" kernels of our own: neither of these two takes a sink.
 
     Returns:
       *B x T x N x Hv in the dtype of query, key and value (float32, bfloat16, float16 or float64; they must agree). Scores
-      and softmax are float32 (float64 for float64); no bias or factors may be wider. Differentiated, it keeps the result
+      and softmax are float32 (float64 for float64); no bias, factors or sink may be wider. Differentiated, it keeps the result
       and one statistic a row, or two where whole rows may be masked; or, where the "xla" implementation runs (below 512 x 512
       scores a head, and off the CPU), the probabilities.
 
@@ -350,6 +364,7 @@ def dot_product_attention(
         mask,
         factors,
         dropout_key,
+        sink,
         scale=scale,
         is_causal=is_causal,
         window=window,

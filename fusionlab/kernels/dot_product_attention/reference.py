@@ -8,11 +8,14 @@ Query head n reads head n // (N / K) of key and value; the gradients of those ar
     p = softmax(s)                            s = -inf where t < s, if is_causal: after all else; and, with a window
                                               (left, right), where s < t - left or s > t + right
     out = (p * factors * factors_scale) @ value
+With a sink (*B N T 1), a logit more in each row, p = exp(s) / (sum of exp(s) + exp(sink)): its own weight, exp(sink) by the same sum, is
+dropped. Sources: Xiao et al. 2023, arXiv:2309.17453, section 3.3; gpt-oss. Its statistics are of the scores and the sink together.
 A row all of whose scores are -inf, which sees no key, has p = 0: its result is 0 and so are its gradients, where a softmax is 0 / 0.
 
 Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64. What is kept for the backward
 (`saves`, see `residual_names`):
-  "probabilities": p (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does, and with a softcap its tanh.
+  "probabilities": p (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does, with a softcap its tanh, and with a
+    sink its weight (*B N T): what is left to 1 of p as it was rounded is another number.
   "logsumexp": the log of the sum of exp(s) over a row, *B N T; the backward recomputes p = exp(s - logsumexp).
     Of a row that sees no key it is kept as 0, so that p = exp(-inf) is 0.
   "max_and_log_sum": the row's largest score, and the log of the sum of exp(s - row_max). Where a whole row is masked by -1e9,
@@ -20,7 +23,7 @@ Scores and statistics are float32 for float32, bfloat16 and float16 operands, fl
   Either of these with "_and_rounded_off": beside them what out was rounded by, in its dtype. rowsum(ct * out) needs it: where a softmax is
     near one key, dp - rowsum(p * dp) is far below what out was rounded by.
 With dp the cotangent of p, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source:
-Dao et al. 2022, arXiv:2205.14135, appendix B.2.
+Dao et al. 2022, arXiv:2205.14135, appendix B.2. The weight of a sink has the cotangent 0: dsink = -weight * rowsum(p * dp).
 """
 
 from __future__ import annotations
@@ -79,10 +82,10 @@ def statistics_dtype(dtype: Any) -> Any:
 ROUNDED_OFF = "_and_rounded_off"
 
 
-def residual_names(saves: str, softcap: float | None) -> tuple[str, ...]:
+def residual_names(saves: str, softcap: float | None, sink: bool = False) -> tuple[str, ...]:
     """What the forward keeps beside its result."""
     if saves == "probabilities":
-        return ("probabilities",) if softcap is None else ("probabilities", "tanh")
+        return ("probabilities", *(("tanh",) if softcap is not None else ()), *(("sink_weight",) if sink else ()))
     return (*statistics(saves), "rounded_off") if saves.endswith(ROUNDED_OFF) else statistics(saves)
 
 
@@ -182,6 +185,7 @@ def forward(
     bias: Array | None = None,
     mask: Array | None = None,
     factors: Array | None = None,
+    sink: Array | None = None,
     *,
     residuals: bool,
     saves: str,
@@ -190,8 +194,10 @@ def forward(
     """[out], and what is saved for the backward if asked for."""
     form = Form.of(attrs)
     scores, tanh = _scores(query, key, bias, mask, form)
-    top = lax.stop_gradient(jnp.max(scores, axis=-1))
-    p = jax.nn.softmax(scores, axis=-1)
+    if sink is not None:
+        p, top, total, weight = _softmax_with_sink(scores, sink.astype(scores.dtype))
+    else:
+        p, top, total, weight = jax.nn.softmax(scores, axis=-1), lax.stop_gradient(jnp.max(scores, axis=-1)), None, None
     can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
     blind = top == -jnp.inf if can_be_blind else None
     if blind is not None:
@@ -203,10 +209,20 @@ def forward(
     if not residuals:
         return [out]
     if saves == "probabilities":
-        return [out, probabilities] if tanh is None else [out, probabilities, tanh]
-    log_sum = jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1))
+        return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
+    log_sum = jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1) if total is None else total)
     kept = [top + log_sum] if len(statistics(saves)) == 1 else [top, log_sum]
     return [out, *(kept if blind is None else [jnp.where(blind, 0, a) for a in kept]), *off]
+
+
+def _softmax_with_sink(scores: Array, sink: Array) -> tuple[Array, Array, Array, Array]:
+    """(p, the largest of each row's scores and its sink, the sum of the exponentials of all of them below that, the sink's weight)."""
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+    least = jnp.where(top == -jnp.inf, 0, top)  # of a row that sees no key, with a sink of minus infinity
+    e, of_sink = jnp.exp(scores - least), jnp.exp(sink - least)
+    total = jnp.sum(e, axis=-1, keepdims=True) + of_sink
+    total = jnp.where(total == 0, 1, total)
+    return e / total, top[..., 0], total[..., 0], (of_sink / total)[..., 0]
 
 
 def weigh(p: Array, factors: Array | None, form: Form) -> Array:
@@ -217,15 +233,20 @@ def weigh(p: Array, factors: Array | None, form: Form) -> Array:
     return weights if form.factors_scale == 1.0 else weights * form.factors_scale
 
 
-def _recomputed(saved: Mapping[str, Array], form: Form) -> tuple[Array, Array | None]:
-    """Probabilities *B N T S in the statistics dtype, and the tanh of the softcap where it is known."""
+def _recomputed(saved: Mapping[str, Array], form: Form) -> tuple[Array, Array | None, Array | None]:
+    """Probabilities *B N T S in the statistics dtype, the weight *B N T 1 of a sink, and the tanh of the softcap where it is known."""
     if "probabilities" in saved:
-        p = saved["probabilities"]
-        return p.astype(statistics_dtype(p.dtype)), saved.get("tanh")
+        p, weight = saved["probabilities"], saved.get("sink_weight")
+        return p.astype(statistics_dtype(p.dtype)), None if weight is None else weight[..., None], saved.get("tanh")
     scores, tanh = _scores(saved["query"], saved["key"], saved.get("bias"), saved.get("mask"), form)
-    if "logsumexp" in saved:
-        return jnp.exp(scores - saved["logsumexp"][..., None]), tanh
-    return jnp.exp(scores - saved["row_max"][..., None] - saved["log_sum"][..., None]), tanh
+    sink = saved["sink"].astype(scores.dtype) if "sink" in saved else None
+
+    def weight_of(logits: Array) -> Array:
+        if "logsumexp" in saved:
+            return jnp.exp(logits - saved["logsumexp"][..., None])
+        return jnp.exp(logits - saved["row_max"][..., None] - saved["log_sum"][..., None])
+
+    return weight_of(scores), None if sink is None else weight_of(sink), tanh
 
 
 def tangent(
@@ -236,9 +257,9 @@ def tangent(
     **attrs: Any,
 ) -> Array:
     """dweights @ value + weights @ dvalue, with weights = p * factors * factors_scale, dp = p * (ds - rowsum(p * ds)) and
-    ds = dbias + scale * (1 - tanh^2) * (dquery @ key^T + query @ dkey^T)."""
+    ds = dbias + scale * (1 - tanh^2) * (dquery @ key^T + query @ dkey^T); the row has the weight of a sink and dsink, too."""
     form = Form.of(attrs)
-    p, tanh = _recomputed(saved, form)
+    p, of_sink, tanh = _recomputed(saved, form)
     dtype, factors = p.dtype, saved.get("factors")
     parts = []
     if "value" in tangents:
@@ -247,7 +268,9 @@ def tangent(
     moved = []
     ds = _tangent_of_scores(saved, tangents, tanh, dtype, form)
     if ds is not None:
-        moved.append(weigh(_through_softmax(p, _seen(ds, p.shape, saved.get("mask"), form)), factors, form))
+        dsink = tangents["sink"].astype(dtype) if "sink" in tangents else 0.0
+        dp, _ = _through_softmax(p, _seen(ds, p.shape, saved.get("mask"), form), of_sink, dsink)
+        moved.append(weigh(dp, factors, form))
     if "factors" in tangents:
         moved.append(weigh(p, tangents["factors"], form))
     if moved:
@@ -259,7 +282,8 @@ def tangent(
 def _tangent_of_scores(
     saved: Mapping[str, Array], tangents: Mapping[str, Array], tanh: Array | None, dtype: Any, form: Form
 ) -> Array | None:
-    """Before mask and causal mask; axes that only a bias's tangent lacks have size 1. None where nothing moves them."""
+    """Before mask and causal mask; axes that only a bias's tangent lacks have size 1, and all where a sink alone moves. None where
+    nothing does."""
     pairs = []
     if "query" in tangents:
         pairs.append((tangents["query"], saved["key"]))
@@ -271,18 +295,28 @@ def _tangent_of_scores(
         parts.append(through_softcap(sum(moved[1:], moved[0]), tanh))
     if "bias" in tangents:
         parts.append(tangents["bias"].astype(dtype))
+    if "sink" in tangents and not parts:
+        parts.append(jnp.zeros_like(tangents["sink"], dtype))
     return sum(parts[1:], parts[0]) if parts else None
 
 
-def _through_softmax(p: Array, moved: Array) -> Array:
-    """The softmax's Jacobian, which is symmetric, applied to `moved`: a row of the result sums to 0.
+def _through_softmax(
+    p: Array, moved: Array, of_sink: Array | None = None, sink_moved: Array | float = 0.0
+) -> tuple[Array, Array | None]:
+    """The softmax's Jacobian, which is symmetric, applied to `moved`, and `sink_moved` beside it where a row has the weight `of_sink` of a
+    sink: a row of the result, with the second beside the first, sums to 0.
 
     Rounded, one sums to (1 - sum of p) times what all of `moved` shares, which may be far larger than what its entries differ
     by; the product with the keys (forward: values) multiplies it by what those share. So the sum is taken off once more. A
     maximum that is differentiated does the same; `jax.nn.softmax`, which stops the maximum's gradient, does not.
     """
-    found = p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
-    return found - p * jnp.sum(found, axis=-1, keepdims=True)
+    if of_sink is None:
+        found = p * (moved - jnp.sum(p * moved, axis=-1, keepdims=True))
+        return found - p * jnp.sum(found, axis=-1, keepdims=True), None
+    mean = jnp.sum(p * moved, axis=-1, keepdims=True) + of_sink * sink_moved
+    found, beside = p * (moved - mean), of_sink * (sink_moved - mean)
+    left = jnp.sum(found, axis=-1, keepdims=True) + beside
+    return found - p * left, beside - of_sink * left
 
 
 def through_softcap(moved: Array, tanh: Array | None) -> Array:
@@ -308,10 +342,10 @@ def cotangent(
 ) -> list[Array]:
     """The gradients wanted, in order. With weights = p * factors * factors_scale and dw = ct @ value^T: dvalue = weights^T @ ct,
     dfactors = p * dw * factors_scale, dp = dw * factors * factors_scale, dbias = ds; with dr = scale * (1 - tanh^2) * ds,
-    dquery = dr @ key, dkey = dr^T @ query. `broadcast`: (slot, shape, dtype) of dbias and dfactors.
+    dquery = dr @ key, dkey = dr^T @ query. `broadcast`: (slot, shape, dtype) of dbias, dfactors and dsink.
     """
     form = Form.of(attrs)
-    p, tanh = _recomputed(saved, form)
+    p, of_sink, tanh = _recomputed(saved, form)
     dtype, factors = p.dtype, saved.get("factors")
     ct_wide = ct.astype(dtype)
     grads = {}
@@ -322,9 +356,10 @@ def cotangent(
         dw = _dot(ct_wide, saved["value"].astype(dtype), "...tnh,...skh->...nts", form, dtype)
         if "factors" in wanted:
             grads["factors"] = weigh(p, dw, form)
-        if {"query", "key", "bias"} & set(wanted):
-            ds = _seen(_through_softmax(p, weigh(dw, factors, form)), p.shape, saved.get("mask"), form)
-            grads["bias"] = ds
+        if {"query", "key", "bias", "sink"} & set(wanted):
+            ds, dsink = _through_softmax(p, weigh(dw, factors, form), of_sink)
+            ds = _seen(ds, p.shape, saved.get("mask"), form)
+            grads |= {"bias": ds, "sink": dsink}
             ds = through_softcap(ds, tanh) * form.scale
             if "query" in wanted:
                 grads["query"] = _dot(ds, saved["key"].astype(dtype), "...nts,...skh->...tnh", form, dtype)
