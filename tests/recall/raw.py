@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fusionlab.graph.compat import scan_counts
 from fusionlab.graph.ir import Graph, Literal, Node, Value
 
 # What shows a value again: as it is, elsewhere, in another dtype or shape, or under a name.
@@ -50,7 +51,7 @@ class Raw:
 
     def _enter(self, node: Node) -> None:
         if node.primitive == "scan":
-            self._bind(node.blocks[0].inputs[: node.params["num_consts"]], node.inputs)
+            self._bind(node.blocks[0].inputs[: scan_counts(node.params)[0]], node.inputs)
         if node.primitive not in _CALLS or not node.blocks:
             return
         body = node.blocks[0]
