@@ -27,6 +27,7 @@ NAMES = (
     "sanitizer",
     "tensor_parallel",
     "timing_method",
+    "widened",
     "xla_mapping",
 )
 
