@@ -60,7 +60,7 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
     return bound
 
 
-def made_alike(block: Block, one: Value, two: Value, twins: Mapping[int, int] | None = None) -> bool:
+def made_alike(block: Block, one: Atom, two: Atom, twins: Mapping[int, int] | None = None) -> bool:
     """Whether two values of a block are made of the same values by the same equations, and so are equal to the bit.
 
     `twins` are inputs of the block that are given what other inputs are, by their ids.
