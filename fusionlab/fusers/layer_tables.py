@@ -94,7 +94,7 @@ def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value
         values = stack.pop()
         if values[0].id in base.known_inputs:
             continue
-        if len({v.id for v in values}) == 1 and (
+        if len({base.twins.get(v.id, v.id) for v in values}) == 1 and (
             base.ref[values[0].id].nid != ONE or values[0].id not in block.producer
         ):
             given, views = _beneath(base, values[0])

@@ -99,11 +99,15 @@ class View:
         self.outer = outer
         self._tiles = {block.producer[t.root.id].id: t for t in tiles}
         self.covered = frozenset(i for t in self._tiles.values() for i in t.node_ids)
+        first = _given_alike(outer)
         for i, value in enumerate(block.inputs):
             coef = (literal_inputs or {}).get(i)
             if coef is not None:
                 self.known_inputs[value.id] = coef
-            self._bind(value, self.leaf(("in", i), value.shape) if coef is None else self.literal(coef, value.shape))
+            elif first.get(i, i) != i:
+                self.twins[value.id] = block.inputs[first[i]].id
+            name = ("in", first.get(i, i))
+            self._bind(value, self.leaf(name, value.shape) if coef is None else self.literal(coef, value.shape))
         for value, const in block.consts:
             self._bind(value, self.constant(value, const, block))
         self._run(block.nodes)
@@ -116,6 +120,7 @@ class View:
         self.values_of: dict[int, list[Value]] = {}
         self.outer: tuple[View, Node] | None = None  # the view of the block that holds this one's node, and that node
         self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
+        self.twins: dict[int, int] = {}  # value id of an input that is given what an earlier one is -> that one's id
         self.tiles_at: dict[int, list[Tile]] = {}
         self._tiles: dict[int, Tile] = {}  # by the id of the node that makes the root
         self.covered: frozenset[int] = frozenset()
@@ -128,15 +133,15 @@ class View:
         """
         part = View.__new__(View)
         part._start(self.block)
-        part.known_inputs = self.known_inputs
+        part.known_inputs, part.twins = self.known_inputs, self.twins
         for value in leaves:
-            part._bind(value, part.leaf(("given", value.id), value.shape))
+            part._bind(value, part._given(value))
         made = {v.id for n in nodes for v in n.outputs}
         for value in (a for n in nodes for a in n.inputs if isinstance(a, Value)):
             if value.id in part.ref or value.id in made:
                 continue
             known = self.ref[value.id]
-            part._bind(value, known if known.nid == ONE else part.leaf(("given", value.id), value.shape))
+            part._bind(value, known if known.nid == ONE else part._given(value))
         part._run([n for n in nodes if not all(v.id in part.ref for v in n.outputs)])
         return part
 
@@ -207,6 +212,9 @@ class View:
         sizes = nonunit(shape)
         return Ref(1.0, self.node("leaf", name, (), sizes), tuple(range(len(sizes))))
 
+    def _given(self, value: Value) -> Ref:
+        return self.leaf(("given", self.twins.get(value.id, value.id)), value.shape)
+
     def unique_leaf(self, name: str, shape: Sequence[int]) -> Ref:
         return self.leaf((name, next(self._unique)), shape)
 
@@ -265,6 +273,29 @@ def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
         (i, o.coef) for i, o in enumerate(operands) if o.coef == 0 or (o.coef == 1 and not isinstance(o.coef, float))
     )
     return tuple((i, repr(coef)) for i, coef in odd)
+
+
+def _given_alike(outer: tuple[View, Node] | None) -> dict[int, int]:
+    """For the inputs of a body that are given one value whole, each time the same, or values that are made alike: number -> that of the
+    first that is given it.
+    """
+    from .rules import passed_whole
+    from .same import made_alike
+
+    if outer is None:
+        return {}
+    view, node = outer
+    found: dict[int, int] = {}
+    firsts: dict[Ref, list[int]] = {}
+    atoms = node.inputs[: passed_whole(node)]
+    for i, atom in enumerate(atoms):
+        if isinstance(atom, Value):
+            known = firsts.setdefault(view.ref[atom.id], [])
+            same = (k for k in known if made_alike(view.block, atoms[k], atom, view.twins))
+            found[i] = next(same, i)
+            if found[i] == i:
+                known.append(i)
+    return found
 
 
 def _is_parameter(block: Block, value: Atom) -> bool:

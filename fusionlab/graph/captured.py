@@ -41,7 +41,8 @@ def number(const: Any) -> np.ndarray | None:
 class Captured:
     """The arrays of one program, equal ones of which are one: a table that is made of numpy in each call is one table.
 
-    Bytes are compared, of arrays that agree in all else: type, weakness and where they lie.
+    Bytes are compared, of arrays that agree in all else: type, weakness and where they lie. Arrays of one number everywhere stay apart:
+    zeros and ones are what parameters begin as, each of its own layer.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,9 @@ def _equal(one: Any, two: Any) -> bool:
         return False
     mine, other = read(one).reshape(-1), read(two).reshape(-1)
     step = max(1, mine.size // _SAMPLES)
-    return mine[::step].tobytes() == other[::step].tobytes() and mine.tobytes() == other.tobytes()
+    if mine[::step].tobytes() != other[::step].tobytes() or (mine == mine[:1]).all():
+        return False
+    return mine.tobytes() == other.tobytes()
 
 
 def _cheap(const: Any) -> bool:

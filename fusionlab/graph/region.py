@@ -191,7 +191,7 @@ def cut(
         target = support if is_constant(view, value) else inner
         target[node.id] = node
         stack.extend(a for a in node.inputs if isinstance(a, Value))
-    chosen = {name: _one(block, bound[nid], name) for name, nid in leaves.items()}
+    chosen = {name: _one(view, bound[nid], name) for name, nid in leaves.items()}
     inner.update(dead_with(block, inner, support, chosen.values()))
     support = {i: n for i, n in support.items() if i not in inner}
     support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], bound[nid]))
@@ -246,10 +246,10 @@ def widens(node: Node) -> bool:
     return is_float(source) and is_float(made) and not narrows(made, source)
 
 
-def _one(block: Block, values: dict[int, Value], name: str) -> Value:
+def _one(view: View, values: dict[int, Value], name: str) -> Value:
     """The value that an operand is: of several that are made alike, the first."""
     first = values[min(values)] if values else None
-    if first is not None and all(made_alike(block, first, other) for other in values.values()):
+    if first is not None and all(made_alike(view.block, first, other, view.twins) for other in values.values()):
         return first
     raise NotARegion(f"operand {name} is read in {len(values)} different forms")
 
@@ -258,7 +258,7 @@ def _copies(block: Block, chosen: Value, values: dict[int, Value]) -> Iterator[N
     """For each other value that is made as an operand is a node that takes the operand for it. None of them is the program's own."""
     for value in values.values():
         if value.id != chosen.id:
-            like = block.producer[value.id]
+            like = block.producer.get(value.id, block.nodes[0])  # its equation is of no account
             yield replace(like, primitive="copy", inputs=(chosen,), outputs=(value,), blocks=(), id=-1 - value.id)
 
 

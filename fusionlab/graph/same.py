@@ -60,14 +60,18 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
     return bound
 
 
-def made_alike(block: Block, one: Value, two: Value) -> bool:
-    """Whether two values of a block are made of the same values by the same equations, and so are equal to the bit."""
+def made_alike(block: Block, one: Atom, two: Atom, twins: Mapping[int, int] | None = None) -> bool:
+    """Whether two values of a block are made of the same values by the same equations, and so are equal to the bit.
+
+    `twins` are inputs of the block that are given what other inputs are, by their ids.
+    """
+    given = twins or {}
     stack: list[tuple[Atom, Atom]] = [(one, two)]
     known: set[tuple[int, int]] = set()
     while stack:
         mine, other = stack.pop()
         if isinstance(mine, Value) and isinstance(other, Value):
-            if mine.id == other.id or (mine.id, other.id) in known:
+            if given.get(mine.id, mine.id) == given.get(other.id, other.id) or (mine.id, other.id) in known:
                 continue
             known.add((mine.id, other.id))
             made, wanted = block.producer.get(mine.id), block.producer.get(other.id)

@@ -198,6 +198,28 @@ def test_a_vector_made_twice_of_equal_constants_is_one_operand():
     assert not [r for r in found.rejections if r.code == "uncertified"]
 
 
+def test_a_vector_that_a_loop_is_given_twice_is_one_operand():
+    def scale():
+        return jnp.asarray(np.linspace(0.5, 1.5, 24, dtype=np.float32))
+
+    def fn(x):
+        inv = lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * inv * scale() + (B - x.mean(-1, keepdims=True) * (inv * scale()))
+
+    def looped(xs):
+        return lax.map(fn, xs)
+
+    xs = jnp.stack([X, X[::-1]])
+    (scan,) = [n for n in fl.trace(looped, xs).top.nodes if n.primitive == "scan"]
+    assert len({a.id for a in scan.inputs}) < len(scan.inputs)
+    found = as_exact(looped, xs, passes=NORM)
+    (site,) = found.candidates
+    assert set(site.leaves) == {"x", "scale", "bias"}
+    step = differentiated(looped, (xs,))
+    got, want = fl.fuse(step, passes=NORM)(xs), step(xs)
+    np.testing.assert_allclose(got[1][0], want[1][0], rtol=1e-4, atol=1e-4)
+
+
 def test_a_train_step_with_equal_constants_keeps_its_gradients():
     def fn(q, k, v):
         return attention(lambda s: s / 4)(turned(q, frequencies), turned(k, frequencies), v)

@@ -68,9 +68,16 @@ def test_zeros_of_two_signs_and_nan_are_told_by_their_bytes():
     assert three is four
 
 
+def test_parameters_as_they_begin_stay_apart():
+    ones, again, zeros, more = jnp.ones(8), jnp.ones(8), np.zeros((3, 3)), np.zeros((3, 3))
+    assert [a is b for a, b in zip(one_of(ones, again, zeros, more), (ones, again, zeros, more), strict=True)] == [
+        True
+    ] * 4
+
+
 def test_an_array_on_another_device_is_another():
-    a = jax.device_put(np.ones(3), jax.devices()[0])  # committed
-    b = jnp.ones(3)
+    a = jax.device_put(np.arange(3.0), jax.devices()[0])  # committed
+    b = jnp.arange(3.0)
     assert one_of(a, b)[1] is b
 
 

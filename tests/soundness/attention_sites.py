@@ -203,14 +203,28 @@ def _fill(d: Draft) -> float:
     return FILLS[name]
 
 
+def _nothing(d: Draft, t: int, s: int) -> Callable[..., Array]:
+    shape = d.rng.choice([(t, s), (1, s), ()])
+    return lambda p, z: z + (1 - jnp.ones(shape, z.dtype)) * -1e4
+
+
+def _nearly_nothing(d: Draft, t: int, s: int) -> Callable[..., Array]:
+    return lambda p, z: z + (1 - jnp.cos(0.1 * jnp.arange(s))).astype(z.dtype) * -10.0
+
+
 def _selected(d: Draft, t: int, s: int) -> Callable[..., Array]:
     kept, fill, turned = _kept(d, t, s), _fill(d), d.chance(0.2)
+    if d.chance(0.2):
+        d.words.append("an array fills")
+        fill = jnp.asarray(fill, np.float32)
     if turned:
         return lambda p, z: jnp.where(~kept(p), jnp.asarray(fill, z.dtype), z)
     return lambda p, z: jnp.where(kept(p), z, jnp.asarray(fill, z.dtype))
 
 
 def _added(d: Draft, t: int, s: int) -> Callable[..., Array]:
+    if d.chance(0.25):
+        return d.pick({"zeros": _nothing, "nearly zeros": _nearly_nothing})(d, t, s)
     kept, fill = _kept(d, t, s), _fill(d)
     fill = fill if np.isfinite(fill) else -1e30
     d.largest = min(d.largest, 4.0)

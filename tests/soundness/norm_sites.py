@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax, nn
 
 from .piece import Array, Draft, Piece, elements, wider
@@ -283,7 +284,7 @@ def norm(d: Draft) -> Piece:
     """A norm with or without scale and bias, at times with one thing wrong."""
     body = d.pick(RIGHT if d.chance(0.6) else WRONG)
     axes = _axes(d)
-    eps = d.rng.choice([1e-5, 1e-6, 1e-3, 1e-12])
+    eps = d.rng.choice([1e-5, 1e-6, 1e-3, 1e-12, jnp.asarray(1e-5, np.float32), np.float32(1e-6)])
     affine = d.pick(AFFINES)(d, axes)
     escape = d.pick(ESCAPES) if d.chance(0.2) else None
     cast = d.chance(0.2)
