@@ -102,8 +102,9 @@ def counted(program: Any, found: Any, seconds: float = 0.0, layers: Any = None) 
     counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
     told = Counter(s.kind for s in found.structures if not s.node_ids <= again)
     told["lerp"] += accepted["lerp"]  # those that are fused are no structures
-    # That of an attention which is not recognised is told as one.
-    told["softmax"] -= min(told["softmax"], max(0, truth.sites["attention"] - recognised["attention"]))
+    # That of an attention which is not accepted may be told as one.
+    missing = max(0, truth.sites["attention"] - accepted["attention"])
+    told["softmax"] -= min(missing, max(0, told["softmax"] - truth.sites["softmax"]))
     there = {
         "softmax": truth.sites["softmax"],
         "lerp": truth.sites["lerp"] + truth.sites["lerp_moments"],
