@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
+from .convolutions import contraction
 from .keys import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
 KEPT_SIZES = 4  # axes of so few entries are not reduced
@@ -242,6 +243,20 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
 
 
+def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    """One that is a product."""
+    found = contraction(eqn.params, *(v.aval.shape for v in eqn.invars))
+    if found is None:
+        raise CannotEvaluate("primitive conv_general_dilated whose window moves")
+    letters: dict[Any, str] = {}
+    for name in (*found.left, *found.right):
+        letters.setdefault(name, chr(ord("a") + len(letters)))
+    left, right = ("".join(letters[x] for x in names) for names in (found.left, found.right))
+    out = "".join(letters[x] for x in found.out if x is not None)
+    made = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.summed)
+    return np.expand_dims(made, tuple(i for i, x in enumerate(found.out) if x is None))
+
+
 def _reduce(fn: Callable) -> Callable:
     def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
         return np.asarray(fn(ins[0], axis=tuple(int(a) for a in eqn.params["axes"])))
@@ -374,6 +389,7 @@ SHAPED: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
     "reduce_sum": _reduce_sum,
     "reduce_max": _reduce(np.max),
     "reduce_min": _reduce(np.min),

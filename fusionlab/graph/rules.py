@@ -18,7 +18,7 @@ from .algebra import aligned, compose, elementwise, is_float, placed, product, r
 from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import has_side_effects, rule_functions, scan_counts
 from .concatenated import concatenate, reduced_by_parts, sliced, split
-from .einsum import dot, split_rows
+from .einsum import convolution, dot, split_rows
 from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
 from .labelled import fused
@@ -161,6 +161,12 @@ def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
                 new, j = new * after[j], j + 1
         groups.append((i - start[0], j - start[1]))
     return tuple(groups)
+
+
+def _rev(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Nothing along axes of one entry: the gradient of a convolution turns its window round."""
+    turned = any(node.inputs[0].shape[int(d)] != 1 for d in node.params["dimensions"])
+    return view.opaque(node, ins) if turned else [ins[0]]
 
 
 def _add(sign: int) -> Rule:
@@ -381,5 +387,7 @@ RULES: dict[str, Rule] = {
     "select_n": _select,
     "iota": _iota,
     "dot_general": dot,
+    "conv_general_dilated": convolution,
+    "rev": _rev,
     "custom_jvp_call": _custom_jvp,
 }
