@@ -304,6 +304,13 @@ class _Site(LinearSite):
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
             edit = "give x a leading axis, or map the layer with jax.vmap"
             return self.rejection("rank", sentence, [self.anchor], None, edit)
+        if is_of_one_point(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
+            sentence = (
+                f"{anchor_text(self.anchor)} multiplies every position by one matrix, as a convolution; a product in its place was not "
+                f"measured on a GPU"
+            )
+            edit = "name the pass to have it all the same: passes='gemm_epilogue'"
+            return self.rejection("unmeasured", sentence, [self.anchor], None, edit, region.nodes, concepts)
         if option(self.search, self.pass_, "strict_rank") and len(w.shape) != 2:
             sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
             edit = "reshape the weight to a matrix, or leave strict_rank off"

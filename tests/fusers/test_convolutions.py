@@ -88,6 +88,14 @@ def test_differentiated_scanned_and_mapped_it_is_found_and_right(name):
         np.testing.assert_allclose(g, w, rtol=0, atol=(1 + np.abs(w).max()) * (2e-2 if "16" in name else 3e-6))
 
 
+def test_on_a_gpu_it_stays_a_convolution_unless_it_is_asked_for():
+    fn, args, _ = arguments("2-D, NHWC")
+    found = fl.find(fn, *args, device="sm_90")
+    assert [r.code for r in found.rejections] == ["unmeasured"]
+    assert not found.candidates
+    assert len(fl.find(fn, *args, device="sm_90", passes="gemm_epilogue").candidates) == 1
+
+
 W3 = jnp.stack([W] * 9).reshape(3, 3, 6, 8)
 WG = W[None, None, :3]  # two groups
 NEAR = {
