@@ -175,6 +175,8 @@ def _broadcast_in_dim(run: Any, eqn: Any, ins: list[Array]) -> Array:
 def _reshape(run: Any, eqn: Any, ins: list[Array]) -> Array:
     real_in = [int(s) for s in eqn.invars[0].aval.shape]
     real_out = [int(s) for s in eqn.params["new_sizes"]]
+    if (order := eqn.params["dimensions"]) is not None:
+        ins, real_in = [np.transpose(ins[0], order)], [real_in[int(i)] for i in order]
     reduced = list(ins[0].shape)
     if 0 in real_in:
         return ins[0].reshape(run.sizes.shape(real_out))

@@ -123,8 +123,14 @@ def _transpose(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
-    sizes, old = nonunit(node.outputs[0].shape), nonunit(node.inputs[0].shape)
-    ref = ins[0]
+    ref, sizes, whole = ins[0], nonunit(node.outputs[0].shape), node.inputs[0].shape
+    order = node.params["dimensions"] if node.primitive == "reshape" else None
+    if order is not None:  # it transposes first: jax.vmap of a convolution does
+        axes = iter(ref.dims)
+        full = [next(axes) if s != 1 else None for s in whole]
+        ref = Ref(ref.coef, ref.nid, tuple(d for i in order if (d := full[int(i)]) is not None))
+        whole = tuple(whole[int(i)] for i in order)
+    old = nonunit(whole)
     if sizes == old or (0 in sizes and sizes == old):
         return [ref]
     if view.is_literal(ref):
