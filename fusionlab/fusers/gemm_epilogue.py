@@ -116,7 +116,7 @@ class _Site(LinearSite):
     """One product, from anchor to candidate or rejection."""
 
     def examine(self) -> Iterator[Candidate | Rejection]:
-        if is_of_one_point(self.anchor):
+        if is_of_one_point(self.anchor) and self.view.nodes[self.nid(self.product)].op != "dot":
             yield from self.convolution()
             return
         problem = self.wrong_dtype()
@@ -131,14 +131,17 @@ class _Site(LinearSite):
             yield from self.with_activation(linear)
 
     def convolution(self) -> Iterator[Rejection]:
-        """For a matrix that is multiplied by as a convolution of one point, with something to fuse behind it."""
+        """For a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
         added = self.addition()
         total = added[1] if added is not None else self.product
         nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
         if not nodes:
             return
-        what = "multiplies every position by one matrix, as a convolution whose window is one point; the fused op is made of products"
-        edit = "write it as a product: x @ w[0, 0], or a dense layer in place of the convolution"
+        what = (
+            "multiplies by one matrix, as a convolution whose window is one point, but not each position once: it has a stride, "
+            "padding or a dilation; the fused op is made of products"
+        )
+        edit = "take the positions first, x[:, ::2, ::2], and multiply these by the matrix, x @ w[0, 0]"
         yield self.rejection("structure", f"{anchor_text(self.anchor)} {what}", edit=edit, progress=(1, 2), site=nodes)
 
     def wrong_dtype(self) -> Rejection | None:
@@ -301,6 +304,13 @@ class _Site(LinearSite):
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
             edit = "give x a leading axis, or map the layer with jax.vmap"
             return self.rejection("rank", sentence, [self.anchor], None, edit)
+        if is_of_one_point(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
+            sentence = (
+                f"{anchor_text(self.anchor)} multiplies every position by one matrix, as a convolution; a product in its place was not "
+                f"measured on a GPU"
+            )
+            edit = "name the pass to have it all the same: passes='gemm_epilogue'"
+            return self.rejection("unmeasured", sentence, [self.anchor], None, edit, region.nodes, concepts)
         if option(self.search, self.pass_, "strict_rank") and len(w.shape) != 2:
             sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
             edit = "reshape the weight to a matrix, or leave strict_rank off"
@@ -350,9 +360,12 @@ def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wi
     rows = tuple(c for c in x_axes if c is not None and c not in k)
     position = {v.id: i for i, v in enumerate(region.inputs)}
     pick = {role: position[v.id] for role, v in region.leaves.items()}
-    direct = len(k) == 1 and len(n) == 1 and len(x_axes) >= 2 and len(w_axes) == 2
+    point = site.anchor.primitive != "dot_general"  # a convolution's weight has axes of one entry
+    direct = len(k) == 1 and len(n) == 1 and len(x_axes) >= 2 and (len(w_axes) == 2 or (point and None not in x_axes))
     x_contract = x_axes.index(k[0]) if direct else -1
-    w_contract = w_axes.index(k[0]) if direct else 0
+    w_real = [c for c in w_axes if c is not None]
+    w_contract = w_real.index(k[0]) if direct else 0
+    w_groups = [[c] for c in w_real] if direct else [k, n]
     out_groups = [[c] for c in rows] + [list(n)]
     matched = linear.value if behind is None and linear.bias else site.product
     root_axes = axes_of(m, view, m.pattern.root, matched)  # an activation keeps the axes
@@ -368,9 +381,9 @@ def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wi
         x, w = inputs[pick["x"]], inputs[pick["w"]]
         bias = added(inputs[pick["b"]]) if linear.bias else None
         if direct:
-            return x, w, bias
+            return x, arrange(w, w_axes, w_groups, sizes) if point else w, bias
         x_groups = [[c] for c in rows] or [[]]
-        return arrange(x, x_axes, [*x_groups, k], sizes), arrange(w, w_axes, [k, n], sizes), bias
+        return arrange(x, x_axes, [*x_groups, k], sizes), arrange(w, w_axes, w_groups, sizes), bias
 
     def finish(out: Any) -> Any:
         return replayed(views, restore(out, out_groups, root_axes, matched.shape, sizes))

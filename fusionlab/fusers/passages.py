@@ -82,6 +82,8 @@ def _only_reader(site: Site, value: Value) -> Node | None:
 
 
 def _keeps_entries(node: Node) -> bool:
+    if node.primitive == "reshape" and node.params["dimensions"] is not None:
+        return False  # a reshape that transposes first
     return (
         node.primitive in _MOVES
         and len(node.inputs) == 1

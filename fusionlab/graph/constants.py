@@ -173,7 +173,9 @@ _RULES: dict[str, Callable[[Any, list[np.ndarray]], np.ndarray]] = {
     "reduce_and": _reduce(np.all), "reduce_or": _reduce(np.any), "reduce_max": _reduce(np.max), "reduce_min": _reduce(np.min),
     "convert_element_type": _convert, "iota": _iota, "broadcast_in_dim": _broadcast_in_dim, "slice": _slice,
     "select_n": _select,
-    "reshape": lambda eqn, ins: ins[0].reshape(eqn.params["new_sizes"]),
+    "reshape": lambda eqn, ins: np.transpose(ins[0], eqn.params["dimensions"]).reshape(eqn.params["new_sizes"])
+    if eqn.params["dimensions"] is not None
+    else ins[0].reshape(eqn.params["new_sizes"]),
     "squeeze": lambda eqn, ins: ins[0].reshape(eqn.outvars[0].aval.shape),
     "expand_dims": lambda eqn, ins: ins[0].reshape(eqn.outvars[0].aval.shape),
     "transpose": lambda eqn, ins: np.transpose(ins[0], eqn.params["permutation"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 from .algebra import is_float, product, reduced
 from .canonical import Coef, Operand, Ref, View
+from .convolutions import contraction
 from .ir import Node
 
 
@@ -97,6 +98,22 @@ def _sum_of_one(view: View, ins: list[Ref], names: list[list], out: list, size: 
     made = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
     at = dict(zip((x for x in mine if x in out), made.dims, strict=True))
     return Ref(made.coef, made.nid, tuple(at.get(x, ~size[x]) for x in out))
+
+
+def convolution(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """The same for a convolution that is a product."""
+    shapes = [node.inputs[0].shape, node.inputs[1].shape]
+    found = contraction(node.params, *shapes) if is_float(node) else None
+    if found is None:
+        return view.opaque(node, ins)
+    labels: list[Any] = [[x or ("unit", d) for d, x in enumerate(names)] for names in (found.left, found.right)]
+    size = {label: s for side in (0, 1) for label, s in zip(labels[side], shapes[side], strict=True)}
+    on_axes = [_labels_on_node(view, ins[i], labels[i], shapes[i]) for i in (0, 1)]
+    if on_axes[0] is None or on_axes[1] is None:
+        return view.opaque(node, ins)
+    out = [x for x in found.out if x is not None and size[x] != 1]
+    coef = ins[0].coef * ins[1].coef
+    return [_einsum(view, coef, [(ins[i].nid, axes) for i, axes in enumerate(on_axes) if axes is not None], out, size)]
 
 
 def _einsum(view: View, coef: Coef, operands: list[tuple[int, list]], out: list, size: dict[Any, int]) -> Ref:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
+from .convolutions import contraction
 from .keys import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
 KEPT_SIZES = 4  # axes of so few entries are not reduced
@@ -174,6 +175,8 @@ def _broadcast_in_dim(run: Any, eqn: Any, ins: list[Array]) -> Array:
 def _reshape(run: Any, eqn: Any, ins: list[Array]) -> Array:
     real_in = [int(s) for s in eqn.invars[0].aval.shape]
     real_out = [int(s) for s in eqn.params["new_sizes"]]
+    if (order := eqn.params["dimensions"]) is not None:
+        ins, real_in = [np.transpose(ins[0], order)], [real_in[int(i)] for i in order]
     reduced = list(ins[0].shape)
     if 0 in real_in:
         return ins[0].reshape(run.sizes.shape(real_out))
@@ -240,6 +243,20 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
     free = [x for d, x in enumerate(left) if d not in lc and d not in lb]
     free += [x for d, x in enumerate(right) if d not in rc and d not in rb]
     return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
+
+
+def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    """One that is a product."""
+    found = contraction(eqn.params, *(v.aval.shape for v in eqn.invars))
+    if found is None:
+        raise CannotEvaluate("primitive conv_general_dilated whose window moves")
+    letters: dict[Any, str] = {}
+    for name in (*found.left, *found.right):
+        letters.setdefault(name, chr(ord("a") + len(letters)))
+    left, right = ("".join(letters[x] for x in names) for names in (found.left, found.right))
+    out = "".join(letters[x] for x in found.out if x is not None)
+    made = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.summed)
+    return np.expand_dims(made, tuple(i for i, x in enumerate(found.out) if x is None))
 
 
 def _reduce(fn: Callable) -> Callable:
@@ -374,6 +391,7 @@ SHAPED: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
     "reduce_sum": _reduce_sum,
     "reduce_max": _reduce(np.max),
     "reduce_min": _reduce(np.min),

@@ -21,6 +21,8 @@ from .split import Split, split_of
 from .travel import CROSSED, Tree
 from .wide import arithmetic_of, computed_wider
 
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
@@ -122,8 +124,8 @@ class Pairer:
         wide = computed_wider(nodes, (*inputs, found.cotangent), arithmetic_of(region.root.dtype))
         if wide is not None:
             raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
-        asked = {_precision(n) for n in region.nodes if n.primitive == "dot_general"}
-        other = next((n for n in nodes if n.primitive == "dot_general" and asked and _precision(n) not in asked), None)
+        asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
+        other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
         if other is not None:
             raise Unpaired(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
         number: dict[int, Any] = {i: ("known", c) for i, c in found.view.known_inputs.items()}

@@ -51,7 +51,8 @@ def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:
         not isinstance(var, jex_core.Literal) and (eqn := maker.get(var)) is not None and eqn.primitive.name in _VIEWS
     ):
         (source, *more) = eqn.invars
-        if more or not source.aval.shape[-1:] == var.aval.shape[-1:] != ():
+        turned = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None  # it transposes first
+        if more or turned or not source.aval.shape[-1:] == var.aval.shape[-1:] != ():
             break
         var = source
     return var

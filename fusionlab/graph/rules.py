@@ -18,7 +18,7 @@ from .algebra import aligned, compose, elementwise, is_float, placed, product, r
 from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import has_side_effects, rule_functions, scan_counts
 from .concatenated import concatenate, reduced_by_parts, sliced, split
-from .einsum import dot, split_rows
+from .einsum import convolution, dot, split_rows
 from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
 from .labelled import fused
@@ -123,8 +123,14 @@ def _transpose(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
-    sizes, old = nonunit(node.outputs[0].shape), nonunit(node.inputs[0].shape)
-    ref = ins[0]
+    ref, sizes, whole = ins[0], nonunit(node.outputs[0].shape), node.inputs[0].shape
+    order = node.params["dimensions"] if node.primitive == "reshape" else None
+    if order is not None:  # it transposes first: jax.vmap of a convolution does
+        axes = iter(ref.dims)
+        full = [next(axes) if s != 1 else None for s in whole]
+        ref = Ref(ref.coef, ref.nid, tuple(d for i in order if (d := full[int(i)]) is not None))
+        whole = tuple(whole[int(i)] for i in order)
+    old = nonunit(whole)
     if sizes == old or (0 in sizes and sizes == old):
         return [ref]
     if view.is_literal(ref):
@@ -161,6 +167,12 @@ def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
                 new, j = new * after[j], j + 1
         groups.append((i - start[0], j - start[1]))
     return tuple(groups)
+
+
+def _rev(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Nothing along axes of one entry: the gradient of a convolution turns its window round."""
+    turned = any(node.inputs[0].shape[int(d)] != 1 for d in node.params["dimensions"])
+    return view.opaque(node, ins) if turned else [ins[0]]
 
 
 def _add(sign: int) -> Rule:
@@ -381,5 +393,7 @@ RULES: dict[str, Rule] = {
     "select_n": _select,
     "iota": _iota,
     "dot_general": dot,
+    "conv_general_dilated": convolution,
+    "rev": _rev,
     "custom_jvp_call": _custom_jvp,
 }

@@ -148,3 +148,14 @@ def test_a_bias_whose_axes_have_another_order_behind_the_view_is_the_right_one()
     x, w, c = normal((6, 16), (16, 3, 3), (9,), seed=3)
     found = agree(lambda x, w, c: jnp.einsum("td,dhn->tnh", x, w).reshape(6, 9) + c, x, w, c, passes="gemm_epilogue")
     assert len(found.candidates) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_reshape_that_transposes_first_is_no_other_reshape(when):
+    x, w, b = normal((5, 5), (5, 5), (5,), seed=4)
+    turned = lambda a: jax.lax.reshape(a, (5, 5), (1, 0))  # noqa: E731
+    if when == "before":
+        fn = lambda x, w, b: jax.nn.relu(turned(x) @ w + b)  # noqa: E731
+    else:
+        fn = lambda x, w, b: jax.nn.relu(turned(x @ w) + b)  # noqa: E731
+    agree(fn, x, w, b, passes="gemm_epilogue")

@@ -594,6 +594,7 @@ def test_every_form_compiles_to_a_pattern_of_its_own():
     patterns = [pattern_of(f.example) for f in (*FOLDED, *SOFTMAX, *LERP)]
     assert len({p.example.name for p in patterns}) == len(patterns)
     assert {f.kind for f in (*FOLDED, *SOFTMAX, *LERP)} | {
+        "packed_gate",
         "qkv_siblings",
         "row_parallel",
         "repeated_layers",

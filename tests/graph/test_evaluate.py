@@ -443,3 +443,15 @@ def test_the_derivative_of_two_scans_in_a_row_holds_no_call_that_cannot_be_evalu
     got = evaluate(graph.top.jaxpr, [np.asarray(a, np.float64) for a in arguments])
     for a, b in zip(jax.tree.leaves(want), got, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_a_reshape_may_transpose_first(order):
+    """As jax.vmap of a convolution writes it; on sizes no two of which are alike, and on equal ones."""
+    for shape in ((2, 3, 5), (3, 3, 3)):
+        x = RNG.normal(size=shape)
+        closed = jax.make_jaxpr(lax.reshape, static_argnums=(1, 2))(
+            x, (shape[order[0]], x.size // shape[order[0]]), order
+        )
+        assert closed.eqns[0].params["dimensions"] == order
+        np.testing.assert_array_equal(evaluate(closed, [x])[0], x.transpose(order).reshape(shape[order[0]], -1))

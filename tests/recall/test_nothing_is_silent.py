@@ -141,7 +141,7 @@ def test_what_no_pass_was_asked_for_is_silent():
         (relu_of_part, "takes a part of"),
         (packed, "a gated pair whose weights are packed"),
         (unit_length, "x over its length"),
-        (lambda x, w, b: jax.nn.elu((x @ w + b).reshape(4, 2, 4)), "another shape before"),
+        (lambda x, w, b: jax.nn.elu((x @ w + b).reshape(4, 2, 4)), "no known activation"),
         (lambda x, w, b: jnp.tanh((x @ w) * b + 1), "stands between"),
     ],
 )
@@ -155,9 +155,11 @@ def test_what_stands_between_is_said_once(f, said):
 def test_a_convolution_of_one_point_is_said_where_something_stands_behind_it():
     x, w = jnp.ones((2, 4, 4, 8)), jnp.ones((1, 1, 8, 16))
 
-    def layer(x, w, b):
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
+    def layer(x, w, b, stride=2):
+        return jax.lax.conv_general_dilated(x, w, (1, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
 
+    found = fl.find(lambda x, w, b: jax.nn.relu(layer(x, w, b, 1)), x, w, jnp.ones(16))
+    assert [c.formula for c in found.candidates] == ["relu(x @ w + b)"]
     found = fl.find(lambda x, w, b: jax.nn.relu(layer(x, w, b)), x, w, jnp.ones(16))
     assert [r.code for r in found.rejections] == ["structure"]
     assert "a convolution whose window is one point" in found.rejections[0].sentence

@@ -50,6 +50,19 @@ def _in_float32(h: Array) -> Array:
     return h.astype(jnp.promote_types(h.dtype, jnp.float32))
 
 
+def _convolution(x: Array, w: Array) -> Array:
+    """With rows for positions: a product if there is a batch, of as many axes as there are."""
+    if x.ndim < 2:
+        return x @ w
+    wide = x if x.ndim > 2 else x[None]
+    letters = "NDHW"[: wide.ndim - 1]
+    numbers = (letters + "C", letters[1:] + "IO", letters + "C")
+    points = w.reshape(*(1,) * (wide.ndim - 2), *w.shape)
+    return lax.conv_general_dilated(wide, points, (1,) * (wide.ndim - 2), "SAME", dimension_numbers=numbers).reshape(
+        *x.shape[:-1], w.shape[-1]
+    )
+
+
 def _by_rows(x: Array, w: Array) -> Array:
     f = lambda row: w @ row  # noqa: E731
     for _ in range(x.ndim - 1):
@@ -114,6 +127,7 @@ PRODUCTS: dict[str, Callable[[Draft, int], Made]] = {
     "dot_general, w first": _matrix(_weight_first),
     "wide sum": _matrix(_wide),
     "kept sum": _matrix(_kept),
+    "convolution of one point": _matrix(_convolution),
     "operands in float32": _matrix(lambda x, w: _in_float32(x) @ _in_float32(w)),
     "highest precision": _matrix(lambda x, w: jnp.dot(x, w, precision="highest")),
     "row by row": _matrix(_by_rows, True),
@@ -320,6 +334,7 @@ def linear(d: Draft, features: int) -> Piece:
     def fn(p: Sequence[Array], x: Array) -> tuple[Array, tuple[Array, ...]]:
         h = bias(p, product(p, x))
         y = (act(h) if turn is None else turn(h, act)).astype(x.dtype)
-        return (y, ()) if escape is None else escape(h, y)
+        y, escaping = (y, ()) if escape is None else escape(h, y)
+        return y.astype(x.dtype), escaping  # h may be float32 there
 
     return d.done(fn, (*d.shape[:-1], features), "linear")
