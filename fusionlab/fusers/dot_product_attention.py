@@ -52,8 +52,8 @@ class DotProductAttentionPass:
     name: str = "dot_product_attention"
     op: str = "dot_product_attention"
     formula: str = (
-        "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with dropout or without, "
-        "heads that share keys, any layout"
+        "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with a sink or without, "
+        "with dropout or without, heads that share keys, any layout"
     )
     needs: str = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
     options: Any = None

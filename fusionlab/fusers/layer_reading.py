@@ -139,6 +139,8 @@ class Reader(ProjectionWalk):
 
     def letters(self, node: CNode) -> dict[int, str]:
         """Label of the attention's -> its letter here."""
+        if slot_of(node, "sink") is not None:
+            raise Unread("its attention has a sink", node.id)
         count, names = itertools.count(), {}
         for label, name in enumerate(node.params.names):
             names[label] = f"b{next(count)}" if name == "b" else name

@@ -115,6 +115,21 @@ def weights_returned() -> Program:
     return fn, (params(), parts.inputs())
 
 
+def sink() -> Program:
+    """One more logit for each head, whose weight is dropped."""
+
+    def fn(p: Params, x: Array, logits: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
+            scores = jnp.einsum("bshd,bthd->bhst", q, k) / math.sqrt(D)
+            more = jnp.broadcast_to(logits[:, None, None], (*scores.shape[:-1], 1))
+            weights = jax.nn.softmax(jnp.concatenate([scores, more], -1))[..., :-1]
+            return jnp.einsum("bhst,bthd->bshd", weights, v)
+
+        return parts.encode(replace(PRE, attend=attend), p, x)
+
+    return fn, (params(), parts.inputs(), jnp.linspace(-1.0, 1.0, H))
+
+
 def dropout() -> Program:
     """Attention weights are dropped at random, as in training."""
 
@@ -318,6 +333,7 @@ def misses() -> Iterator[Miss]:
     yield encoder("softmax_over_heads", softmax_over(1), "axes", "softmax")
     yield encoder("weights_returned", weights_returned, "escapes", "attention")
     yield encoder("queries_returned", queries_returned, "escapes", "returned")
+    yield encoder("sink", sink, "structure", "its attention has a sink")
     yield encoder("dropout", dropout, "dropout", "drops")
     yield encoder("dropout_of_the_mlp", mlp_dropout, "dropout", "feed-forward")
     yield encoder("cross_attention", crosses, "structure", "different values")
