@@ -600,7 +600,6 @@ def test_every_form_compiles_to_a_pattern_of_its_own():
         "repeated_layers",
         "gated_attention",
         "triangle_multiplication",
-        "packed_gate",
     } == KINDS.keys()
 
 
