@@ -63,12 +63,15 @@ def epilogue(
     activation: str,
     residuals: bool,
     packed: bool,
-    dtype: Any,
+    dtype: Any = None,
     wide: str | None = None,
     out: str | None = None,
 ) -> list[Array]:
-    """[act(product + bias)], and the activation's residual if asked for and if it has one; `dtype`: the operands'."""
-    act = ACTIVATIONS[activation]
+    """[act(product + bias)], and the activation's residual if asked for and if it has one.
+
+    `dtype` is the operands', where that is not the product's.
+    """
+    act, dtype = ACTIVATIONS[activation], dtype or summed.dtype
     summed, bias = widened(summed, wide), widened(bias, wide)
     h = summed if bias is None else summed + bias
     made = [act.fn(h).astype(out or dtype)]
