@@ -17,7 +17,7 @@ from .base import Pass, Search, anchor_text
 from .beyond import activates
 from .epilogues import Epilogue, concepts_of, feeds_softmax
 from .findings import Rejection
-from .layout import axes_of
+from .layout import BROADCAST, axes_of
 from .passages import passage, shapes_before, thin_shape
 from .site import Site
 
@@ -150,7 +150,9 @@ class LinearSite(Site):
         """The product, its weight the operand along whose free axes, and no others, something of this shape varies: the features, which
         come last in the product, or behind its views (`last`).
         """
-        axes = axes_of(found, self.view, found.pattern.root, self.product)
+        axes = axes_of(found, self.view, found.pattern.root, self.product, broadcast=True)
+        if BROADCAST in axes:
+            return None
         varies = {c for c, n in zip(axes, thin, strict=True) if n != 1}
         real = [c for c in axes if c is not None]
         for swapped, letter in ((False, "n"), (True, "m")):
