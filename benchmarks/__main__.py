@@ -17,6 +17,7 @@ NAMES = (
     "lerp",
     "matmul_schedule",
     "multi_transformer",
+    "mutants",
     "norms",
     "norms_cpu",
     "pair_memory",

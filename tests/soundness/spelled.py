@@ -1,0 +1,73 @@
+"""The spellings that the passes' own tests list, as programs to make mutants of: floats and masks are arguments, all else captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.fusers import test_attention_sinks as sinks
+from tests.fusers import test_attention_spellings as attentions
+from tests.fusers import test_convolutions as convolutions
+from tests.fusers import test_known_numbers as numbers
+from tests.fusers import test_layer_norm as norms
+from tests.fusers import test_wide_epilogues as epilogues
+
+from .generator import Program
+from .piece import Param
+
+
+def spelled() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
+    """(name, function, arguments) of every spelling."""
+    for name in attentions.SPELLINGS:
+        yield f"attention, {name}", *attentions.given(name)
+    for name, weights in sinks.WEIGHTS.items():
+        yield f"sink, {name}", sinks.attention(weights), (sinks.Q, sinks.K, sinks.V, sinks.SINK)
+    for name, (fn, _) in epilogues.SPELLINGS.items():
+        args = epilogues.X, epilogues.W, epilogues.B
+        yield f"epilogue, {name}", lambda x, w, b, fn=fn: fn(x, w, b, jax.nn.silu), args
+    for name, one in norms.SPREAD_OUT.items():
+        yield f"norm, {name}", one[0], (norms.X, norms.G, norms.B)
+    for name, epsilon in numbers.EPSILONS.items():
+        yield f"norm, epsilon {name}", numbers.rms(epsilon), (norms.X, norms.G)
+    for name in convolutions.FORMS:
+        yield f"convolution, {name}", *convolutions.arguments(name)[:2]
+
+
+def program_of(name: str, fn: Callable, args: tuple[Any, ...], seed: int) -> Program:
+    """A spelling as a program of its floats and masks."""
+    is_data = [_is_data(a) for a in args]
+    params = tuple(
+        Param(tuple(np.shape(a)), str(jnp.result_type(a)), "data")
+        for a, data in zip(args, is_data, strict=True)
+        if data
+    )
+
+    def run(*given: Any) -> list[Any]:
+        rest = iter(given)
+        return jax.tree.leaves(fn(*(next(rest) if data else a for a, data in zip(args, is_data, strict=True))))
+
+    return Program(seed, run, params, name, "", 30.0, True)
+
+
+def renamed(program: Program, fn: Callable, text: str) -> Program:
+    """Another function of the same arguments."""
+    return replace(program, fn=lambda *args: list(fn(*args)), text=text)
+
+
+def traces(program: Program) -> bool:
+    """Whether a program is one: of a mutant it may be that its types do not fit."""
+    try:
+        jax.make_jaxpr(program.fn)(*program.avals)
+    except Exception:
+        return False
+    return True
+
+
+def _is_data(a: Any) -> bool:
+    dtype = jnp.result_type(a)
+    return np.dtype(dtype).kind == "b" or jnp.issubdtype(dtype, jnp.floating)
