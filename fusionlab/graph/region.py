@@ -166,8 +166,10 @@ def cut(
         if value.id in seen:
             continue
         seen.add(value.id)
-        ref = view.ref[value.id]
+        ref = view.ref.get(value.id)  # the view of some nodes alone has not all of them
         node = block.producer.get(value.id)
+        if ref is None:
+            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
         if ref.nid in names_of and value.id not in roots:
             names = names_of[ref.nid]
             base, crossed = value, []

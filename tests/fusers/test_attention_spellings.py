@@ -277,6 +277,16 @@ NEAR = {
         (),
         {"structure"},
     ),
+    "the maximum less the scores": (
+        of_scores(lambda s: s, lambda z: (e := jnp.exp(z.max(-1, keepdims=True) - z)) / e.sum(-1, keepdims=True)),
+        (),
+        {"structure"},
+    ),
+    "the minimum added to the scores": (
+        of_scores(lambda s: s, lambda z: (e := jnp.exp(z - (-z).max(-1, keepdims=True))) / e.sum(-1, keepdims=True)),
+        (),
+        {"structure"},
+    ),
     "weights set to 1 where hidden": (
         of_weights(lambda p, m: jnp.where(m, p, 1.0), kept),
         (BLIND,),

@@ -70,4 +70,4 @@ def traces(program: Program) -> bool:
 
 def _is_data(a: Any) -> bool:
     dtype = jnp.result_type(a)
-    return np.dtype(dtype).kind == "b" or jnp.issubdtype(dtype, jnp.floating)
+    return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.floating)
