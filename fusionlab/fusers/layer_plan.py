@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ArgumentError, UnknownNameError
-from ..graph.canonical import View
+from ..graph.canonical import View, tidy
 from ..graph.manual import make_jaxpr
 from ..graph.region import Region
 from ..graph.signature import region_signature
@@ -58,7 +58,7 @@ def attributes_of(site: Site) -> dict[str, Any]:
         "epsilons": (layer.norm1.epsilon, layer.norm2.epsilon),
         "activation": active.activation,
         "gated": layer.gate is not None,
-        "scale": float(attention.attrs["scale"]),
+        "scale": float(tidy(float(attention.attrs["scale"]) * site.factor)),
         "is_causal": is_causal,
         "mask_value": float(attention.attrs.get("mask_value", -jnp.inf)),
         "cache": layer.key_cache.kind if layer.key_cache else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class Site:
 
     Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
     `masks` (leaf of the region -> leaf of the attention's), `tables` (of its rotary embedding),
+    `factor` (of its scores, besides the attention's scale),
     `precisions` (of its products, and of the attention's), `sums` (the dtypes in which devices sum its two parts, if they do).
     """
 
@@ -56,6 +58,7 @@ class Site:
     attention: Candidate
     masks: Mapping[str, str]
     tables: Mapping[str, Table]
+    factor: float
     precisions: tuple[Any, Any]
     sums: tuple[Any, ...]
 
@@ -162,7 +165,8 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     sums = _sums(view, region)
     names = {name: name.partition(":")[2] for name in masks}
     precisions = _precisions(region, attention.region)
-    return Site(layer, region, leaves, others, attention, names, tables, precisions, sums)
+    factor = _factor(base, region, layer)
+    return Site(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
 
 
 def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
@@ -180,6 +184,22 @@ def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
         wide = look_through(view, read[0], through_casts=True)[0].dtype
         if narrows(x, wide):
             raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
+
+
+def _factor(base: View, region: Region, layer: Layer) -> float:
+    """What the op's scores are multiplied by, besides the attention's scale: the layer's factor, less what its weights have already.
+
+    Raises:
+      Unread: queries or keys have one, and it is not told whether their one weight has it.
+    """
+    weights = [base.ref[region.leaves[slot].id].coef for slot in ("qkv", "q", "k") if slot in region.leaves]
+    if layer.factor == 1 and layer.fused:
+        return 1.0
+    if layer.fused and weights != [1]:
+        raise Unread(
+            f"queries and keys have the factor {layer.factor:g}, and their weight one too", layer.q.nid, "scalar"
+        )
+    return layer.factor / math.prod(weights)
 
 
 def _sums(view: View, region: Region) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .layer_site import Site as LayerSite
 from .layer_site import site_of
+from .layer_streams import multiples
 from .outcomes import LEFT_TO_XLA
 from .overlaps import settle, with_shares_left
 from .site import FUSE_FIRST, Site
@@ -78,7 +79,7 @@ def _fold(search: Search) -> _Folded:
     tiles = [Tile(s.root, s.site.leaves, s.node_ids, s.program, c) for c, s in seen if s.program is not None]
     numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
     known = {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
-    view = View(search.block, known, search.view.outer, tiles)
+    view = View(search.block, known, search.view.outer, tiles, multiples(search.view, tiles))
     attentions = {
         nid: found[0].of for nid in view.by_op.get(_ATTENTION, ()) if (found := view.tiles_at.get(nid)) is not None
     }
