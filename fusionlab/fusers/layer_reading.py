@@ -14,24 +14,13 @@ from typing import Any
 from ..graph.canonical import CNode, View
 from ..graph.labelled import Labelled, labels_of
 from ..graph.rules import SUMS_OVER_DEVICES
-from .layer_axes import Shown, Side, Unread, number_of, slot_of
+from .layer_axes import Side, Unread, slot_of
 from .layer_caches import Cache
+from .layer_norms import Norm, NormWalk
 from .layer_projections import CODES, HELD, PRODUCTS, Product
 from .layer_rotary import Rotary
-from .layer_streams import StreamWalk
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
-EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
-
-
-@dataclass(frozen=True)
-class Norm:
-    nid: int
-    x: Side
-    kind: str
-    epsilon: float
-    scale: Side | None
-    bias: Side | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ class Partial(Exception):  # noqa: N818 - an answer to the search, not an error 
         self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
 
 
-class Reader(StreamWalk):
+class Reader(NormWalk):
     """Reads the layer around one attention of a view.
 
     Raises (`read`):
@@ -229,34 +218,6 @@ class Reader(StreamWalk):
         weight, bias = self.up(sides[1], parts=False), bias and self.up(bias, parts=False)
         return Product(node.id, self.result(node, known), sides[0], weight, bias, activation)
 
-    def norm(self, nid: int, shown: Shown) -> Norm:
-        """A norm, where it is one over the model's width."""
-        node = self.node(nid)
-        if node.op != "layer_norm" or not isinstance(node.params, Labelled):
-            raise Unread(f"{node.op} stands where the op has a norm", nid)
-        labels = node.params.labels
-        known = dict(zip(labels, shown, strict=True))
-        over = [x for x, name in enumerate(node.params.names) if name == "n"]
-        if [known.get(x) for x in over] != [("e",)]:
-            raise Unread("a norm is taken over other axes than the model's width", nid, "axes")
-        sides = {}
-        for slot in ("x", "scale", "bias"):
-            i = slot_of(node, slot)
-            if i is not None:
-                if node.operands[i].coef != 1:
-                    raise Unread("a norm's operand is multiplied by a number", nid, "scalar")
-                sides[slot] = Side(node.operands[i].nid, tuple(known[x] for x in node.operands[i].axes))
-        epsilon = number_of(node, "epsilon")
-        if epsilon > EPSILON_LIMIT:
-            raise Unread(
-                f"epsilon is {epsilon:g}, above the {EPSILON_LIMIT:g} up to which a layer is fused", nid, "scalar",
-                "take a smaller epsilon, if that is what is meant",
-            )  # fmt: skip
-        self.met.append(nid)
-        return Norm(
-            nid, sides["x"], str(dict(node.params.traits)["kind"]), epsilon, sides.get("scale"), sides.get("bias")
-        )
-
     def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
         users = self.readers(side.nid)
@@ -342,20 +303,19 @@ class Reader(StreamWalk):
         return Side(node.id, tuple(shown[axis] for axis in own))
 
     def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
-        of = {source.nid, *(o.nid for o in self.node(source.nid).operands[:1])}
+        made = self.normed(source)
+        of = {source.nid, *(o.nid for o in self.node(source.nid if made is None else made.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
         q, k, v, columns = projected
         pre = not self.same_value(rest, source)
-        if pre and self.node(source.nid).op != "layer_norm":
+        if pre and made is None:
             raise Unread(
                 "queries, keys and values read no norm, nor what is added to the attention's result",
                 source.nid,
                 about="norm before",
             )
-        if rest.shown != source.shown and self.up(rest, parts=False).shown != source.shown:
-            raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
         readers = [self.node(u).op for u in self.view.users.get(total.nid, ())]
-        if not pre and "sum" in readers and self.node(source.nid).op == "layer_norm":
+        if not pre and "sum" in readers and made is not None:
             raise Unread(
                 "what is added to the attention's result is its norm's result, needed what that norm was taken of",
                 total.nid,
@@ -363,10 +323,10 @@ class Reader(StreamWalk):
         self.steps += 1
         if pre:
             norm1, norm2, x = self.norms_before(source, total, rest)
-            fed = Side(norm2.nid, norm2.x.shown)
+            fed = norm2.out
         else:
             norm1, norm2, x = self.norm_after(total), None, source
-            fed = Side(norm1.nid, norm1.x.shown)
+            fed = norm1.out
         self.steps += 1
         up, gate, down = self.feed_forward(self.towards(fed, PRODUCTS))
         self.steps += 1
@@ -378,7 +338,7 @@ class Reader(StreamWalk):
         root = end
         if norm2 is None:
             norm2 = self.norm_after(end)
-            root = Side(norm2.nid, norm2.x.shown)
+            root = norm2.out
         root = self.parted_again(root, x)
         return Layer(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
@@ -386,7 +346,7 @@ class Reader(StreamWalk):
         )  # fmt: skip
 
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:
-        norm1 = self.norm(source.nid, source.shown)
+        norm1 = self.norm(source)
         if not self.same_value(norm1.x, rest):
             if norm1.x.nid == rest.nid:
                 raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
@@ -397,7 +357,7 @@ class Reader(StreamWalk):
             raise Unread(
                 f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
             )
-        return norm1, self.norm(found[0], total.shown), norm1.x
+        return norm1, self.norm(self.norm_from(Side(found[0], total.shown))), norm1.x
 
     def norm_after(self, total: Side) -> Norm:
         total = self.towards(total, ("layer_norm",))
@@ -405,7 +365,7 @@ class Reader(StreamWalk):
             node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm")
         except Unread as why:
             raise Unread(str(why), why.nid, why.code, about="norm after") from None
-        return self.norm(node.id, total.shown)
+        return self.norm(self.norm_from(Side(node.id, total.shown)))
 
     def feed_forward(self, fed: Side) -> tuple[Product, Product | None, Product]:
         """Up (and gate) and down products of what a norm gave."""

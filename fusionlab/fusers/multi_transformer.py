@@ -315,7 +315,7 @@ def _common_scope(region: Region) -> str:
 def _notes(view: View, site: LayerSite) -> tuple[str, ...]:
     """Of the layer, and of its attention and norms: what those make of some numbers, the layer makes of them too."""
     one = "one weight" if site.layer.fused else "three weights"
-    norms = (view.tiles_at.get(norm.nid, ()) for norm in (site.layer.norm1, site.layer.norm2))
+    norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
     told = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(IDLE))
     return (

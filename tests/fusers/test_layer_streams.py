@@ -1,4 +1,6 @@
-"""Whole layers whose stream is a number times another value, whose rows are joined between the halves, and whose factors cancel."""
+"""Whole layers whose stream is a number times another value, whose rows are joined between the halves, whose factors cancel, and whose
+norms have scale and shift behind their own site.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +96,30 @@ def three_joined(p, x):
     return (y + mlp(p, norm(y, p["g2"], p["b2"]))).reshape(x.shape)
 
 
+def by_einsum(x, g, b):
+    return jnp.einsum("bte,e->bte", rms(x, 1, 0), g)
+
+
+def shifted_by_einsum(x, g, b):
+    return jnp.einsum("bte,e->bte", norm(x, 1, 0), g) + b
+
+
+def one_angle_for_each(p, h):
+    """Positions are one array of which the mask and the tables are made, those of queries and of keys by themselves."""
+    at = jnp.arange(h.shape[1])
+    q, k, v = ((h @ p[n]).reshape(*h.shape[:2], H, D) for n in "qkv")
+
+    def turned(x):
+        angle = at[:, None] / 1e4 ** (jnp.arange(0, D, 2) / D)
+        c, s = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+        u, w = jnp.split(x, 2, -1)
+        return jnp.concatenate([u * c - w * s, w * c + u * s], -1)
+
+    s = jnp.einsum("bthd,bshd->bhts", turned(q), turned(k)) * D**-0.5
+    w = jax.nn.softmax(jnp.where(at[:, None] >= at, s, -jnp.inf), -1)
+    return jnp.einsum("bhts,bshd->bthd", w, v).reshape(h.shape)
+
+
 SCALE = D**0.5
 LAYERS = {
     "scaled": lambda p, x: before(p, x * 5.65, rms),
@@ -110,6 +136,10 @@ LAYERS = {
     "queries undivided": lambda p, x: before(p, x, queries=lambda q: q * SCALE, scale=1.0),
     "keys times a number": lambda p, x: behind(p, x, keys=lambda k: -0.5 * k),
     "both times numbers": lambda p, x: before(p, x, queries=lambda q: q * 1.5, keys=lambda k: k / 3.0),
+    "scale by einsum": lambda p, x: before(p, x, by_einsum),
+    "scale and shift by einsum": lambda p, x: before(p, x, shifted_by_einsum),
+    "scale and shift by einsum, norms behind": lambda p, x: behind(p, x, shifted_by_einsum),
+    "positions of masks and tables": lambda p, x: before(p, x, attend=one_angle_for_each),
     "weight times a number": lambda p, x: before(p, x, weight=lambda w: w * 2.0),
 }
 FUSED = {"packed, queries times a number": lambda p, x: before(p, x, attend=packed, queries=lambda q: q * 1.5)}
@@ -158,7 +188,17 @@ def first_half(norm_of=lambda x: x, added=lambda x: x, **how):
     return layer
 
 
+def scaled_again(x, g, b):
+    return jnp.einsum("bte,e->bte", norm(x, g, b), g)
+
+
+def scaled_by_rows(x, g, b):
+    return jnp.einsum("bte,t->bte", norm(x, 1, 0), g[: x.shape[1]])
+
+
 MISSES = {
+    "two scales": lambda p, x: before(p, x, scaled_again),
+    "a scale of rows": lambda p, x: before(p, x, scaled_by_rows),
     "only the norm reads the multiple": first_half(norm_of=lambda x: x * 5.65),
     "only the sum reads the multiple": first_half(added=lambda x: x * 5.65),
     "two multiples": first_half(lambda x: x * 5.65, lambda x: x * 2.0),

@@ -24,14 +24,12 @@ class Missed(NamedTuple):
 
 ESCAPES = "is also read by x = div, as the backward pass of a program that is differentiated already does"
 SPLIT = "axes are split or merged across those of heads, features or rows"
-NO_NORM = "queries, keys and values read no norm"
 
 PIECES = (
     Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores at a number"),
     *(Missed(f"transformers_{name}", "norms", 1, ESCAPES, ("bf16 train",)) for name in ("gemma", "mistral")),
 )
 LAYERS = (
-    Missed("penzai_gemma", "whole layers", 1, NO_NORM, FORWARD),
     *(Missed(name, "whole layers", 1, SPLIT, FORWARD) for name in ("penzai_mistral", "attnax_decoder", "nanodl_vit")),
     Missed("flaxmodels_gpt2", "whole layers", 1, "reads float32, where the op has the bfloat16", ("bf16 forward",)),
     Missed("equimo_dinov2", "whole layers", 1, "where the op has a residual sum", FORWARD),
