@@ -60,6 +60,7 @@ class Layer:
     rotary: Rotary | None
     axes: tuple[str, ...]
     sizes: dict[str, int]
+    halves: dict[str, tuple[str, ...]]
 
     @property
     def fused(self) -> bool:
@@ -68,6 +69,10 @@ class Layer:
     @property
     def decoder(self) -> bool:
         return self.key_cache is not None
+
+    def parts(self, letter: str) -> tuple[str, ...]:
+        """A letter, or those of its two axes."""
+        return self.halves.get(letter, (letter,))
 
     @property
     def key_heads(self) -> int:
@@ -183,7 +188,8 @@ class Reader(NormWalk):
             raise Unread(f"{user.op} reads the attention's result where the op has the output projection", user.id)
         if found.activation != "none":
             raise Unread(f"the output projection is activated: {found.activation}", user.id, "activation")
-        if {a for axis in found.x.shown for a in axis} & {"h", "d"} != {a for a in ("h", "d") if a in self.sizes}:
+        wanted, read = ({p for a in of for p in self.halves.get(a, (a,))} for of in ("hd", found.x.atoms))
+        if not wanted & self.sizes.keys() <= read:
             raise Unread("the output projection does not read all heads", user.id, "axes")
         self.steps += 1
         return found
@@ -342,7 +348,7 @@ class Reader(NormWalk):
         root = self.parted_again(root, x)
         return Layer(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
-            pre, columns, self.factor, self.rotary, self.axes, self.sizes,
+            pre, columns, self.factor, self.rotary, self.axes, self.sizes, self.halves,
         )  # fmt: skip
 
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:

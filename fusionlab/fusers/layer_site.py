@@ -91,9 +91,10 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
         found["qkv_bias"] = layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))
     else:
         for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
-            found[slot] = Leaf(product.w, (("e",), *((a,) for a in axes)))
-            found[f"{slot}_bias"] = product.bias and Leaf(product.bias, tuple((a,) for a in axes))
-    found["out"] = Leaf(layer.out.w, (("h",), ("d",), ("e",)))
+            groups = tuple(layer.parts(a) for a in axes)
+            found[slot] = Leaf(_in_parts(product.w, layer), (("e",), *groups))
+            found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
+    found["out"] = Leaf(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
     found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
@@ -107,6 +108,10 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
         if layer.key_cache.step is not None:
             found["step"] = Leaf(Side(layer.key_cache.step, ()), ())
     return {slot: leaf for slot, leaf in found.items() if leaf is not None}
+
+
+def _in_parts(side: Side, layer: Layer) -> Side:
+    return Side(side.nid, tuple(tuple(p for a in axis for p in layer.parts(a)) for axis in side.shown))
 
 
 def _as_columns(side: Side, layer: Layer) -> Side:

@@ -1,5 +1,5 @@
-"""Whole layers whose stream is a number times another value, whose rows are joined between the halves, whose factors cancel, and whose
-norms have scale and shift behind their own site.
+"""Whole layers whose stream is a number times another value, whose rows are joined between the halves, whose factors cancel, whose
+norms have scale and shift behind their own site, and whose heads are groups on an axis of their own.
 """
 
 from __future__ import annotations
@@ -120,6 +120,75 @@ def one_angle_for_each(p, h):
     return jnp.einsum("bhts,bshd->bthd", w, v).reshape(h.shape)
 
 
+def windowed(mask):
+    def attend(p, h):
+        q, k, v = ((h @ p[n]).reshape(*h.shape[:2], H, D) for n in "qkv")
+        s = jnp.where(mask(), jnp.einsum("bthd,bshd->bhts", q, k) * D**-0.5, -1e30)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, -1), v).reshape(h.shape)
+
+    return attend
+
+
+HEADS, KEYS = 6, 2  # of D // 2 features each
+GROUPED = {
+    n: 0.2 * a
+    for n, a in zip(
+        ("q", "k", "v", "o"), normal((E, HEADS, 8), (E, KEYS, 8), (E, KEYS, 8), (HEADS, 8, E), seed=9), strict=True
+    )
+}
+
+
+def since():
+    """How far behind a query's own position a key is."""
+    return jnp.arange(6)[:, None] - jnp.arange(6)
+
+
+def recent(keys=6):
+    return lambda: (since() >= 0) & (since() < keys)
+
+
+def turned(x):
+    """A rotary embedding of [batch, length, .., features]."""
+    angle = jnp.arange(x.shape[1])[:, None] / 1e4 ** (jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
+    c, s = (jnp.expand_dims(f(angle), range(1, x.ndim - 2)) for f in (jnp.cos, jnp.sin))
+    u, w = jnp.split(x, 2, -1)
+    return jnp.concatenate([u * c - w * s, w * c + u * s], -1)
+
+
+def grouped(mask, turn=lambda x: x):
+    """Groups of heads have an axis of their own, in the weights too."""
+    q, o = GROUPED["q"].reshape(E, KEYS, 3, 8), GROUPED["o"].reshape(KEYS, 3, 8, E)
+
+    def attend(p, h):
+        q_, k, v = (
+            turn(jnp.einsum("bte,egrc->btgrc", h, q)),
+            *(jnp.einsum("bte,egc->btgc", h, GROUPED[n]) for n in "kv"),
+        )
+        s = jnp.einsum("btgrc,bsgc->bgrts", q_, turn(k)) * 8**-0.5
+        w = jax.nn.softmax(jnp.where(mask(), s, -1e30), -1)
+        return jnp.einsum("btgrc,grce->bte", jnp.einsum("bgrts,bsgc->btgrc", w, v), o)
+
+    def layer(p, x):
+        y = x + attend(p, norm(x, p["g1"], p["b1"]))
+        return y + mlp(p, norm(y, p["g2"], p["b2"]))
+
+    return layer
+
+
+def repeated(again, keys=lambda k: k):
+    """Keys and values are repeated behind the rotary embedding, heads before positions."""
+
+    def layer(p, x):
+        h = norm(x, p["g1"], p["b1"])
+        q, k, v = (jnp.einsum("bte,ehc->bhtc", h, GROUPED[n]) for n in "qkv")
+        q, k = (turned(y.swapaxes(1, 2)).swapaxes(1, 2) for y in (q, k))
+        s = jnp.einsum("bhtc,bhsc->bhts", q, again(keys(k))) * 8**-0.5
+        y = x + jnp.einsum("bhts,bhsc,hce->bte", jax.nn.softmax(s, -1), again(v), GROUPED["o"])
+        return y + mlp(p, norm(y, p["g2"], p["b2"]))
+
+    return layer
+
+
 SCALE = D**0.5
 LAYERS = {
     "scaled": lambda p, x: before(p, x * 5.65, rms),
@@ -136,6 +205,13 @@ LAYERS = {
     "queries undivided": lambda p, x: before(p, x, queries=lambda q: q * SCALE, scale=1.0),
     "keys times a number": lambda p, x: behind(p, x, keys=lambda k: -0.5 * k),
     "both times numbers": lambda p, x: before(p, x, queries=lambda q: q * 1.5, keys=lambda k: k / 3.0),
+    "groups on their own axis": grouped(recent()),
+    "groups on their own axis, turned": grouped(recent(), turned),
+    "groups in a window": grouped(recent(3), turned),
+    "keys repeated": repeated(lambda k: jnp.repeat(k, 3, axis=1)),
+    "keys broadcast": repeated(lambda k: jnp.broadcast_to(k[:, :, None], (2, 2, 3, 6, 8)).reshape(2, 6, 6, 8)),
+    "in a window": lambda p, x: before(p, x, attend=windowed(recent(3))),
+    "in a window on both sides": lambda p, x: behind(p, x, attend=windowed(lambda: jnp.abs(since()) < 3)),
     "scale by einsum": lambda p, x: before(p, x, by_einsum),
     "scale and shift by einsum": lambda p, x: before(p, x, shifted_by_einsum),
     "scale and shift by einsum, norms behind": lambda p, x: behind(p, x, shifted_by_einsum),
@@ -197,6 +273,8 @@ def scaled_by_rows(x, g, b):
 
 
 MISSES = {
+    "keys tiled": repeated(lambda k: jnp.tile(k, (1, 3, 1, 1))),
+    "keys repeated in another order": repeated(lambda k: jnp.repeat(k, 3, axis=1), lambda k: k[:, ::-1]),
     "two scales": lambda p, x: before(p, x, scaled_again),
     "a scale of rows": lambda p, x: before(p, x, scaled_by_rows),
     "only the norm reads the multiple": first_half(norm_of=lambda x: x * 5.65),
