@@ -74,11 +74,12 @@ def letters_in(atom: Any) -> tuple[str, ...]:
 
 
 class Walk:
-    """Steps from node to node of a view. `sizes` holds the length of every letter met."""
+    """Steps from node to node of a view. `sizes` holds the length of every letter met, `halves` the letters of heads on two axes."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.sizes: dict[str, int] = {}
+        self.halves: dict[str, tuple[str, ...]] = {}
 
     def node(self, nid: int) -> CNode:
         return self.view.nodes[nid]
@@ -107,6 +108,9 @@ class Walk:
         found: list[Atoms] = [()] * len(source.shape)
         for before, after in merged_axes(node):
             atoms = tuple(a for axis in after for a in shown[axis])
+            if self.are_shared(atoms, before, source):
+                found[before[0]] = ("g",)
+                continue
             for axis, part in zip(
                 before, self.parted(atoms, [self._size(source, b) for b in before], node.id), strict=True
             ):
@@ -114,6 +118,13 @@ class Walk:
                     raise Unread("a value is repeated along an axis before it is reshaped", node.id, "axes")
                 found[axis] = part
         return Side(source.id, tuple(found))
+
+    def are_shared(self, atoms: Atoms, before: Sequence[int], source: CNode) -> bool:
+        """Whether heads are those of keys, each repeated for its neighbours; `before` are the axes that they are made of."""
+        if atoms != ("h",) or len(before) != 2 or not before[0] >= 0 > before[1]:
+            return False
+        size = source.shape[before[0]]
+        return size * ~before[1] == self.sizes["h"] and self.sizes.setdefault("g", size) == size
 
     def _size(self, node: CNode, axis: int) -> int:
         return node.shape[axis] if axis >= 0 else ~axis
@@ -123,7 +134,9 @@ class Walk:
         rest, parts = list(atoms), []
         for size in sizes:
             part: list[Any] = []
-            while self.length(tuple(part)) < size and rest:
+            while (length := self.length(tuple(part))) < size and rest:
+                if rest[0] == "h" and length * self.sizes["h"] > size:
+                    rest[:1] = self.in_two(size // length)
                 part.append(rest.pop(0))
             if self.length(tuple(part)) != size:
                 raise Unread("axes are split or merged across those of heads, features or rows", nid, "axes")
@@ -131,6 +144,13 @@ class Walk:
         if rest:
             raise Unread("axes are split or merged across those of heads, features or rows", nid, "axes")
         return parts
+
+    def in_two(self, outer: int) -> tuple[str, ...]:
+        """The heads as two axes, where the outer has this size: groups, and the heads of each."""
+        if "h" not in self.halves and self.sizes["h"] % outer == 0:
+            self.halves["h"] = "h0", "h1"
+            self.sizes |= {"h0": outer, "h1": self.sizes["h"] // outer}
+        return self.halves.get("h", ("h",))
 
     def before_part(self, node: CNode, shown: Shown) -> Side:
         """What a split or a slice takes a part of."""

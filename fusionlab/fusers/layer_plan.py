@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ArgumentError, UnknownNameError
-from ..graph.canonical import View
+from ..graph.canonical import View, tidy
 from ..graph.manual import make_jaxpr
 from ..graph.region import Region
 from ..graph.signature import region_signature
@@ -23,7 +23,7 @@ from .layer_axes import Atoms, Unread, arranged, check_groups, raw_axes, restore
 from .layer_site import Leaf, Site
 from .layer_tables import Table
 
-_PLAIN = {"window": None, "softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
+_PLAIN = {"softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
 
 
 def attributes_of(site: Site) -> dict[str, Any]:
@@ -40,8 +40,11 @@ def attributes_of(site: Site) -> dict[str, Any]:
             raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
     if layer.norm1.kind != layer.norm2.kind:
         raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
-    is_causal = bool(attention.attrs.get("is_causal", False))
-    if is_causal and layer.key_cache is not None:
+    window = attention.attrs.get("window")
+    is_causal = bool(attention.attrs.get("is_causal", False)) and window is None
+    if window is not None and site.masks:
+        raise Unread(f"its attention has window = {window} and a mask or bias", layer.attention, "mask")
+    if (is_causal or window is not None) and layer.key_cache is not None:
         raise Unread(
             "its attention hides keys by their place in the cache from its first position on, whatever the step",
             layer.attention,
@@ -58,7 +61,7 @@ def attributes_of(site: Site) -> dict[str, Any]:
         "epsilons": (layer.norm1.epsilon, layer.norm2.epsilon),
         "activation": active.activation,
         "gated": layer.gate is not None,
-        "scale": float(attention.attrs["scale"]),
+        "scale": float(tidy(float(attention.attrs["scale"]) * site.factor)),
         "is_causal": is_causal,
         "mask_value": float(attention.attrs.get("mask_value", -jnp.inf)),
         "cache": layer.key_cache.kind if layer.key_cache else None,
@@ -141,6 +144,9 @@ class _Planner:
         yield from ((slot, self.table(table)) for slot, table in self.site.tables.items())
         if self.site.masks:
             yield from self.masked()
+        elif (window := self.site.attention.attrs.get("window")) is not None:
+            is_causal = bool(self.site.attention.attrs.get("is_causal", False))
+            yield "mask", lambda _: _in_window(self.sizes.get("t", 1), self.sizes.get("s", 1), window, is_causal)
         if "step" in self.site.leaves:
             yield "step", self.step
         for slot in self.site.leaves:
@@ -258,6 +264,13 @@ class _Planner:
                 )
             )
         return made
+
+
+def _in_window(queries: int, keys: int, window: tuple[int, int], is_causal: bool) -> Any:
+    """Which keys a query sees, [1, 1, queries, keys]: so many before its own position and so many behind it."""
+    ahead = jnp.arange(keys) - jnp.arange(queries)[:, None]
+    seen = (ahead >= -window[0]) & (ahead <= (0 if is_causal else window[1]))
+    return seen[None, None]
 
 
 def _over_keys(x: Any, keys: int) -> Any:

@@ -14,23 +14,13 @@ from typing import Any
 from ..graph.canonical import CNode, View
 from ..graph.labelled import Labelled, labels_of
 from ..graph.rules import SUMS_OVER_DEVICES
-from .layer_axes import Shown, Side, Unread, number_of, slot_of
+from .layer_axes import Side, Unread, slot_of
 from .layer_caches import Cache
-from .layer_projections import CODES, HELD, PRODUCTS, Product, ProjectionWalk
+from .layer_norms import Norm, NormWalk
+from .layer_projections import CODES, HELD, PRODUCTS, Product
 from .layer_rotary import Rotary
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
-EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
-
-
-@dataclass(frozen=True)
-class Norm:
-    nid: int
-    x: Side
-    kind: str
-    epsilon: float
-    scale: Side | None
-    bias: Side | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +32,7 @@ class Layer:
       q, k, v: their projections; all three the same one in `fused`, whose columns are told by `columns`.
       keys, values: the call's own, as the attention or the cache reads them.
       key_cache, value_cache: None where there is none.
+      factor: what queries times keys are multiplied by, besides the attention's own scale.
       rotary: the tables that queries and keys are turned by, if they are.
       axes: the mesh axes along which its two last products are summed; none where it is on one device.
       attention: the attention's node. out, up, gate, down: the other products. norm1, norm2: the attention's and the feed-forward's.
@@ -65,9 +56,11 @@ class Layer:
     down: Product
     pre_norm: bool
     columns: str
+    factor: float
     rotary: Rotary | None
     axes: tuple[str, ...]
     sizes: dict[str, int]
+    halves: dict[str, tuple[str, ...]]
 
     @property
     def fused(self) -> bool:
@@ -76,6 +69,10 @@ class Layer:
     @property
     def decoder(self) -> bool:
         return self.key_cache is not None
+
+    def parts(self, letter: str) -> tuple[str, ...]:
+        """A letter, or those of its two axes."""
+        return self.halves.get(letter, (letter,))
 
     @property
     def key_heads(self) -> int:
@@ -95,7 +92,7 @@ class Partial(Exception):  # noqa: N818 - an answer to the search, not an error 
         self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
 
 
-class Reader(ProjectionWalk):
+class Reader(NormWalk):
     """Reads the layer around one attention of a view.
 
     Raises (`read`):
@@ -105,6 +102,7 @@ class Reader(ProjectionWalk):
     def __init__(self, view: View, attention: int) -> None:
         super().__init__(view, attention)
         self.met.append(attention)
+        self.factor = 1.0
         self.axes: tuple[str, ...] = ()
         self.alone: int | None = None  # the output projection, where no sum over devices reads it
 
@@ -155,15 +153,17 @@ class Reader(ProjectionWalk):
         number = slot_of(node, slot)
         assert number is not None
         edge = node.operands[number]
-        if edge.coef != 1:
-            raise Unread(f"its {slot} is multiplied by {edge.coef:g} besides the score scale", edge.nid, "scalar")
+        if slot != "value" and edge.coef != 0:
+            self.factor *= edge.coef  # of one number times the other, whichever of the two has it
+        elif edge.coef != 1:
+            raise Unread(f"its {slot} is multiplied by {edge.coef:g}", edge.nid, "scalar")
         return Side(edge.nid, tuple((names[label],) for label in edge.axes))
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def reader(self, side: Side, what: str, wanted: Collection[str], needed: str) -> CNode:
         """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out."""
-        users = [self.node(u) for u in self.view.users.get(side.nid, ())]
+        users = self.readers(side.nid)
         fit = [n for n in users if n.op in wanted]
         if len(fit) == 1:
             return fit[0]
@@ -188,7 +188,8 @@ class Reader(ProjectionWalk):
             raise Unread(f"{user.op} reads the attention's result where the op has the output projection", user.id)
         if found.activation != "none":
             raise Unread(f"the output projection is activated: {found.activation}", user.id, "activation")
-        if {a for axis in found.x.shown for a in axis} & {"h", "d"} != {a for a in ("h", "d") if a in self.sizes}:
+        wanted, read = ({p for a in of for p in self.halves.get(a, (a,))} for of in ("hd", found.x.atoms))
+        if not wanted & self.sizes.keys() <= read:
             raise Unread("the output projection does not read all heads", user.id, "axes")
         self.steps += 1
         return found
@@ -223,42 +224,15 @@ class Reader(ProjectionWalk):
         weight, bias = self.up(sides[1], parts=False), bias and self.up(bias, parts=False)
         return Product(node.id, self.result(node, known), sides[0], weight, bias, activation)
 
-    def norm(self, nid: int, shown: Shown) -> Norm:
-        """A norm, where it is one over the model's width."""
-        node = self.node(nid)
-        if node.op != "layer_norm" or not isinstance(node.params, Labelled):
-            raise Unread(f"{node.op} stands where the op has a norm", nid)
-        labels = node.params.labels
-        known = dict(zip(labels, shown, strict=True))
-        over = [x for x, name in enumerate(node.params.names) if name == "n"]
-        if [known.get(x) for x in over] != [("e",)]:
-            raise Unread("a norm is taken over other axes than the model's width", nid, "axes")
-        sides = {}
-        for slot in ("x", "scale", "bias"):
-            i = slot_of(node, slot)
-            if i is not None:
-                if node.operands[i].coef != 1:
-                    raise Unread("a norm's operand is multiplied by a number", nid, "scalar")
-                sides[slot] = Side(node.operands[i].nid, tuple(known[x] for x in node.operands[i].axes))
-        epsilon = number_of(node, "epsilon")
-        if epsilon > EPSILON_LIMIT:
-            raise Unread(
-                f"epsilon is {epsilon:g}, above the {EPSILON_LIMIT:g} up to which a layer is fused", nid, "scalar",
-                "take a smaller epsilon, if that is what is meant",
-            )  # fmt: skip
-        self.met.append(nid)
-        return Norm(
-            nid, sides["x"], str(dict(node.params.traits)["kind"]), epsilon, sides.get("scale"), sides.get("bias")
-        )
-
     def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
-        users = [self.node(u) for u in self.view.users.get(side.nid, ())]
-        fit = [n for n in users if n.op == "sum" and any(o.nid in of for o in n.operands)]
+        users = self.readers(side.nid)
+        fit = [n for n in users if n.op == "sum" and any(o.nid in of or self.up_of(o) in of for o in n.operands)]
         return fit[0] if len(fit) == 1 else self.reader(side, what, {"sum"}, "a residual sum")
 
     def added(self, side: Side, what: str, of: Collection[int]) -> tuple[Side, Side]:
         """The sum that reads a value, and what it adds to it: one of the nodes `of`, if any."""
+        side = self.towards(side, ("sum",))
         node = self.sum_of(side, what, of)
         if len(node.operands) != 2 or any(o.coef != 1 for o in node.operands):
             raise Unread(f"{what} is added with a factor, or to more than one value", node.id, "scalar")
@@ -285,7 +259,7 @@ class Reader(ProjectionWalk):
             self.alone = product.nid
             return product, total, rest
         bias = None
-        if rest.nid not in of and rest.atoms == {"e"}:
+        if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
             bias = rest
             total, rest = self.added(total, what, of)
         elif [self.node(u).op for u in self.view.users.get(total.nid, ())] == ["sum"]:
@@ -297,7 +271,7 @@ class Reader(ProjectionWalk):
 
     def over_devices(self, product: Product) -> Side:
         """The product's result, or the sum of all devices' where there is one."""
-        users = [self.node(u) for u in self.view.users.get(product.out.nid, ())]
+        users = self.readers(product.out.nid)
         if not any(n.op in SUMS_OVER_DEVICES for n in users):
             return product.out
         node = self.reader(product.out, "the product", SUMS_OVER_DEVICES, "a sum over devices")
@@ -335,20 +309,19 @@ class Reader(ProjectionWalk):
         return Side(node.id, tuple(shown[axis] for axis in own))
 
     def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
-        of = {source.nid, *(o.nid for o in self.node(source.nid).operands[:1])}
+        made = self.normed(source)
+        of = {source.nid, *(o.nid for o in self.node(source.nid if made is None else made.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
         q, k, v, columns = projected
-        pre = rest.nid != source.nid
-        if pre and self.node(source.nid).op != "layer_norm":
+        pre = not self.same_value(rest, source)
+        if pre and made is None:
             raise Unread(
                 "queries, keys and values read no norm, nor what is added to the attention's result",
                 source.nid,
                 about="norm before",
             )
-        if rest.shown != source.shown:
-            raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
         readers = [self.node(u).op for u in self.view.users.get(total.nid, ())]
-        if not pre and "sum" in readers and self.node(source.nid).op == "layer_norm":
+        if not pre and "sum" in readers and made is not None:
             raise Unread(
                 "what is added to the attention's result is its norm's result, needed what that norm was taken of",
                 total.nid,
@@ -356,49 +329,53 @@ class Reader(ProjectionWalk):
         self.steps += 1
         if pre:
             norm1, norm2, x = self.norms_before(source, total, rest)
+            fed = norm2.out
         else:
             norm1, norm2, x = self.norm_after(total), None, source
-        fed = Side(norm2.nid, total.shown) if norm2 is not None else Side(norm1.nid, total.shown)
+            fed = norm1.out
         self.steps += 1
-        up, gate, down = self.feed_forward(fed, {total.nid} if pre else set())
+        up, gate, down = self.feed_forward(self.towards(fed, PRODUCTS))
         self.steps += 1
         down, end, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
         again = total if pre else fed
-        if rest != again:
+        if not self.same_value(rest, again):
             raise Unread("the feed-forward's result is added to another value than what it was made of", end.nid)
         self.steps += 1
         root = end
         if norm2 is None:
             norm2 = self.norm_after(end)
-            root = Side(norm2.nid, end.shown)
+            root = norm2.out
+        root = self.parted_again(root, x)
         return Layer(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
-            pre, columns, self.rotary, self.axes, self.sizes,
+            pre, columns, self.factor, self.rotary, self.axes, self.sizes, self.halves,
         )  # fmt: skip
 
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:
-        norm1 = self.norm(source.nid, source.shown)
-        if norm1.x.nid != rest.nid:
+        norm1 = self.norm(source)
+        if not self.same_value(norm1.x, rest):
+            if norm1.x.nid == rest.nid:
+                raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
             raise Unread("what is added to the attention's result is not what its norm was taken of", total.nid)
-        if norm1.x != rest:
-            raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
+        total = self.towards(total, ("layer_norm",))
         found = [u for u in self.view.users.get(total.nid, ()) if self.node(u).op == "layer_norm"]
         if len(found) != 1:
             raise Unread(
                 f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
             )
-        return norm1, self.norm(found[0], total.shown), rest
+        return norm1, self.norm(self.norm_from(Side(found[0], total.shown))), norm1.x
 
     def norm_after(self, total: Side) -> Norm:
+        total = self.towards(total, ("layer_norm",))
         try:
             node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm")
         except Unread as why:
             raise Unread(str(why), why.nid, why.code, about="norm after") from None
-        return self.norm(node.id, total.shown)
+        return self.norm(self.norm_from(Side(node.id, total.shown)))
 
-    def feed_forward(self, fed: Side, beside: set[int]) -> tuple[Product, Product | None, Product]:
+    def feed_forward(self, fed: Side) -> tuple[Product, Product | None, Product]:
         """Up (and gate) and down products of what a norm gave."""
-        readers = [self.node(u) for u in self.view.users.get(fed.nid, ())]
+        readers = self.readers(fed.nid)
         products = [
             p for n in readers if n.op in ("gemm_epilogue", "dot") and (p := self.consumed(n, fed, "f")) is not None
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class Site:
 
     Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
     `masks` (leaf of the region -> leaf of the attention's), `tables` (of its rotary embedding),
+    `factor` (of its scores, besides the attention's scale),
     `precisions` (of its products, and of the attention's), `sums` (the dtypes in which devices sum its two parts, if they do).
     """
 
@@ -56,6 +58,7 @@ class Site:
     attention: Candidate
     masks: Mapping[str, str]
     tables: Mapping[str, Table]
+    factor: float
     precisions: tuple[Any, Any]
     sums: tuple[Any, ...]
 
@@ -88,9 +91,10 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
         found["qkv_bias"] = layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))
     else:
         for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
-            found[slot] = Leaf(product.w, (("e",), *((a,) for a in axes)))
-            found[f"{slot}_bias"] = product.bias and Leaf(product.bias, tuple((a,) for a in axes))
-    found["out"] = Leaf(layer.out.w, (("h",), ("d",), ("e",)))
+            groups = tuple(layer.parts(a) for a in axes)
+            found[slot] = Leaf(_in_parts(product.w, layer), (("e",), *groups))
+            found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
+    found["out"] = Leaf(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
     found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
@@ -104,6 +108,10 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
         if layer.key_cache.step is not None:
             found["step"] = Leaf(Side(layer.key_cache.step, ()), ())
     return {slot: leaf for slot, leaf in found.items() if leaf is not None}
+
+
+def _in_parts(side: Side, layer: Layer) -> Side:
+    return Side(side.nid, tuple(tuple(p for a in axis for p in layer.parts(a)) for axis in side.shown))
 
 
 def _as_columns(side: Side, layer: Layer) -> Side:
@@ -162,7 +170,8 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     sums = _sums(view, region)
     names = {name: name.partition(":")[2] for name in masks}
     precisions = _precisions(region, attention.region)
-    return Site(layer, region, leaves, others, attention, names, tables, precisions, sums)
+    factor = _factor(base, region, layer)
+    return Site(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
 
 
 def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
@@ -180,6 +189,22 @@ def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
         wide = look_through(view, read[0], through_casts=True)[0].dtype
         if narrows(x, wide):
             raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
+
+
+def _factor(base: View, region: Region, layer: Layer) -> float:
+    """What the op's scores are multiplied by, besides the attention's scale: the layer's factor, less what its weights have already.
+
+    Raises:
+      Unread: queries or keys have one, and it is not told whether their one weight has it.
+    """
+    weights = [base.ref[region.leaves[slot].id].coef for slot in ("qkv", "q", "k") if slot in region.leaves]
+    if layer.factor == 1 and layer.fused:
+        return 1.0
+    if layer.fused and weights != [1]:
+        raise Unread(
+            f"queries and keys have the factor {layer.factor:g}, and their weight one too", layer.q.nid, "scalar"
+        )
+    return layer.factor / math.prod(weights)
 
 
 def _sums(view: View, region: Region) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from ..graph.canonical import ONE, View
+from ..graph.canonical import View
 from ..graph.compat import has_side_effects
 from ..graph.emit import slice_jaxpr
 from ..graph.ir import Block, Literal, Node, Value
@@ -21,6 +21,7 @@ from ..graph.region import look_through
 from .layer_axes import Side, Unread
 from .layer_rotary import Rotary
 
+_FREELY_MADE = ("one", "iota")  # numbers and positions: what else is made of them, as a mask, has them of its own
 _NODES = 64  # that make a table, at most
 
 
@@ -95,7 +96,7 @@ def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value
         if values[0].id in base.known_inputs:
             continue
         if len({base.twins.get(v.id, v.id) for v in values}) == 1 and (
-            base.ref[values[0].id].nid != ONE or values[0].id not in block.producer
+            base.nodes[base.ref[values[0].id].nid].op not in _FREELY_MADE or values[0].id not in block.producer
         ):
             given, views = _beneath(base, values[0])
             inputs[given.id] = given

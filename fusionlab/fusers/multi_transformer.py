@@ -29,6 +29,7 @@ from .layer_reading import STEPS, Layer, Partial, Reader
 from .layer_rows import Found, joined, plan_of_row, rows
 from .layer_site import Site as LayerSite
 from .layer_site import site_of
+from .layer_streams import multiples
 from .outcomes import LEFT_TO_XLA
 from .overlaps import settle, with_shares_left
 from .site import FUSE_FIRST, Site
@@ -78,7 +79,7 @@ def _fold(search: Search) -> _Folded:
     tiles = [Tile(s.root, s.site.leaves, s.node_ids, s.program, c) for c, s in seen if s.program is not None]
     numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
     known = {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
-    view = View(search.block, known, search.view.outer, tiles)
+    view = View(search.block, known, search.view.outer, tiles, multiples(search.view, tiles))
     attentions = {
         nid: found[0].of for nid in view.by_op.get(_ATTENTION, ()) if (found := view.tiles_at.get(nid)) is not None
     }
@@ -314,7 +315,7 @@ def _common_scope(region: Region) -> str:
 def _notes(view: View, site: LayerSite) -> tuple[str, ...]:
     """Of the layer, and of its attention and norms: what those make of some numbers, the layer makes of them too."""
     one = "one weight" if site.layer.fused else "three weights"
-    norms = (view.tiles_at.get(norm.nid, ()) for norm in (site.layer.norm1, site.layer.norm2))
+    norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
     told = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(IDLE))
     return (

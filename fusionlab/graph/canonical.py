@@ -94,9 +94,11 @@ class View:
         literal_inputs: dict[int, Coef] | None = None,
         outer: tuple[View, Node] | None = None,
         tiles: Iterable[Tile] = (),
+        apart: frozenset[int] = frozenset(),
     ) -> None:
         self._start(block)
         self.outer = outer
+        self._apart = apart
         self._tiles = {block.producer[t.root.id].id: t for t in tiles}
         self.covered = frozenset(i for t in self._tiles.values() for i in t.node_ids)
         first = _given_alike(outer)
@@ -124,6 +126,7 @@ class View:
         self.tiles_at: dict[int, list[Tile]] = {}
         self._tiles: dict[int, Tile] = {}  # by the id of the node that makes the root
         self.covered: frozenset[int] = frozenset()
+        self._apart: frozenset[int] = frozenset()  # ids of values that are nodes of their own where they are multiples
         self._table: dict[Any, int] = {("one", (), (), (), ()): ONE}
         self._unique = itertools.count()
 
@@ -171,6 +174,10 @@ class View:
         self.tiles_at.setdefault(nid, []).append(tile)
 
     def _bind(self, value: Value, ref: Ref) -> None:
+        if value.id in self._apart and ref.coef != 1 and ref.nid != ONE:
+            shape = self.nodes[ref.nid].shape
+            edge = Operand(1.0, ref.nid, tuple(range(len(shape))))
+            ref = Ref(1.0, self.node("multiple", tidy(ref.coef), (edge,), shape), ref.dims)
         self.ref[value.id] = ref
         self.values_of.setdefault(ref.nid, []).append(value)
 

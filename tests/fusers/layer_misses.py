@@ -340,7 +340,7 @@ def misses() -> Iterator[Miss]:
     yield encoder("values_without_norm", unnormed_values, "structure", "different values")
     yield encoder("keys_are_values", keys_are_values, "structure", "one product")
     yield encoder("queries_normed", queries_normed, "structure", "projection")
-    yield encoder("heads_not_turned_back", heads_not_turned_back, "structure", "attention's result")
+    yield encoder("heads_not_turned_back", heads_not_turned_back, "axes", "across those of heads")
     for project, code, says in ((keys_first, "axes", "order"), (innermost, "axes", "order")):
         build = partial(layer, replace(PRE, project=project))
         yield Miss(f"fused_{project.__name__}", build, ENCODER + FUSED, code, says)
