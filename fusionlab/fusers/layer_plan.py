@@ -20,6 +20,7 @@ from ..kernels import OPS
 from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search
 from .layer_axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
+from .layer_factors import FACTOR, factors_of
 from .layer_site import Leaf, Site
 from .layer_tables import Table
 
@@ -144,13 +145,13 @@ class _Planner:
         if "step" in self.site.leaves:
             yield "step", self.step
         for slot in self.site.leaves:
-            if slot in shared:
+            if slot in shared or slot.endswith(FACTOR):
                 continue
             made = self.as_it_lies(slot) or self.arranged(slot)
             if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
                 batch, length, heads, features = self.site.leaves[slot].groups
                 made = self.arranged(slot, (batch, heads, length, features))
-            yield f"{slot}.0", made
+            yield f"{slot}.0", self.multiplied(slot, made)
 
     def table(self, table: Table) -> Maker:
         """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
@@ -178,6 +179,20 @@ class _Planner:
         check_groups(have, groups, self.site.leaves[slot].side.nid)
         return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
 
+    def factors(self, slot: str) -> tuple[float, str | None]:
+        """(number, slot of a vector) that a weight or bias is multiplied by."""
+        layer = self.layer
+        product = {"out": layer.out, "up": layer.up, "down": layer.down}.get(slot.removesuffix("_bias"))
+        return (1.0, None) if product is None else factors_of(product, slot, self.region.leaves)
+
+    def multiplied(self, slot: str, made: Maker) -> Maker:
+        """An operand, its last axis the product's features, times what the program multiplies the product by."""
+        number, vector = self.factors(slot)
+        if vector is not None:
+            along = self.arranged(vector)
+            return lambda inputs: made(inputs) * (along(inputs) * number)
+        return made if number == 1.0 else lambda inputs: made(inputs) * number
+
     @property
     def turned(self) -> tuple[str, ...]:
         """The weights that lie [out, in], as the op has them named."""
@@ -196,7 +211,7 @@ class _Planner:
         )
         matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
         fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
-        if not fits:
+        if not fits or self.factors(slot) != (1.0, None):
             return None
         return "plain" if have == wanted else "turned" if have == turned else None
 

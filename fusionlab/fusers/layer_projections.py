@@ -27,7 +27,8 @@ HELD = {
 class Product:
     """A matrix product with what follows it.
 
-    Attributes: `nid`, `out` (its own axes), `x`, `w`, `bias` (None: none), `activation`.
+    Attributes: `nid`, `out` (its own axes, or those of what the next three make of it), `x`, `w`, `bias` (None: none), `activation`,
+    `factor` (a vector that it is multiplied by behind its bias; None: none), `stretch` (a number that its weight is multiplied by).
     """
 
     nid: int
@@ -36,6 +37,8 @@ class Product:
     w: Side
     bias: Side | None
     activation: str
+    factor: Side | None = None
+    stretch: float = 1.0
 
 
 class ProjectionWalk(RotaryWalk):

@@ -15,6 +15,7 @@ from ..graph.region import NotARegion, Region, cut, escapes, look_through
 from ..graph.rules import SUMS_OVER_DEVICES
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
+from .layer_factors import FACTOR
 from .layer_reading import Layer
 from .layer_tables import Table, tables_of
 from .outcomes import Candidate
@@ -92,6 +93,8 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
             found[f"{slot}_bias"] = product.bias and Leaf(product.bias, tuple((a,) for a in axes))
     found["out"] = Leaf(layer.out.w, (("h",), ("d",), ("e",)))
     found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
+    for slot, product in (("out", layer.out), ("down", layer.down)):
+        found[f"{slot}{FACTOR}"] = product.factor and Leaf(product.factor, (("e",),))
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
             ends = ("f", "e") if slot == "down" else ("e", "f")

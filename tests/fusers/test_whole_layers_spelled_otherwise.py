@@ -18,7 +18,7 @@ ENCODERS = ["multi_transformer_encoder", "multi_transformer_encoder_fuse_qkv"]
 E, H, D, F = 32, 2, 16, 48
 SHAPES = {
     "q": (E, H, D), "k": (E, H, D), "v": (E, H, D), "qb": (H, D), "kb": (H, D), "vb": (H, D), "o": (H, D, E), "ob": (E,),
-    "up": (E, F), "ub": (F,), "down": (F, E), "db": (E,), "g1": (E,), "b1": (E,), "g2": (E,), "b2": (E,),
+    "up": (E, F), "ub": (F,), "down": (F, E), "db": (E,), "g1": (E,), "b1": (E,), "g2": (E,), "b2": (E,), "s1": (E,), "s2": (E,),
 }  # fmt: skip
 P = {name: 0.2 * a for name, a in zip(SHAPES, normal(*SHAPES.values(), seed=5), strict=True)}
 X = normal((2, 6, E))[0]
@@ -47,9 +47,25 @@ def feed_forward(p, h):
     return jax.nn.relu(h @ p["up"] + p["ub"]) @ p["down"] + p["db"]
 
 
-def before(p, x, turn):
+def quick(p, h, c=1.702):
+    h = h @ p["up"] + p["ub"]
+    return (h * jax.nn.sigmoid(c * h)) @ p["down"] + p["db"]
+
+
+def scaled(p, x, turn, feed=feed_forward, around=lambda p, x: x * p["s2"]):
+    """A vector along the features before each sum, without the biases of the output projection."""
+    x = x + p["s1"] * attention(p | {"ob": 0.0}, norm(x, p["g1"], p["b1"]), turn)
+    return x + around(p, feed(p, norm(x, p["g2"], p["b2"])))
+
+
+def scaled_behind(p, x, turn):
+    x = norm(x + attention(p, x, turn) * p["s1"], p["g1"], p["b1"])
+    return norm(p["s2"][None] * quick(p, x, 1.5) + x, p["g2"], p["b2"])
+
+
+def before(p, x, turn, feed=feed_forward):
     x = x + attention(p, norm(x, p["g1"], p["b1"]), turn)
-    return x + feed_forward(p, norm(x, p["g2"], p["b2"]))
+    return x + feed(p, norm(x, p["g2"], p["b2"]))
 
 
 def behind(p, x, turn):
@@ -57,7 +73,41 @@ def behind(p, x, turn):
     return norm(x + feed_forward(p, x), p["g2"], p["b2"])
 
 
-LAYERS = {"norms before": (before, lambda q: q), "norms behind": (behind, lambda q: q), "rotary": (before, tables)}
+LAYERS = {
+    "norms before": (before, lambda q: q),
+    "norms behind": (behind, lambda q: q),
+    "rotary": (before, tables),
+    "layer scale": (scaled, lambda q: q),
+    "quick gelu": (lambda p, x, turn: scaled(p, x, turn, quick, lambda p, y: y), lambda q: q),
+    "both, norms behind": (scaled_behind, tables),
+}
+NEAR = {
+    "a factor of each position": (lambda p, y: y * jnp.linspace(0.1, 1.0, 6)[:, None], feed_forward, "residual sum"),
+    "a factor of each text and feature": (
+        lambda p, y: y * jnp.stack([p["s1"], p["s2"]])[:, None],
+        feed_forward,
+        "residual sum",
+    ),
+    "a factor squared": (lambda p, y: y * y * p["s2"], feed_forward, "residual sum"),
+    "a factor's inverse": (lambda p, y: y / p["s2"], feed_forward, "residual sum"),
+    "a sigmoid of what falls": (lambda p, y: y, lambda p, h: quick(p, h, -1.702), "no activation that the op knows"),
+    "a sigmoid of almost nothing": (lambda p, y: y, lambda p, h: quick(p, h, 1e-30), "no activation that the op knows"),
+    "a sigmoid that is stopped": (
+        lambda p, y: y,
+        lambda p, h: (u := h @ p["up"], u * lax.stop_gradient(jax.nn.sigmoid(1.702 * u)))[1] @ p["down"],
+        "",
+    ),
+    "a sigmoid of a number of the program": (
+        lambda p, y: y,
+        lambda p, h: quick(p, h, p["s1"][0]),
+        "no activation that the op knows",
+    ),
+    "a sigmoid along other axes": (
+        lambda p, y: y,
+        lambda p, h: (u := h @ p["up"], u * jax.nn.sigmoid(1.702 * u.swapaxes(0, 0)[:, ::-1]))[1] @ p["down"],
+        "",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -79,3 +129,40 @@ def test_tables_of_two_other_frequencies_are_no_embedding():
         return before(p, x, lambda y: next(turns)(y) if y.shape[2] == H else other(y))
 
     assert agree(layer, P, X, passes=ENCODERS, factor=16).counts()["multi_transformer_encoder"] == 0
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_what_is_nearly_such_a_factor_is_no_layer(name):
+    around, feed, said = NEAR[name]
+    found = agree(lambda p, x: scaled(p, x, lambda q: q, feed, around), P, X, passes=ENCODERS, factor=16)
+    assert found.counts()["multi_transformer_encoder"] == 0
+    assert any(said in r.sentence for r in found.rejections), found.rejections
+
+
+@pytest.mark.parametrize("layer", [scaled, lambda p, x, turn: scaled(p, x, turn, quick, lambda p, y: y)])
+def test_weights_of_16_bits_are_not_rounded_once_more(layer):
+    p, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (P, X))
+    found = fl.find(lambda p, x: layer(p, x, lambda q: q), p, x, passes=ENCODERS)
+    assert not found.counts()["multi_transformer_encoder"]
+    assert any(r.code == "rounding" and "rounded once more" in r.sentence for r in found.rejections), found.rejections
+
+
+def test_layers_with_such_factors_in_a_row_are_one_call():
+    def two(p, other, x):
+        for q in (p, other):
+            x = scaled(q, x, lambda q: q, quick)
+        return x
+
+    strategy = fl.Strategy(multi_transformer_encoder={"stacked": True})
+    other = {name: 0.9 * a for name, a in P.items()}
+    (site,) = agree(two, P, other, X, passes=strategy, factor=32).candidates
+    assert site.attrs["layers"] == 2
+
+
+def test_a_packed_gate_says_so():
+    def packed(p, h):
+        u, g = jnp.split(h @ p["up"], 2, -1)
+        return (jax.nn.silu(u) * g) @ p["down"][: F // 2] + p["db"]
+
+    found = fl.find(lambda p, x: before(p, x, lambda q: q, packed), P, X, passes=ENCODERS)
+    assert any("one product makes both sides of the feed-forward's gate" in r.sentence for r in found.rejections)
