@@ -21,6 +21,7 @@ from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search
 from .layer_axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
 from .layer_factors import FACTOR, factors_of
+from .layer_rotary import NEIGHBOURS
 from .layer_site import Leaf, Site
 from .layer_tables import Table
 
@@ -41,6 +42,9 @@ def attributes_of(site: Site) -> dict[str, Any]:
             raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
     if layer.norm1.kind != layer.norm2.kind:
         raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
+    if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
+        what = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
+        raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
     is_causal = bool(attention.attrs.get("is_causal", False))
     if is_causal and layer.key_cache is not None:
         raise Unread(
@@ -169,6 +173,7 @@ class _Planner:
 
         def made(inputs: Sequence[Any]) -> Any:
             whole = arranged(program(*(inputs[i] for i in at)), axes, groups, self.sizes)
+            whole = in_halves(whole) if rotary is not None and rotary.neighbours else whole
             return jnp.concatenate([whole] * times, axis=-1)
 
         return made
@@ -185,9 +190,16 @@ class _Planner:
         product = {"out": layer.out, "up": layer.up, "down": layer.down}.get(slot.removesuffix("_bias"))
         return (1.0, None) if product is None else factors_of(product, slot, self.region.leaves)
 
+    def turns_neighbours(self, slot: str) -> bool:
+        """Whether a weight or bias has columns whose neighbours are turned as pairs, where the op turns halves."""
+        rotary = self.layer.rotary
+        return rotary is not None and rotary.neighbours and slot.removesuffix("_bias") in ("q", "k")
+
     def multiplied(self, slot: str, made: Maker) -> Maker:
         """An operand, its last axis the product's features, times what the program multiplies the product by."""
         number, vector = self.factors(slot)
+        if self.turns_neighbours(slot):
+            return lambda inputs: in_halves(made(inputs))
         if vector is not None:
             along = self.arranged(vector)
             return lambda inputs: made(inputs) * (along(inputs) * number)
@@ -211,7 +223,7 @@ class _Planner:
         )
         matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
         fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
-        if not fits or self.factors(slot) != (1.0, None):
+        if not fits or self.factors(slot) != (1.0, None) or self.turns_neighbours(slot):
             return None
         return "plain" if have == wanted else "turned" if have == turned else None
 
@@ -221,6 +233,8 @@ class _Planner:
         if slot in TURNED and self.lies(slot) is not None:
             return lambda inputs: inputs[at]
         value = self.region.leaves[slot]
+        if self.turns_neighbours(slot):
+            return None
         return (lambda inputs: inputs[at]) if slot.endswith("_bias") and len(value.shape) == 1 else None
 
     def step(self, inputs: Sequence[Any]) -> Any:
@@ -273,6 +287,12 @@ class _Planner:
                 )
             )
         return made
+
+
+def in_halves(x: Any) -> Any:
+    """The entries along the last axis with even numbers, and then those with odd ones."""
+    pairs = jnp.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
+    return jnp.reshape(jnp.swapaxes(pairs, -1, -2), x.shape)
 
 
 def _over_keys(x: Any, keys: int) -> Any:

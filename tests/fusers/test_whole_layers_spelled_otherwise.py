@@ -37,6 +37,25 @@ def tables(x):
     return jnp.concatenate([u * c - w * s, w * c + u * s], -1)
 
 
+def every_pair(x):
+    return jnp.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+
+
+def angles(which=lambda a: jnp.repeat(a, 2, -1)):
+    return which(jnp.arange(6.0)[:, None] * jnp.asarray(1e4 ** (-np.arange(0, D, 2, dtype=np.float32) / D)))
+
+
+def neighbours(x, pairs=every_pair, angle=angles):
+    """A rotary embedding of neighbours."""
+    a = angle()[:, None]
+    return x * jnp.cos(a) + pairs(x) * jnp.sin(a)
+
+
+def by_einsum(x):
+    a = angles()
+    return jnp.einsum("bthd,...td->bthd", x, jnp.cos(a)) + jnp.einsum("bthd,...td->bthd", every_pair(x), jnp.sin(a))
+
+
 def attention(p, h, turn):
     q, k, v = (jnp.einsum("bte,ehd->bthd", h, p[n]) + p[f"{n}b"] for n in "qkv")
     s = jnp.einsum("bthd,bshd->bhts", turn(q) * D**-0.5, turn(k))
@@ -80,6 +99,24 @@ LAYERS = {
     "layer scale": (scaled, lambda q: q),
     "quick gelu": (lambda p, x, turn: scaled(p, x, turn, quick, lambda p, y: y), lambda q: q),
     "both, norms behind": (scaled_behind, tables),
+    "neighbours": (before, neighbours),
+    "neighbours by einsums, norms behind": (behind, by_einsum),
+    "neighbours by two angles": (
+        before,
+        lambda x: neighbours(x, angle=lambda: angles(lambda a: jnp.concatenate([a, -a], -1))),
+    ),
+}
+NEAR_ROTARY = {
+    "the other way round": lambda x: neighbours(
+        x, lambda x: jnp.stack([x[..., 1::2], -x[..., ::2]], -1).reshape(x.shape)
+    ),
+    "even before odd": lambda x: neighbours(x, lambda x: jnp.stack([-x[..., ::2], x[..., 1::2]], -1).reshape(x.shape)),
+    "one after the other": lambda x: neighbours(x, lambda x: jnp.concatenate([-x[..., 1::2], x[..., ::2]], -1)),
+    "stacked before": lambda x: neighbours(x, lambda x: jnp.stack([-x[..., 1::2], x[..., ::2]], -2).reshape(x.shape)),
+    "no sign": lambda x: neighbours(x, lambda x: jnp.stack([x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)),
+    "of other positions": lambda x: neighbours(x, lambda x: every_pair(x[:, ::-1])),
+    "of other heads": lambda x: neighbours(x, lambda x: every_pair(x[:, :, ::-1])),
+    "of the square": lambda x: neighbours(x, lambda x: every_pair(x * x)),
 }
 NEAR = {
     "a factor of each position": (lambda p, y: y * jnp.linspace(0.1, 1.0, 6)[:, None], feed_forward, "residual sum"),
@@ -166,3 +203,34 @@ def test_a_packed_gate_says_so():
 
     found = fl.find(lambda p, x: before(p, x, lambda q: q, packed), P, X, passes=ENCODERS)
     assert any("one product makes both sides of the feed-forward's gate" in r.sentence for r in found.rejections)
+
+
+@pytest.mark.parametrize("name", NEAR_ROTARY)
+def test_what_is_nearly_a_rotary_embedding_of_neighbours_is_none(name):
+    found = agree(lambda p, x: before(p, x, NEAR_ROTARY[name]), P, X, passes=ENCODERS, factor=16)
+    assert found.counts()["multi_transformer_encoder"] == 0
+    assert any(r.code == "rotary" for r in found.rejections), found.rejections
+
+
+def test_neighbours_are_turned_alike_or_it_is_no_layer():
+    """Queries by neighbours and keys by halves, each of its own right."""
+
+    def layer(p, x):
+        turns = iter((neighbours, tables))
+        return before(p, x, lambda y: next(turns)(y))
+
+    assert agree(layer, P, X, passes=ENCODERS, factor=16).counts()["multi_transformer_encoder"] == 0
+
+
+def test_keys_whose_neighbours_are_turned_are_not_given_in_another_order():
+    def layer(p, x):
+        h = norm(x, p["g1"], p["b1"])
+        q, k, v = (jnp.einsum("bte,ehd->bthd", h, p[n]) + p[f"{n}b"] for n in "qkv")
+        q, k = neighbours(q), neighbours(k)
+        w = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q * D**-0.5, k), -1)
+        x = x + (jnp.einsum("bhts,bshd,hde->bte", w, v, p["o"]) + p["ob"])
+        return x + feed_forward(p, norm(x, p["g2"], p["b2"])), k, v
+
+    found = agree(layer, P, X, passes=ENCODERS, factor=16)
+    assert found.counts()["multi_transformer_encoder"] == 0
+    assert any("pairs of neighbours are turned" in r.sentence for r in found.rejections), found.rejections

@@ -35,7 +35,6 @@ LAYERS = (
     Missed("equimo_dinov2", "whole layers", 1, "one product makes both sides of the feed-forward's gate", FORWARD),
     Missed("transformers_opt", "whole layers", 1, "0 norms read the sum after the attention", FORWARD),
     Missed("transformers_gpt_neo", "whole layers", 1, "besides the score scale", FORWARD),
-    Missed("transformers_roformer", "whole layers", 1, "as by a rotary embedding in another form", FORWARD),
 )
 
 
