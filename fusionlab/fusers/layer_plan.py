@@ -190,16 +190,27 @@ class _Planner:
         product = {"out": layer.out, "up": layer.up, "down": layer.down}.get(slot.removesuffix("_bias"))
         return (1.0, None) if product is None else factors_of(product, slot, self.region.leaves)
 
+    def part(self, slot: str) -> slice | None:
+        """The columns of a weight or bias that are one side of a gate, where there are others."""
+        product = {"up": self.layer.up, "gate": self.layer.gate}.get(slot.removesuffix("_bias"))
+        return None if product is None or product.part is None else slice(product.part[0], sum(product.part))
+
     def turns_neighbours(self, slot: str) -> bool:
         """Whether a weight or bias has columns whose neighbours are turned as pairs, where the op turns halves."""
         rotary = self.layer.rotary
         return rotary is not None and rotary.neighbours and slot.removesuffix("_bias") in ("q", "k")
+
+    def as_halves(self, slot: str) -> bool:
+        """Whether the op has other columns of an operand than the program, or in another order."""
+        return self.turns_neighbours(slot) or self.part(slot) is not None
 
     def multiplied(self, slot: str, made: Maker) -> Maker:
         """An operand, its last axis the product's features, times what the program multiplies the product by."""
         number, vector = self.factors(slot)
         if self.turns_neighbours(slot):
             return lambda inputs: in_halves(made(inputs))
+        if (part := self.part(slot)) is not None:
+            return lambda inputs: made(inputs)[..., part]
         if vector is not None:
             along = self.arranged(vector)
             return lambda inputs: made(inputs) * (along(inputs) * number)
@@ -223,7 +234,7 @@ class _Planner:
         )
         matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
         fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
-        if not fits or self.factors(slot) != (1.0, None) or self.turns_neighbours(slot):
+        if not fits or self.factors(slot) != (1.0, None) or self.as_halves(slot):
             return None
         return "plain" if have == wanted else "turned" if have == turned else None
 
@@ -233,7 +244,7 @@ class _Planner:
         if slot in TURNED and self.lies(slot) is not None:
             return lambda inputs: inputs[at]
         value = self.region.leaves[slot]
-        if self.turns_neighbours(slot):
+        if self.as_halves(slot):
             return None
         return (lambda inputs: inputs[at]) if slot.endswith("_bias") and len(value.shape) == 1 else None
 

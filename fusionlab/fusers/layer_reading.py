@@ -417,6 +417,8 @@ class Reader(FactorWalk):
         (up,) = products
         if (quick := self.quick(up)) is not None:
             return quick, None, replace(self.last(quick.out), stretch=1.0 / quick.stretch)
+        if (both := self.packed(up)) is not None:
+            return both[0], both[1], self.last(both[2])
         if up.activation == "none":
             user = self.view.users.get(up.nid, (up.nid,))[0]
             if self.node(user).op in CODES:

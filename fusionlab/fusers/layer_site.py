@@ -15,7 +15,7 @@ from ..graph.region import NotARegion, Region, cut, escapes, look_through
 from ..graph.rules import SUMS_OVER_DEVICES
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
-from .layer_factors import FACTOR
+from .layer_factors import BOTH, FACTOR
 from .layer_reading import Layer
 from .layer_tables import Table, tables_of
 from .outcomes import Candidate
@@ -97,7 +97,7 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
         found[f"{slot}{FACTOR}"] = product.factor and Leaf(product.factor, (("e",),))
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
-            ends = ("f", "e") if slot == "down" else ("e", "f")
+            ends = ("f", "e") if slot == "down" else ("e", "f" if product.part is None else BOTH)
             found[slot] = Leaf(product.w, tuple((a,) for a in ends))
             found[f"{slot}_bias"] = product.bias and Leaf(product.bias, ((ends[1],),))
     if layer.key_cache is not None and layer.value_cache is not None:

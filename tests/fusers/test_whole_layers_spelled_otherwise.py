@@ -196,13 +196,30 @@ def test_layers_with_such_factors_in_a_row_are_one_call():
     assert site.attrs["layers"] == 2
 
 
-def test_a_packed_gate_says_so():
-    def packed(p, h):
-        u, g = jnp.split(h @ p["up"], 2, -1)
-        return (jax.nn.silu(u) * g) @ p["down"][: F // 2] + p["db"]
+PACKED = {
+    "split": (lambda u: jnp.split(u, 2, -1), jax.nn.silu, 1),
+    "slices, the second activated": (lambda u: (u[..., F // 2 :], u[..., : F // 2]), jax.nn.silu, 1),
+    "gelu": (lambda u: jnp.split(u, 2, -1), jax.nn.gelu, 0),
+    "one half twice": (lambda u: (u[..., : F // 2], u[..., : F // 2]), jax.nn.silu, 0),
+    "halves that share entries": (lambda u: (u[..., : F // 2], u[..., 4 : F // 2 + 4]), jax.nn.silu, 0),
+    "every second": (lambda u: (u[..., ::2], u[..., 1::2]), jax.nn.silu, 0),
+    "silu of the double": (lambda u: jnp.split(u, 2, -1), lambda g: jax.nn.silu(2 * g), 0),
+    "silu of other rows": (lambda u: jnp.split(u, 2, -1), lambda g: jax.nn.silu(g[:, ::-1]), 0),
+    "a gate by a sigmoid": (lambda u: jnp.split(u, 2, -1), jax.nn.sigmoid, 0),
+}
 
-    found = fl.find(lambda p, x: before(p, x, lambda q: q, packed), P, X, passes=ENCODERS)
-    assert any("one product makes both sides of the feed-forward's gate" in r.sentence for r in found.rejections)
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_gate_is_two_products(name, biased):
+    halves, activation, sites = PACKED[name]
+
+    def packed(p, h):
+        g, u = halves(h @ p["up"] + p["ub"] if biased else h @ p["up"])
+        return (activation(g) * u) @ p["down"][: F // 2] + p["db"]
+
+    found = agree(lambda p, x: before(p, x, lambda q: q, packed), P, X, passes=ENCODERS, factor=16)
+    assert found.counts()["multi_transformer_encoder"] == sites, found.rejections
 
 
 @pytest.mark.parametrize("name", NEAR_ROTARY)
