@@ -374,7 +374,11 @@ class _Site(AttentionMisses):
             return self.rejection("structure", sentence, site=region.nodes, edit=edit)
         times = self.maximum_taken(read.match)
         if not close(times, 1.0):
-            what = f"maximum of the scores {times:g} times" if times >= 0 else "minimum of the scores, and not their maximum"
+            what = (
+                f"maximum of the scores {times:g} times"
+                if times >= 0
+                else "minimum of the scores, and not their maximum"
+            )
             sentence = (
                 f"{anchor_text(self.anchor)}: its softmax subtracts the {what}; "
                 "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
@@ -395,7 +399,9 @@ class _Site(AttentionMisses):
                 scores = next((o for o in operands if o.nid == of.nid), None)
                 if scores is not None:
                     times = -float(coef * maximum.coef * of.coef) / float(scores.coef)
-                    return times if float(of.coef * scores.coef) > 0 else -1.0  # of what is turned over it is the minimum
+                    return (
+                        times if float(of.coef * scores.coef) > 0 else -1.0
+                    )  # of what is turned over it is the minimum
         return 1.0
 
     def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:

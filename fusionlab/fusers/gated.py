@@ -268,7 +268,11 @@ class GatedSite(Site):
         activation = between(view, gate.outputs[0], end)
         numbers = [n for n in activation if view.is_literal(view.ref[n.outputs[0].id])]  # others may read them too
         support = {n.id: n for n in (*passed, *numbers)}
-        inner = {n.id: n for n in (gate, up, *side.between, self.anchor, *last, *activation) if n.id not in support}
+        inner = {
+            n.id: n
+            for n in (gate, up, *side.between, *side.copies, self.anchor, *last, *activation)
+            if n.id not in support
+        }
         inner.update(dead_with(block, inner, support, leaves.values()))
         kept = tuple(support[i] for i in sorted(support) if i not in inner)
         nodes = tuple(inner[i] for i in sorted(inner))

@@ -12,6 +12,7 @@ from ..graph.canonical import View
 from ..graph.fingerprint import ELEMENTWISE, NONLINEAR
 from ..graph.ir import Node, Value
 from ..graph.region import VIEWS
+from ..graph.rules import TRANSPARENT
 
 _STEPS = 40  # between a product and what it is multiplied with
 # What may stand between the bare product and the multiplication so that it is no pair, and the code that says so.
@@ -23,16 +24,18 @@ BETWEEN = {
     "add": "bias",
     **dict.fromkeys(VIEWS, "axes"),
 }
+COPIES = TRANSPARENT - VIEWS  # the value itself
 _PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
 
 
 @dataclass(frozen=True)
 class Behind:
-    """A product, and what stands between it and a value, from the value back."""
+    """A product, and what stands between it and a value, from the value back; `copies` set nothing apart."""
 
     product: Node
     between: tuple[Node, ...]
+    copies: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Sides:
 
     def nodes(self, view: View) -> dict[int, Node]:
         """Both products, and what stands between them and the multiplication, by their ids."""
-        found = {n.id: n for n in (self.gate, self.up.product, *self.up.between)}
+        found = {n.id: n for n in (self.gate, self.up.product, *self.up.between, *self.up.copies)}
         stack = [self.activated]
         while stack:
             node = view.block.producer.get(stack.pop().id)
@@ -96,7 +99,7 @@ def packed(view: View, multiplication: Node) -> dict[int, Node] | None:
     behind = _product_behind(view, one.whole)
     if behind is None or one.activated == two.activated:
         return None
-    return {n.id: n for n in (behind.product, *behind.between)} | one.nodes | two.nodes
+    return {n.id: n for n in (behind.product, *behind.between, *behind.copies)} | one.nodes | two.nodes
 
 
 def _part_of(view: View, value: Value) -> _Part | None:
@@ -113,7 +116,7 @@ def _part_of(view: View, value: Value) -> _Part | None:
         if node.primitive in _PARTS and isinstance(node.inputs[0], Value):
             parts[node.id] = nodes[node.id] = node
             made[at.id] = at
-        elif node.primitive in ELEMENTWISE | _RULES | BETWEEN.keys():
+        elif node.primitive in ELEMENTWISE | COPIES | _RULES | BETWEEN.keys():
             nodes[node.id] = node
             activated = activated or node.primitive in NONLINEAR | _RULES
             stack += [a for a in node.inputs if isinstance(a, Value)]
@@ -146,9 +149,14 @@ def _is_number(view: View, value: Value) -> bool:
 def _product_behind(view: View, value: Value) -> Behind | None:
     """The product that a value is, or would be but for a step or two that set it apart."""
     passed: list[Node] = []
+    copies: list[Node] = []
     while (node := view.block.producer.get(value.id)) is not None and len(passed) < _STEPS:
         if node.primitive == "dot_general":
-            return Behind(node, tuple(passed))
+            return Behind(node, tuple(passed), tuple(copies))
+        if node.primitive in COPIES and isinstance(node.inputs[0], Value):
+            copies.append(node)
+            value = node.inputs[0]
+            continue
         sources = [a for a in node.inputs if isinstance(a, Value)]
         if node.primitive == "add":
             sources = [a for a in sources if not given(view, a)]
@@ -173,7 +181,7 @@ def _origin(view: View, value: Value) -> Node | None:
         seen.add(one.id)
         if node is not None and node.primitive == "dot_general":
             products[node.id] = node
-        elif node is not None and (node.primitive in ELEMENTWISE | _RULES | BETWEEN.keys()):
+        elif node is not None and (node.primitive in ELEMENTWISE | COPIES | _RULES | BETWEEN.keys()):
             activated = activated or node.primitive in NONLINEAR | _RULES
             stack += [a for a in node.inputs if isinstance(a, Value)]
         elif node is not None or not given(view, one):

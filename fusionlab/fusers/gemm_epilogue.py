@@ -276,11 +276,25 @@ class _Site(LinearSite):
         out = None if region.root.dtype == dtype else "float32"
         return Wide(np.dtype(dtype).name, "product" if kept else "epilogue", out)
 
+    def mixed(self, region: Region) -> bool:
+        """Whether a product computes in the dtype of the result, which x or w has, of operands some of which have fewer bits: these are
+        widened, and nothing is rounded.
+        """
+        made = region.root.dtype
+        leaves, operands = [v.dtype for v in region.leaves.values()], [a.dtype for a in self.anchor.inputs]
+        wide = np.dtype(made).name in ("float32", "float64") and self.anchor.outputs[0].dtype == made
+        return (
+            wide
+            and made in operands
+            and len(set(leaves)) > 1
+            and all(is_float(d) and not narrows(made, d) for d in leaves)
+        )
+
     def conditions(self, linear: Linear, region: Region, activation: str, wide: Wide) -> Rejection | None:
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
         values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
-        dtypes = {str(v.dtype) for v in values}
+        dtypes = {str(v.dtype) for v in values} if not self.mixed(region) else {str(region.root.dtype)}
         concepts = concepts_of(linear.bias, activation)
         if len(dtypes) != 1:
             sentence = (
@@ -377,9 +391,14 @@ def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wi
         given = unplaced(site, region.leaves["b"], behind.added, behind.views, given)
         return arrange(given, tuple(c if c in n else None for c in root_axes), [n], sizes)
 
+    widened = region.root.dtype if site.mixed(region) else None
+
+    def given(inputs: Any, role: str) -> Any:
+        return inputs[pick[role]] if widened is None else inputs[pick[role]].astype(widened)
+
     def operands(*inputs: Any) -> tuple[Any, ...]:
-        x, w = inputs[pick["x"]], inputs[pick["w"]]
-        bias = added(inputs[pick["b"]]) if linear.bias else None
+        x, w = given(inputs, "x"), given(inputs, "w")
+        bias = added(given(inputs, "b")) if linear.bias else None
         if direct:
             return x, arrange(w, w_axes, w_groups, sizes) if point else w, bias
         x_groups = [[c] for c in rows] or [[]]
@@ -397,5 +416,5 @@ def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wi
         **wide.attrs,
     }
     op = OPS["gemm_epilogue"]
-    arithmetic = product_arithmetic(str(region.leaves["x"].dtype), attrs["precision"], search.device)
+    arithmetic = product_arithmetic(str(widened or region.leaves["x"].dtype), attrs["precision"], search.device)
     return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)

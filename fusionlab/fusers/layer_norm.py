@@ -25,7 +25,7 @@ from ..graph.order import waits_for_itself
 from ..graph.pattern import Example, pattern_of
 from ..graph.region import CASTS, NotARegion, Region, cut, escapes, widens
 from ..graph.rules import is_jax_rule
-from ..graph.scopes import is_backward
+from ..graph.scopes import in_backward, is_backward
 from ..kernels import OPS
 from ..kernels.layer_norm.op import DTYPES
 from ..kernels.layer_norm.reference import statistics_dtype
@@ -122,7 +122,7 @@ class _Site(NormMisses):
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         best: Miss | None = None
         for value in self.around.results:
-            if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value):
+            if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value) or self.is_one_of_casts(value):
                 continue  # the result has the dtype of x: a cast of it stays outside
             found = self.matched(value)
             if isinstance(found, Match):
@@ -168,6 +168,13 @@ class _Site(NormMisses):
         maker = self.search.block.producer.get(value.id)
         source = maker.inputs[0] if maker is not None and widens(maker) else None
         return isinstance(source, Value) and source.dtype == self.around.x.dtype and source in self.around.results
+
+    def is_one_of_casts(self, value: Value) -> bool:
+        """Whether a value is another result, cast for one of its several readers: that is the norm's, and each makes its own."""
+        maker = self.search.block.producer.get(value.id)
+        if maker is None or maker.primitive not in CASTS or maker.inputs[0] not in self.around.results:
+            return False
+        return sum(not in_backward(u) for u in self.users(maker.inputs[0])) > 1
 
     def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
         ref = self.view.ref[value.id]

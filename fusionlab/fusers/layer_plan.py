@@ -20,6 +20,8 @@ from ..kernels import OPS
 from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search
 from .layer_axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
+from .layer_factors import FACTOR, factors_of
+from .layer_rotary import NEIGHBOURS
 from .layer_site import Leaf, Site
 from .layer_tables import Table
 
@@ -40,6 +42,9 @@ def attributes_of(site: Site) -> dict[str, Any]:
             raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
     if layer.norm1.kind != layer.norm2.kind:
         raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
+    if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
+        what = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
+        raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
     window = attention.attrs.get("window")
     is_causal = bool(attention.attrs.get("is_causal", False)) and window is None
     if window is not None and site.masks:
@@ -150,13 +155,13 @@ class _Planner:
         if "step" in self.site.leaves:
             yield "step", self.step
         for slot in self.site.leaves:
-            if slot in shared:
+            if slot in shared or slot.endswith(FACTOR):
                 continue
             made = self.as_it_lies(slot) or self.arranged(slot)
             if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
                 batch, length, heads, features = self.site.leaves[slot].groups
                 made = self.arranged(slot, (batch, heads, length, features))
-            yield f"{slot}.0", made
+            yield f"{slot}.0", self.multiplied(slot, made)
 
     def table(self, table: Table) -> Maker:
         """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
@@ -174,6 +179,7 @@ class _Planner:
 
         def made(inputs: Sequence[Any]) -> Any:
             whole = arranged(program(*(inputs[i] for i in at)), axes, groups, self.sizes)
+            whole = in_halves(whole) if rotary is not None and rotary.neighbours else whole
             return jnp.concatenate([whole] * times, axis=-1)
 
         return made
@@ -183,6 +189,38 @@ class _Planner:
         groups = groups or self.site.leaves[slot].groups
         check_groups(have, groups, self.site.leaves[slot].side.nid)
         return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
+
+    def factors(self, slot: str) -> tuple[float, str | None]:
+        """(number, slot of a vector) that a weight or bias is multiplied by."""
+        layer = self.layer
+        product = {"out": layer.out, "up": layer.up, "down": layer.down}.get(slot.removesuffix("_bias"))
+        return (1.0, None) if product is None else factors_of(product, slot, self.region.leaves)
+
+    def part(self, slot: str) -> slice | None:
+        """The columns of a weight or bias that are one side of a gate, where there are others."""
+        product = {"up": self.layer.up, "gate": self.layer.gate}.get(slot.removesuffix("_bias"))
+        return None if product is None or product.part is None else slice(product.part[0], sum(product.part))
+
+    def turns_neighbours(self, slot: str) -> bool:
+        """Whether a weight or bias has columns whose neighbours are turned as pairs, where the op turns halves."""
+        rotary = self.layer.rotary
+        return rotary is not None and rotary.neighbours and slot.removesuffix("_bias") in ("q", "k")
+
+    def as_halves(self, slot: str) -> bool:
+        """Whether the op has other columns of an operand than the program, or in another order."""
+        return self.turns_neighbours(slot) or self.part(slot) is not None
+
+    def multiplied(self, slot: str, made: Maker) -> Maker:
+        """An operand, its last axis the product's features, times what the program multiplies the product by."""
+        number, vector = self.factors(slot)
+        if self.turns_neighbours(slot):
+            return lambda inputs: in_halves(made(inputs))
+        if (part := self.part(slot)) is not None:
+            return lambda inputs: made(inputs)[..., part]
+        if vector is not None:
+            along = self.arranged(vector)
+            return lambda inputs: made(inputs) * (along(inputs) * number)
+        return made if number == 1.0 else lambda inputs: made(inputs) * number
 
     @property
     def turned(self) -> tuple[str, ...]:
@@ -202,7 +240,7 @@ class _Planner:
         )
         matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
         fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
-        if not fits:
+        if not fits or self.factors(slot) != (1.0, None) or self.as_halves(slot):
             return None
         return "plain" if have == wanted else "turned" if have == turned else None
 
@@ -212,6 +250,8 @@ class _Planner:
         if slot in TURNED and self.lies(slot) is not None:
             return lambda inputs: inputs[at]
         value = self.region.leaves[slot]
+        if self.as_halves(slot):
+            return None
         return (lambda inputs: inputs[at]) if slot.endswith("_bias") and len(value.shape) == 1 else None
 
     def step(self, inputs: Sequence[Any]) -> Any:
@@ -271,6 +311,12 @@ def _in_window(queries: int, keys: int, window: tuple[int, int], is_causal: bool
     ahead = jnp.arange(keys) - jnp.arange(queries)[:, None]
     seen = (ahead >= -window[0]) & (ahead <= (0 if is_causal else window[1]))
     return seen[None, None]
+
+
+def in_halves(x: Any) -> Any:
+    """The entries along the last axis with even numbers, and then those with odd ones."""
+    pairs = jnp.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
+    return jnp.reshape(jnp.swapaxes(pairs, -1, -2), x.shape)
 
 
 def _over_keys(x: Any, keys: int) -> Any:

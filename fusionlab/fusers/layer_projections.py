@@ -27,7 +27,9 @@ HELD = {
 class Product:
     """A matrix product with what follows it.
 
-    Attributes: `nid`, `out` (its own axes), `x`, `w`, `bias` (None: none), `activation`.
+    Attributes: `nid`, `out` (its own axes, or those of what the next make of it), `x`, `w`, `bias` (None: none), `activation`, `factor` (a
+    vector that it is multiplied by behind its bias; None: none), `stretch` (a number that its weight is multiplied by), `part` (the first
+    and the number of those of the weight's columns that it is of; None: all).
     """
 
     nid: int
@@ -36,6 +38,9 @@ class Product:
     w: Side
     bias: Side | None
     activation: str
+    factor: Side | None = None
+    stretch: float = 1.0
+    part: tuple[int, int] | None = None
 
 
 class ProjectionWalk(RotaryWalk):

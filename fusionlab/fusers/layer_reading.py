@@ -16,6 +16,7 @@ from ..graph.labelled import Labelled, labels_of
 from ..graph.rules import SUMS_OVER_DEVICES
 from .layer_axes import Side, Unread, slot_of
 from .layer_caches import Cache
+from .layer_factors import FactorWalk
 from .layer_norms import Norm, NormWalk
 from .layer_projections import CODES, HELD, PRODUCTS, Product
 from .layer_rotary import Rotary
@@ -92,7 +93,7 @@ class Partial(Exception):  # noqa: N818 - an answer to the search, not an error 
         self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
 
 
-class Reader(NormWalk):
+class Reader(NormWalk, FactorWalk):
     """Reads the layer around one attention of a view.
 
     Raises (`read`):
@@ -247,6 +248,7 @@ class Reader(NormWalk):
         """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
         over them first; then its bias may be added before what it goes to or behind it.
         """
+        product = self.scaled(product)
         made = self.over_devices(product)
         total, rest = self.added(made, what, of)
         if made is product.out:
@@ -258,6 +260,10 @@ class Reader(NormWalk):
                 )
             self.alone = product.nid
             return product, total, rest
+        if product.factor is not None:
+            raise Unread(
+                f"{what} is multiplied by a vector before it is summed over devices", product.out.nid, "region"
+            )
         bias = None
         if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
             bias = rest
@@ -386,10 +392,20 @@ class Reader(NormWalk):
                 f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate", fed.nid
             )
         (up,) = products
+        if (quick := self.quick(up)) is not None:
+            return quick, None, replace(self.last(quick.out), stretch=1.0 / quick.stretch)
+        if (both := self.packed(up)) is not None:
+            return both[0], both[1], self.last(both[2])
         if up.activation == "none":
             user = self.view.users.get(up.nid, (up.nid,))[0]
             if self.node(user).op in CODES:
                 raise Unread("it stands behind the feed-forward's first product", user)
+            if self.node(user).op in ("split", "slice"):
+                raise Unread(
+                    "one product makes both sides of the feed-forward's gate, where the op has two",
+                    user,
+                    edit="multiply by each part of the weight, w1, w2 = jnp.split(w, 2, -1)",
+                )
             raise Unread("the feed-forward has no activation that the op knows", user, "activation")
         return up, None, self.last(up.out)
 

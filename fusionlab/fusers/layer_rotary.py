@@ -1,11 +1,13 @@
 """Rotary embeddings of a layer's queries and keys, as they are written out: heads that are turned by tables of cosines and sines.
 
-Two ways to write one down are read (Su et al. 2021, arXiv:2104.09864; the pairs are entry j of the one half and of the other):
+Three ways to write one down are read (Su et al. 2021, arXiv:2104.09864; the pairs are entry j of the one half and of the other):
 
   x * cos + concatenate([-r, l]) * sin, with tables as wide as a head, and
   concatenate([l * cos - r * sin, r * cos + l * sin]), with tables half as wide,
 
-where l and r are the halves of x. What was read is certified with the layer that it is part of.
+where l and r are the halves of x. The third is the first with pairs of neighbours: stack([-odd, even], -1) of the entries of x, with its
+last two axes merged, in place of the concatenation. The weights' columns and the tables are put in the order of halves then. What was
+read is certified with the layer that it is part of.
 """
 
 from __future__ import annotations
@@ -19,19 +21,20 @@ from .layer_axes import Cut, Side, Unread, parts_of, renamed
 from .layer_caches import CacheWalk, joins
 
 _FEATURE, _HALF = "c", "w"
-_NEIGHBOURS = "pairs of neighbours are turned, needed pairs of entry j of the one half and of the other"
+NEIGHBOURS = "pairs of neighbours are turned, needed pairs of entry j of the one half and of the other"
 
 
 @dataclass(frozen=True)
 class Rotary:
     """The tables of a rotary embedding; the last of their letters is "c", as wide as a head, or "w", half as wide.
 
-    `products`: the nodes that multiply by them.
+    `products`: the nodes that multiply by them. `neighbours`: the pairs are of neighbours.
     """
 
     cos: Side
     sin: Side
     products: frozenset[int] = field(default=frozenset(), compare=False)
+    neighbours: bool = False
 
     @property
     def width(self) -> str:
@@ -49,7 +52,7 @@ class RotaryWalk(CacheWalk):
         """
         made = self.node(side.nid)
         if made.op == "reshape" and self.node(made.operands[0].nid).op == "stack":
-            raise Unread(_NEIGHBOURS, made.id, "rotary", "take halves for pairs, and the features in that order")
+            raise Unread(NEIGHBOURS, made.id, "rotary", "take halves for pairs, and the features in that order")
         side = self.up(side)
         node = self.node(side.nid)
         found = self.by_width(node, side) if node.op == "sum" else None
@@ -68,7 +71,7 @@ class RotaryWalk(CacheWalk):
                 )
         self.met += nids
         products = frozenset(n for n in nids if self.node(n).op == "prod")
-        return Rotary(cos, sin, products), self.up(source)
+        return Rotary(cos, sin, products, any(self.node(n).op == "reshape" for n in nids)), self.up(source)
 
     def by_width(self, node: CNode, side: Side) -> Any:
         """x * cos + concatenate([-r, l]) * sin."""
@@ -78,16 +81,57 @@ class RotaryWalk(CacheWalk):
         size = self.sizes[_FEATURE] // 2 if _FEATURE in self.sizes else 0
         for (_, plain), (_, across) in (terms, terms[::-1]):
             for turned, sin in itertools.permutations(self.factors(across)):
-                joined = self.node(turned.nid)
-                if joined.op != "concatenate" or [o.coef for o in joined.operands] != [-1, 1]:
-                    continue
-                right, left = (
-                    self.half_of(o.nid, start, size) for o, start in zip(joined.operands, (size, 0), strict=True)
-                )
+                of = self.halves_turned(self.node(turned.nid), size) or self.neighbours_turned(self.node(turned.nid))
                 for source, cos in itertools.permutations(self.factors(plain)):
-                    if source.nid == left == right:
+                    if source.nid == of:
                         return cos, sin, source, [node.id, plain.nid, across.nid, turned.nid]
         return None
+
+    def halves_turned(self, joined: CNode, size: int) -> int | None:
+        """What a node is concatenate([-r, l]) of."""
+        if joined.op != "concatenate" or [o.coef for o in joined.operands] != [-1, 1]:
+            return None
+        right, left = (self.half_of(o.nid, start, size) for o, start in zip(joined.operands, (size, 0), strict=True))
+        return left if left == right else None
+
+    def neighbours_turned(self, merged: CNode) -> int | None:
+        """What a node is stack([-odd, even], -1) of, its last two axes merged."""
+        made = self.node(merged.operands[0].nid) if merged.op == "reshape" else None
+        if (
+            made is None
+            or made.op != "stack"
+            or [o.coef for o in made.operands] != [-1, 1]
+            or made.params[0][0] != "params"
+        ):
+            return None
+        _, shapes, items = made.params[0]
+        in_order = all(o.axes == tuple(range(len(o.axes))) for o in (*merged.operands, *made.operands))
+        last = int(dict(items)["axis"]) in (-1, len(shapes[0]))
+        if (
+            not in_order
+            or not last
+            or made.shape[-1] != 2
+            or tuple(merged.params) != (*((1, 1),) * (len(made.shape) - 2), (2, 1))
+        ):
+            return None
+        odd, even = (self.every_second(o.nid, start) for o, start in zip(made.operands, (1, 0), strict=True))
+        return odd if odd == even else None
+
+    def every_second(self, nid: int, first: int) -> int | None:
+        """What a node is every second entry of along the last axis, from this one on."""
+        node = self.node(nid)
+        if node.op != "slice" or node.params[0][0] != "params":
+            return None
+        _, (shape, *_), items = node.params[0]
+        params = dict(items)
+        starts, lengths = parts_of("slice", params, shape, 0)
+        whole = not any(starts[:-1]) and lengths[:-1] == [int(n) for n in shape[:-1]]
+        fits = whole and (starts[-1], 2 * lengths[-1]) == (first, shape[-1])
+        strides = [int(n) for n in params.get("strides") or (1,)]
+        source = node.operands[0]
+        if not fits or strides[-1] != 2 or source.coef != 1 or source.axes != tuple(range(len(source.axes))):
+            return None
+        return source.nid
 
     def by_halves(self, node: CNode, side: Side) -> Any:
         """concatenate([l * cos - r * sin, r * cos + l * sin])."""

@@ -16,6 +16,7 @@ from ..graph.region import NotARegion, Region, cut, escapes, look_through
 from ..graph.rules import SUMS_OVER_DEVICES
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
+from .layer_factors import BOTH, FACTOR
 from .layer_reading import Layer
 from .layer_tables import Table, tables_of
 from .outcomes import Candidate
@@ -96,9 +97,11 @@ def operands_of(layer: Layer) -> dict[str, Leaf]:
             found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
     found["out"] = Leaf(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
     found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
+    for slot, product in (("out", layer.out), ("down", layer.down)):
+        found[f"{slot}{FACTOR}"] = product.factor and Leaf(product.factor, (("e",),))
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
-            ends = ("f", "e") if slot == "down" else ("e", "f")
+            ends = ("f", "e") if slot == "down" else ("e", "f" if product.part is None else BOTH)
             found[slot] = Leaf(product.w, tuple((a,) for a in ends))
             found[f"{slot}_bias"] = product.bias and Leaf(product.bias, ((ends[1],),))
     if layer.key_cache is not None and layer.value_cache is not None:

@@ -69,7 +69,7 @@ def _read(view: View, base: View, product: int, table: int) -> Iterator[Value]:
     """The table's values that the multiplications of a node read, without views."""
     for value in view.values_of.get(product, ()):
         node = view.block.producer.get(value.id)
-        if node is None or node.primitive != "mul":
+        if node is None or node.primitive not in ("mul", "dot_general"):
             continue
         for a in node.inputs:
             if isinstance(a, Value) and view.ref[a.id].nid == table:

@@ -118,6 +118,20 @@ def _split(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
     return np.split(ins[0], list(itertools.accumulate(parts))[:-1], axis)
 
 
+def _tile(run: Any, eqn: Any, ins: list[Array]) -> Array:
+    """Copies side by side, as a broadcast over new axes that a reshape merges: an axis is reduced to copies of what it is reduced to."""
+    (x,) = ins
+    times = []
+    for axis, count in enumerate(map(int, eqn.params["reps"])):
+        real, made = _axis(eqn.invars[0], axis), _axis(eqn.outvars[0], axis)
+        if real == 1 or count == 1:
+            times.append(run.sizes(made) if real == 1 else 1)
+            continue
+        times.append(run.sizes(count))
+        run.sizes.learn(made, times[-1] * x.shape[axis])
+    return np.tile(x, times)
+
+
 def _stack(run: Any, eqn: Any, ins: list[Array]) -> Array:
     _meets(len(ins), run.sizes(len(ins)), len(ins))
     return np.stack(ins, int(eqn.params["axis"]))
@@ -173,6 +187,7 @@ PLACED: dict[str, Rule] = {
     "slice": _slice,
     "pad": _pad,
     "concatenate": _concatenate,
+    "tile": _tile,
     "stack": _stack,
     "rev": _rev,
     "dynamic_slice": _dynamic_slice,

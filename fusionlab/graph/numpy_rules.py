@@ -147,7 +147,8 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "is_finite": np.isfinite, "not": lambda x: ~x, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
     "clamp": _clamp, "select_n": _select, "sinh": np.sinh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh,
-    "shift_right_logical": _shift_right_logical, "shift_left": lambda x, n: x << n, "nextafter": np.nextafter,
+    "shift_right_logical": _shift_right_logical, "shift_left": lambda x, n: x << n,
+    "shift_right_arithmetic": lambda x, n: x >> n, "nextafter": np.nextafter,
     "atan": np.arctan, "asin": np.arcsin, "acos": np.arccos, "mul_add": lambda a, b, c: a * b + c,
 }  # fmt: skip
 
@@ -281,10 +282,13 @@ def _iota(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.broadcast_to(line, shape).astype(np.float64 if is_float(kind) else kind)
 
 
-def _argmax(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    axis = int(eqn.params["axes"][0])
-    no_positions(run.sizes, eqn, axis)
-    return np.argmax(ins[0], axis=axis)
+def _where_most(fn: Callable) -> Rule:
+    def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
+        axis = int(eqn.params["axes"][0])
+        no_positions(run.sizes, eqn, axis)
+        return np.asarray(fn(ins[0], axis=axis), eqn.params["index_dtype"])
+
+    return rule
 
 
 def _squeeze(run: Any, eqn: Any, ins: list[Array]) -> Array:
@@ -402,11 +406,13 @@ SHAPED: dict[str, Rule] = {
     "cumsum": _unreduced(_cumulative(np.cumsum)),
     "cumprod": _unreduced(_cumulative(np.cumprod)),
     "cummax": _unreduced(_cumulative(np.maximum.accumulate)),
+    "cummin": _unreduced(_cumulative(np.minimum.accumulate)),
     "reduce_prod": _unreduced(_reduce(np.prod)),
     "bitcast_convert_type": _bitcast,
     "empty2": _empty,
     "integer_pow": _pow_int,
     "transpose": lambda run, eqn, ins: np.transpose(ins[0], [int(p) for p in eqn.params["permutation"]]),
     "expand_dims": lambda run, eqn, ins: np.expand_dims(ins[0], tuple(int(d) for d in eqn.params["dimensions"])),
-    "argmax": _argmax,
+    "argmax": _where_most(np.argmax),
+    "argmin": _where_most(np.argmin),
 }

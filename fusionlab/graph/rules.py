@@ -131,24 +131,38 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
         ref = Ref(ref.coef, ref.nid, tuple(d for i in order if (d := full[int(i)]) is not None))
         whole = tuple(whole[int(i)] for i in order)
     old = nonunit(whole)
-    if sizes == old or (0 in sizes and sizes == old):
-        return [ref]
+    return [ref if sizes == old else _reshaped(view, ref, sizes)]
+
+
+def _reshaped(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref:
+    """A Ref in another shape, of these sizes without those that are 1."""
     if view.is_literal(ref):
-        return [view.literal(ref.coef, node.outputs[0].shape)]
+        return view.literal(ref.coef, sizes)
     inner = view.nodes[ref.nid]
     if inner.op == "reshape" and ref.dims == tuple(range(len(inner.shape))):
         edge = inner.operands[0]
         base = Ref(ref.coef * edge.coef, edge.nid, edge.axes)
         if view.dim_sizes(base) == sizes:
-            return [base]
+            return base
         ref = base
     if inner.op == "dot" and (split := split_rows(view, ref, sizes)) is not None:
-        return [split]
+        return split
     groups = reshape_groups(view.dim_sizes(ref), sizes)
     if (known := regrouped(view, ref, groups, sizes)) is not None:
-        return [known]
+        return known
     nid = view.node("reshape", groups, (Operand(1.0, ref.nid, ref.dims),), sizes)
-    return [Ref(ref.coef, nid, tuple(range(len(sizes))))]
+    return Ref(ref.coef, nid, tuple(range(len(sizes))))
+
+
+def _tile(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A broadcast over an axis of copies before each axis, and a reshape that merges the two."""
+    dims = iter(ins[0].dims)
+    copied: list[int] = []
+    for size, count in zip(node.inputs[0].shape, map(int, node.params["reps"]), strict=True):
+        copied += [~count] if count != 1 else []
+        copied += [next(dims)] if size != 1 else []
+    ref, sizes = Ref(ins[0].coef, ins[0].nid, tuple(copied)), nonunit(node.outputs[0].shape)
+    return [ref if view.dim_sizes(ref) == sizes else _reshaped(view, ref, sizes)]
 
 
 def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -395,5 +409,6 @@ RULES: dict[str, Rule] = {
     "dot_general": dot,
     "conv_general_dilated": convolution,
     "rev": _rev,
+    "tile": _tile,
     "custom_jvp_call": _custom_jvp,
 }

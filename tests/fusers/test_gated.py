@@ -423,3 +423,59 @@ def test_a_matrix_may_be_its_own_weight():
     (square,) = normal((16, 16))
     agree(lambda x, v: silu(x @ x) * (x @ v), square, W[:, :16])
     agree(lambda x, w: silu(x @ w) * (x @ w.T), square, W[:, :16])
+
+
+# -- copies on the way --------------------------------------------------------------------------------------------------
+
+
+def copied(a):
+    """As jnp.array does, and libraries whose arrays have names."""
+    return jnp.array(a, copy=True)
+
+
+COPIED = {
+    "both products": lambda x, w, v, d: (silu(copied(x @ w)) * copied(x @ v)) @ d,
+    "twice, and the activated one": lambda x, w, v, d: (copied(jax.nn.gelu(x @ w)) * copied(copied(x @ v))) @ d,
+    "the bare one alone": lambda x, w, v, d: (copied(x @ w) * jax.nn.relu(x @ v)) @ d,
+}
+NOT_COPIED_PAIRS = {
+    "no activation": lambda x, w, v, d: (copied(x @ w) * copied(x @ v)) @ d,
+    "of two values": lambda x, w, v, d: (silu(copied(x @ w)) * copied(x[:, ::-1] @ v)) @ d,
+    "one is stopped": lambda x, w, v, d: (silu(copied(x @ w)) * copied(jnp.cumsum(x @ v, 0))) @ d,
+}
+
+
+def train_step(fn):
+    def step(x, *params):
+        loss, grads = jax.value_and_grad(lambda p: (fn(x, *p) ** 2).mean())(params)
+        return loss, [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
+
+    return step
+
+
+def scanned(fn):
+    return lambda x, *params: jax.lax.scan(lambda c, one: (c, fn(one, *params)), 0.0, x)[1]
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_pair_is_told_through_copies(name):
+    fn = COPIED[name]
+    for program in (fn, train_step(fn), scanned(fn), scanned(train_step(fn)), jax.vmap(fn, (0, None, None, None))):
+        found = fl.find(program, X, W, V, D)
+        assert [s.kind for s in found.structures] == ["glu_pair"], found
+        close(jax.jit(fl.fuse(program))(X, W, V, D), jax.jit(program)(X, W, V, D), 4)
+
+
+@pytest.mark.parametrize("name", NOT_COPIED_PAIRS)
+def test_what_is_no_pair_is_none_through_copies(name):
+    for program in (NOT_COPIED_PAIRS[name], train_step(NOT_COPIED_PAIRS[name])):
+        assert "glu_pair" not in {s.kind for s in fl.find(program, X, W, V, D).structures}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_pair_with_copies_becomes_one_call_or_says_why_not(name):
+    fn = COPIED[name]
+    found = find(fn, X, W, V, D)
+    assert len(pairs(found)) == 1 or [r.code for r in found.rejections] == ["structure"], found
+    assert not any("the search failed" in r.sentence for r in find(train_step(fn), X, W, V, D, passes=BOTH).rejections)
+    close(jax.jit(fl.fuse(fn, passes=PAIR))(X, W, V, D), jax.jit(fn)(X, W, V, D), 4)

@@ -140,3 +140,69 @@ def test_a_bias_that_nobody_learns_is_not_summed():
     closed, _ = fused(stepped(frozen), PARAMS, X)
     assert not any("shift" in slots for _, slots in backward_of(closed, "layer_norm"))
     assert [count for count, _ in backward_of(closed, "layer_norm")] == [1, 2, 2]
+
+
+# -- a norm in float32 that each of its readers rounds for itself ------------------------------------------------------------
+
+
+def rms(p, x):
+    wide = x.astype(jnp.float32)
+    return p["g"] * (wide / jnp.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def one_more(p, x):
+    return rms({"g": 1 + p["g"]}, x)
+
+
+def with_mean(p, x):
+    return norm(x.astype(jnp.float32), p)
+
+
+def read_twice(norm):
+    """Two products of the norm, each of it rounded again, with weights that are rounded too."""
+
+    def fn(p, x):
+        h = norm(p, x)
+        first, second = (h.astype(x.dtype) @ w.astype(x.dtype) for w in (p["w"], p["v"].T))
+        return jnp.tanh(first) + second
+
+    return fn
+
+
+def looped(fn):
+    return lambda p, x: lax.scan(lambda c, one: (c, fn(p, one)), 0.0, jnp.stack([x, -x]))[1]
+
+
+@pytest.mark.parametrize("kind", [rms, one_more, with_mean])
+def test_a_norm_that_each_reader_rounds_is_fused_with_its_backward_pass(kind):
+    fn, x = read_twice(kind), X.astype(jnp.bfloat16)
+    mapped = lambda p, x: jax.vmap(lambda one: fn(p, one))(jnp.stack([x, -x]))  # noqa: E731
+    for program in (fn, looped(fn), mapped):
+        for step in (program, stepped(program)):
+            found = fl.find(step, PARAMS, x, passes="layer_norm")
+            assert [c.root.dtype for c in found.candidates] == [jnp.float32], found.rejections
+            assert (found.candidates[0].backward is not None) == (step is not program)
+            close(*(jit(f)(PARAMS, x) for f in (fl.fuse(step, passes="layer_norm"), step)), 4, 2e-2)
+
+
+def test_a_norm_that_is_read_in_float32_too_is_cast_for_the_others():
+    def fn(p, x):
+        h = rms(p, x)
+        return h.astype(x.dtype) @ p["w"].astype(x.dtype), jnp.sin(h)
+
+    (site,) = fl.find(stepped(fn), PARAMS, X.astype(jnp.bfloat16), passes="layer_norm").candidates
+    assert site.root.dtype == jnp.float32
+    assert site.backward is not None
+
+
+@pytest.mark.parametrize("inner", [lambda h: h, lambda h: lax.stop_gradient(h)])
+def test_what_each_reader_rounds_is_no_norm_if_more_than_the_norm_reads_its_root(inner):
+    def fn(p, x):
+        wide = x.astype(jnp.float32)
+        root = jnp.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+        h = p["g"] * (wide / root).astype(x.dtype)
+        return h.astype(x.dtype) @ p["w"].astype(x.dtype), h.astype(x.dtype).sum(), inner(root)
+
+    found = fl.find(stepped(fn), PARAMS, X.astype(jnp.bfloat16), passes="layer_norm")
+    assert not found.candidates
+    assert [r.code for r in found.rejections] == ["escapes"]

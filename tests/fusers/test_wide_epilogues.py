@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE
 
-from .checks import agree, floats, jit, normal, weighed
+from .checks import agree, close, floats, jit, normal, weighed
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X, W, B = (a.astype(BF16) for a in normal((6, 16), (16, 12), (12,)))
@@ -190,3 +191,53 @@ def test_the_ops_own_derivatives_are_those_of_its_meaning(start, out):
             np.testing.assert_allclose(np.asarray(g, np.float64), np.asarray(v, np.float64), rtol=0.02, atol=0.05)
     only_bias = jax.grad(lambda b: wide(op(X, W, b)).sum())(B)
     np.testing.assert_allclose(wide(only_bias), wide(jax.grad(lambda b: wide(meaning(X, W, b)).sum())(B)), rtol=0.02)
+
+
+# -- a product in float32, of which one operand has 16 bits ------------------------------------------------------------
+
+
+MIXED = {
+    "the weight": (X.astype(F32), W, B.astype(F32)),
+    "weight and bias": (X.astype(F32), W, B),
+    "x": (X, W.astype(F32), B.astype(F32)),
+    "the bias": (X.astype(F32), W.astype(F32), B),
+}
+
+
+def mixed_product(x, w, b):
+    """As einsum has it: the operands are given to the product as they are."""
+    return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=F32) + b.astype(F32)
+
+
+@pytest.mark.parametrize("act", [*ACTS, None])
+@pytest.mark.parametrize("name", MIXED)
+def test_an_operand_of_fewer_bits_is_widened_for_a_product_in_float32(name, act):
+    program = lambda x, w, b: (ACTS[act] if act else lambda h: h)(mixed_product(x, w, b))  # noqa: E731
+    site = site_of(program, *MIXED[name])
+    assert (site.attrs["activation"], site.attrs.get("wide")) == (act or "none", None)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_such_a_product_is_found_differentiated_scanned_and_mapped(name):
+    program = lambda x, w, b: jax.nn.gelu(mixed_product(x, w, b))  # noqa: E731
+    args = MIXED[name]
+
+    def step(x, w, b):
+        loss, grads = jax.value_and_grad(weighed(program), (0, 1, 2))(x, w, b)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), (w, b), grads[1:])
+
+    def scanned(x, w, b):
+        return lax.scan(lambda c, one: (c, program(one, w, b)), 0.0, jnp.stack([x, -x]))[1]
+
+    for fn in (step, scanned, lambda x, w, b: jax.vmap(lambda one: program(one, w, b))(jnp.stack([x, -x]))):
+        found = fl.find(fn, *args, passes="gemm_epilogue")
+        assert [c.attrs["activation"] for c in found.candidates] == ["gelu_tanh"], found.rejections
+        got, want = (jit(f)(*args) for f in (fl.fuse(fn, passes="gemm_epilogue"), fn))
+        close(got, want, 4, 2e-6)
+
+
+def test_a_sum_of_16_bits_is_not_widened_for_a_bias_in_float32():
+    """Nor is a product of 16 bits made one of float32 because its sum is kept."""
+    for fn in (lambda x, w, b: x @ w + wide(b), lambda x, w, b: preferred(x, w) + wide(b) * 1.5):
+        found = fl.find(fn, X, W, wide(B) * 1.1, passes="gemm_epilogue")
+        assert [r.code for r in found.rejections] == ["dtype"], found

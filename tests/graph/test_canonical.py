@@ -41,6 +41,22 @@ SAME = {
             lambda x: x[None][0][..., None],
         ],
     ),
+    "copies side by side": (
+        X,
+        [
+            lambda x: lax.tile(x, (3, 1)),
+            lambda x: jnp.broadcast_to(x, (3, 4, 6)).reshape(12, 6),
+            lambda x: lax.tile(x[None], (1, 3, 1))[0],
+        ],
+    ),
+    "copies of one entry": (
+        B,
+        [
+            lambda b: lax.tile(b[:, None], (1, 4)).T,
+            lambda b: jnp.broadcast_to(b, (4, 6)),
+            lambda b: lax.tile(b[None], (4, 1)),
+        ],
+    ),
     "broadcasts of a bias": (
         (X, B),
         [

@@ -104,6 +104,9 @@ PROGRAMS = {
     "jit in jit": (jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2), X),
     "remat": (jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))), X),
     "stop_gradient": (lambda x: lax.stop_gradient(x) * x, X),
+    "copies side by side": (lambda x, t: [lax.tile(x, (2, 3)), jnp.tile(t[:, :1], (3, 2, 1)), jnp.tile(x, 4)], X, T),
+    "the first of the least": (lambda x: [jnp.argmin(x, 1), jnp.argmax(x, 0), lax.cummin(x, 1)], X),
+    "shifts": (lambda i: [i >> 1, lax.shift_right_logical(i, jnp.int32(1))], I.astype(np.int32)),
     "barrier": (lambda x: lax.optimization_barrier(x) + 1, X),
 }
 
@@ -242,6 +245,13 @@ PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
     ),
     "one read": (lambda x: lax.dynamic_slice(x, (0, 1), (512, 1)), (512, 768), {512: 3, 768: 4}, lambda x: x[:, 1:2]),
     "stacked": (lambda x: jnp.stack([x, -x], 1), (512, 8), {512: 3}, lambda x: np.stack([x, -x], 1)),
+    "copied": (lambda x: lax.tile(x, (1, 2)), (5, 32), {32: 3}, lambda x: np.tile(x, (1, 2))),
+    "copied, and one of the copies cut out": (
+        lambda x: lax.tile(x, (2, 2))[:, 768:],
+        (5, 768),
+        {768: 4, 1536: 8},
+        lambda x: np.tile(x, (2, 1)),
+    ),
     "padded to twice": (
         lambda x: jnp.pad(x, ((0, 0), (0, 768))),
         (5, 768),
@@ -258,7 +268,17 @@ def test_positions_follow_an_axis_that_is_reduced_in_parts(name):
     np.testing.assert_allclose(got, small(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["three parts", "a part", "every second", "parts of two sizes", "padded to twice"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "three parts",
+        "a part",
+        "every second",
+        "parts of two sizes",
+        "padded to twice",
+        "copied, and one of the copies cut out",
+    ],
+)
 def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_would_have_to_be(name):
     fn, shape, table, _ = PLACED[name]
     largest = max(table)

@@ -30,6 +30,8 @@ def spelled() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
     for name, (fn, _) in epilogues.SPELLINGS.items():
         args = epilogues.X, epilogues.W, epilogues.B
         yield f"epilogue, {name}", lambda x, w, b, fn=fn: fn(x, w, b, jax.nn.silu), args
+    for name, args in epilogues.MIXED.items():
+        yield f"epilogue, mixed, {name}", lambda x, w, b: jax.nn.gelu(epilogues.mixed_product(x, w, b)), args
     for name, one in norms.SPREAD_OUT.items():
         yield f"norm, {name}", one[0], (norms.X, norms.G, norms.B)
     for name, epsilon in numbers.EPSILONS.items():
