@@ -9,7 +9,7 @@ import pytest
 
 import fusionlab as fl
 
-from .checks import jit, normal
+from .checks import jit, normal, primitives
 
 WS, BS, X = normal((3, 8, 8), (3, 8), (5, 8))
 # A row of zeros without a bias is exactly 0 before every activation.
@@ -137,13 +137,15 @@ at_least.defjvp(lambda p, t: (at_least(p[0]), jnp.where(p[0] >= 0, t[0], 0)))
 def test_a_maximum_with_another_rule_of_the_users_keeps_it(act):
     found = agrees(step_of(scanned, act), (WS, BS, X))
     assert [c.attrs["activation"] for c in found.candidates] == ["none"]
-    assert [r.code for r in found.rejections] == ["escapes"]
+    (code,) = (r.code for r in found.rejections)
+    assert code == ("custom_rule" if "custom_jvp_call" in primitives(found.graph) else "escapes")
 
 
 def test_its_site_says_what_differentiating_the_step_once_more_would_find():
     found = fl.find(step_of(scanned, jax.nn.relu), WS, BS, X, passes="gemm_epilogue")
     (site,) = found.candidates
-    assert any("differentiated once more" in note for note in site.notes)
+    keeps_its_rule = "custom_jvp_call" in primitives(found.graph)  # from JAX 0.12 on, in a scan too
+    assert any("differentiated once more" in note for note in site.notes) != keeps_its_rule
     assert site.formula == "relu(x @ w + b)"
 
 
