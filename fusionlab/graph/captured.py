@@ -18,10 +18,14 @@ def readable(const: Any) -> bool:
     """Whether a captured array has values that can be read now and here: no tracer of an enclosing transformation, not spread over
     devices, not donated, no random keys.
     """
-    if isinstance(const, Tracer) or not hasattr(const, "dtype") or jnp.issubdtype(const.dtype, jax.dtypes.extended):
-        return False
-    if not isinstance(const, jax.Array):
-        return hasattr(const, "__array__")
+    if isinstance(const, np.ndarray | np.generic):
+        return True
+    if (
+        not isinstance(const, jax.Array)
+        or isinstance(const, Tracer)
+        or jnp.issubdtype(const.dtype, jax.dtypes.extended)
+    ):
+        return False  # of a variable of flax's, which is traced where it is read, among others
     return not const.is_deleted() and len(const.sharding.device_set) == 1 and const.is_fully_addressable
 
 
