@@ -96,9 +96,22 @@ class _Site(AttentionMisses):
                 asked = nan_test_between(self.view, exponentials, self.anchor)
                 told = self.beside_the_keys(weights, exponentials) or self.missed(found)
                 return told if asked is None else self.asks_for_nan(asked)
-            return self.named(self.candidate(found), found)
+            return self.mixture(found) or self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def mixture(self, read: Reading) -> Rejection | None:
+        """The rejection where each row has values of its own, and weights by keys that all rows share: a mixture of experts, say."""
+        found = read.match
+        axes = {n: {c for (p, _), c in found.axes.items() if p == found.leaf_id(n)} for n in "qkv"}
+        shared = [n for n in "qkv" if not set(found.letters["b"]) <= axes[n]]
+        if found.letters["t"] or not shared:
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)} weighs values that each row has for itself, by keys that all rows share: "
+            "a mixture, and no attention, whose rows share their values"
+        )
+        return self.rejection("axes", sentence)
 
     def asks_for_nan(self, asked: Node) -> Rejection:
         """The rejection for a choice by which weights are NaN."""

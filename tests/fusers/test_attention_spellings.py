@@ -277,6 +277,13 @@ NEAR = {
         (),
         {"structure"},
     ),
+    "a mixture, whose rows have values of their own": (
+        lambda q, k, v, w: jnp.einsum(
+            "bhts,bhtsd->bhtd", jax.nn.softmax(jnp.einsum("bhtd,sd->bhts", q, w)), q[..., None, :] * w
+        ),
+        (normal((5, 4), seed=6)[0],),
+        {"axes"},
+    ),
     "the maximum less the scores": (
         of_scores(lambda s: s, lambda z: (e := jnp.exp(z.max(-1, keepdims=True) - z)) / e.sum(-1, keepdims=True)),
         (),

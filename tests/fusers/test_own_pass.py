@@ -238,7 +238,7 @@ def declined(fn, *args, passes):
     ("fn", "code", "said"),
     [
         (lambda x: x * jnp.tanh(2 * jax.nn.softplus(x)), "scalar", "times 2, where 1 is needed"),
-        (lambda x: jnp.sin(x) * jnp.tanh(jax.nn.softplus(jnp.sin(x))), "structure", "is read in 2 different forms"),
+        (lambda x: jnp.sin(x) * jnp.tanh(jax.nn.softplus(jnp.sin(x))), "structure", "are two values"),
         (
             lambda x: (x + 1) * jnp.tanh(jax.nn.softplus(x)),
             "structure",
