@@ -17,7 +17,7 @@ from .constants import computed
 from .emit import slice_jaxpr
 from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
-from .manual import Sums
+from .manual import Sums, make_jaxpr
 from .order import waits_for_itself
 from .rules import passed_whole
 from .same import made_alike
@@ -103,7 +103,7 @@ class Region:
 def _relu_in_place_of(node: Node) -> Any:
     """jax.nn.relu of what is compared with 0, as a closed jaxpr of a maximum's operands."""
     at = next(i for i, a in enumerate(node.inputs) if a.shape == node.outputs[0].shape)
-    return jax.make_jaxpr(lambda *operands: jax.nn.relu(operands[at]))(*(a.aval for a in node.inputs))
+    return make_jaxpr(lambda *operands: jax.nn.relu(operands[at]), [a.aval for a in node.inputs])
 
 
 @dataclass(frozen=True)
