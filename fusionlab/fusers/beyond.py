@@ -20,7 +20,7 @@ from ..graph.scopes import is_backward
 from .base import Pass, Search, anchor_text, examined, reject
 from .outcomes import Candidate, Rejection
 
-PARTS = frozenset({"slice", "split", "dynamic_slice", "squeeze", "gather"})
+PARTS = frozenset({"slice", "split", "unstack", "dynamic_slice", "squeeze", "gather"})
 _ACTIVATES = frozenset("tanh logistic erf erfc exp exp2 expm1 log1p clamp".split())
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COPIES = CASTS | {"copy", "name", "reduce_precision", "stop_gradient", "optimization_barrier", "pvary"}

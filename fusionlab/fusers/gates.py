@@ -25,7 +25,7 @@ BETWEEN = {
     **dict.fromkeys(VIEWS, "axes"),
 }
 COPIES = TRANSPARENT - VIEWS  # the value itself
-_PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
+_PARTS = frozenset({"slice", "split", "unstack", "dynamic_slice", "gather"})
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
 
 

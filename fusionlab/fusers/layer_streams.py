@@ -73,4 +73,11 @@ class StreamWalk(ProjectionWalk):
 
     def same_value(self, one: Side, other: Side) -> bool:
         """Whether two values are one, whatever their rows."""
-        return one == other or self.up(one, parts=False) == self.up(other, parts=False)
+        return one == other or self.in_rows(one) == self.in_rows(other)
+
+    def in_rows(self, side: Side) -> Side:
+        """What a value is made of by reshapes; itself where one of them deals out rows in another way."""
+        try:
+            return self.up(side, parts=False)
+        except Unread:
+            return side

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -227,20 +227,26 @@ class View:
 
     def opaque(self, node: Node, refs: Sequence[Ref]) -> list[Ref]:
         """A node the view does not look into: equal only to itself, unless its params can be compared."""
+        return self.unread(node, refs, node.primitive, node.params, [a.shape for a in node.inputs])
+
+    def unread(
+        self, node: Node, refs: Sequence[Ref], op: str, given: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Ref]:
+        """`opaque`, by the name and params of another primitive that says the same of operands of these shapes."""
         params: Any = ("raw", node.id)
         if not node.blocks and not has_side_effects(node.eqn):
             try:
-                items = tuple(sorted((k, v) for k, v in node.params.items() if v is not None))
+                items = tuple(sorted((k, v) for k, v in given.items() if v is not None))
                 hash(items)
                 # The params name axes of the raw operands, whose unit axes the operands here have lost.
-                params = ("params", tuple(a.shape for a in node.inputs), items)
+                params = ("params", tuple(shapes), items)
             except TypeError:
                 pass
         ops = tuple(Operand(tidy(r.coef), r.nid, r.dims) for r in refs)
         out = []
         for i, value in enumerate(node.outputs):
             sizes = nonunit(value.shape)
-            nid = self.node(node.primitive, (params, i), ops, sizes)
+            nid = self.node(op, (params, i), ops, sizes)
             out.append(Ref(1.0, nid, tuple(range(len(sizes)))))
         return out
 

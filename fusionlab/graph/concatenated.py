@@ -31,6 +31,13 @@ def concatenate(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return kept if len(kept) == 1 else view.opaque(node, ins)
 
 
+def stacked(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A concatenation of parts of one entry, each without that axis."""
+    axis = int(node.params["axis"])
+    shapes = [(*a.shape[:axis], 1, *a.shape[axis:]) for a in node.inputs]
+    return ins if len(ins) == 1 else view.unread(node, ins, "concatenate", {"dimension": axis}, shapes)
+
+
 def sliced(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     """A slice along one axis; with literal starts also a dynamic one."""
     if node.primitive == "dynamic_slice":
@@ -49,13 +56,26 @@ def sliced(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
 
 def split(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     """Each part that is known; the others as an opaque node gives them."""
-    axis, shape, at = int(node.params["axis"]), node.inputs[0].shape, 0
+    return _split(view, node, ins, int(node.params["axis"]), node.params["sizes"])
+
+
+def unstacked(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A split into parts of one entry, each without that axis."""
+    axis = int(node.params["axis"])
+    return _split(view, node, ins, axis, (1,) * node.inputs[0].shape[axis])
+
+
+def _split(view: View, node: Node, ins: list[Ref], axis: int, sizes: Sequence[int]) -> list[Ref]:
+    shape, at = node.inputs[0].shape, 0
+    if len(sizes) == 1:
+        return ins
     found: list[Ref | None] = []
-    for size in map(int, node.params["sizes"]):
+    for size in map(int, sizes):
         bounds = [(at, at + size) if i == axis else (0, n) for i, n in enumerate(shape)]
         found.append(_sliced(view, ins[0], shape, bounds))
         at += size
-    return [ref or other for ref, other in zip(found, view.opaque(node, ins), strict=True)]
+    unread = view.unread(node, ins, "split", {"axis": axis, "sizes": tuple(sizes)}, [shape])
+    return [ref or other for ref, other in zip(found, unread, strict=True)]
 
 
 def _sliced(view: View, ref: Ref, shape: Sequence[int], bounds: Sequence[Bounds]) -> Ref | None:

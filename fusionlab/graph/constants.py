@@ -180,6 +180,7 @@ _RULES: dict[str, Callable[[Any, list[np.ndarray]], np.ndarray]] = {
     "expand_dims": lambda eqn, ins: ins[0].reshape(eqn.outvars[0].aval.shape),
     "transpose": lambda eqn, ins: np.transpose(ins[0], eqn.params["permutation"]),
     "concatenate": lambda eqn, ins: np.concatenate(ins, int(eqn.params["dimension"])),
+    "stack": lambda eqn, ins: np.stack(ins, int(eqn.params["axis"])),
     "tile": lambda eqn, ins: np.tile(ins[0], eqn.params["reps"]),
     "rev": lambda eqn, ins: np.flip(ins[0], tuple(map(int, eqn.params["dimensions"]))),
 }  # fmt: skip

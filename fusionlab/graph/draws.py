@@ -21,7 +21,7 @@ from .numpy_rules import KEPT_SIZES, CannotEvaluate, is_float
 
 STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
 _VIEWS = frozenset(
-    "reshape transpose convert_element_type broadcast_in_dim squeeze expand_dims slice split copy".split()
+    "reshape transpose convert_element_type broadcast_in_dim squeeze expand_dims slice split unstack copy".split()
 )
 
 

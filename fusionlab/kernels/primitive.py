@@ -84,17 +84,18 @@ class FusedPrimitive(Primitive):
     def tell(self, avals: Sequence[Any], params: Mapping[str, Any], types: Sequence[Any]) -> None:
         """Says of what types the results are, for operands of types `avals`, so that nothing is traced to learn it.
 
-        On explicit mesh axes, and along those of a shard_map, they depend on more than these: there the meaning is traced.
+        On explicit mesh axes, and along those of a shard_map, they depend on more than these: there the meaning is traced. And inside a
+        shard_map that checks no types they name its mesh, whatever those of the operands name.
         """
         if any(varies(a) or sharding_in_type(a) is not None for a in (*avals, *types)):
             return
         if len(self._told) >= _MOST:
             self._told.clear()
-        self._told[_key(avals, params)] = list(types)
+        self._told[_key(avals, params), get_abstract_mesh()] = list(types)
 
     def types(self, avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
         """The types of the results, for operands of types `avals`."""
-        told = self._told.get(_key(avals, params))
+        told = self._told.get((_key(avals, params), get_abstract_mesh()))
         if told is not None:
             return told
         made = [v.aval for v in self.traced(avals, params).jaxpr.outvars]

@@ -56,7 +56,7 @@ SAID = {
     "keepdims forgotten, rms": (lambda x: x / jnp.sqrt((x * x).mean(-1) + 1e-6), (X,), "axes", "sums over axis 1", "keepdims=True"),
     "ddof": (lambda x: normed(x, ddof=1), (X,), "scalar", "times 0.142857, where 1/N = 0.125 is needed", "ddof=0"),
     "epsilon outside": (lambda x: normed(x, outside=True), (X,), "structure", "epsilon added outside the root", "divide by"),
-    "epsilon traced": (rms, (X, G[0]), "structure", ":f32[], where epsilon as a number", "a Python number"),
+    "epsilon traced": (rms, (X, G[0]), "structure", "epsilon is an argument of the program", "close over epsilon"),
     "root of others": (
         lambda x: (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
         *((X,), "structure", "are two values, read where one is needed in both places", None),
@@ -71,14 +71,13 @@ SAID = {
         *((Q, K, V, G), "axes", "the scores have a factor for each key, %", "scale k"),
     ),
     "factor for keys, masked before": (factor_for_keys_of_masked, (Q, K, V, G), "axes", "a factor for each key, %", None),
-    "no batch of queries": (lambda q, k, v: softmax(dot(q, k)) @ v, (Q[0], K, V), "axes", "and not of the queries %0:f32[3,8,16]", None),
     "fill is an array": (
         lambda q, k, v, fill: softmax(jnp.where(LOW, dot(q, k), fill)) @ v,
-        *((Q, K, V, FILL), "mask", "gives masked keys the score %3:f32[], an array", "a number"),
+        *((Q, K, V, FILL), "mask", "the score of masked keys is an argument of the program", "close over fill"),
     ),
-    "scaled after the mask": (
-        lambda q, k, v: softmax(jnp.where(LOW, dot(q, k), -jnp.inf) / 4) @ v,
-        *((Q, K, V), "mask", "masks the scores, which are multiplied by 0.25 after that", "before they are masked"),
+    "divided after the mask by an argument": (
+        lambda q, k, v, heat: softmax(jnp.where(LOW, dot(q, k), -jnp.inf) / heat) @ v,
+        *((Q, K, V, G[0]), "mask", "the scores are divided after they are masked", None),
     ),
     "scores through a sine": (
         lambda q, k, v: softmax(jnp.sin(dot(q, k))) @ v,

@@ -35,8 +35,8 @@ class RecordedView(View):
         self.raw: dict[int, tuple[Node, int]] = {}
         self.arrays: dict[int, Literal] = {}
 
-    def opaque(self, node: Node, refs: Sequence[Ref]) -> list[Ref]:
-        out = super().opaque(node, refs)
+    def unread(self, node: Node, refs: Sequence[Ref], *named: Any) -> list[Ref]:
+        out = super().unread(node, refs, *named)
         for i, ref in enumerate(out):
             self.raw.setdefault(ref.nid, (node, i))
         return out

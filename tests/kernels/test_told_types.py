@@ -9,9 +9,11 @@ import pytest
 import fusionlab as fl
 from fusionlab.fusers import registry
 from fusionlab.fusers.base import has_gradient
+from fusionlab.kernels import OPS
 from fusionlab.kernels.primitive import FusedPrimitive
 
 PASSES = registry()
+MANUAL = jax.sharding.AxisType.Manual
 
 
 @pytest.fixture
@@ -54,3 +56,19 @@ def test_they_are_in_a_search_and_a_train_step(name, told):
     fused = fl.fuse(loss, passes=[name])
     jax.make_jaxpr(jax.grad(fused, allow_int=True))(*args)
     assert like(PASSES[name].op, told)
+
+
+def test_they_name_the_mesh_that_they_are_asked_on():
+    """Inside a shard_map that checks no types those of the operands need name none."""
+    x = jnp.ones((6, 16))
+
+    def normed(x):
+        return OPS["layer_norm"].call(x, None, None, kind="rms", epsilon=1e-6)
+
+    def mesh_of_result(size, fn):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((size,), ("d",), axis_types=(MANUAL,))):
+            (made, *_) = jax.make_jaxpr(fn)(x).out_avals
+        return made.sharding.mesh.shape
+
+    assert mesh_of_result(2, lambda x: jax.vjp(normed, x)[0]) == {"d": 2}
+    assert mesh_of_result(4, normed) == {"d": 4}
