@@ -25,6 +25,7 @@ from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of
 from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes, shared_casts
 from ..graph.scopes import is_backward
+from ..graph.wide import arithmetic_of, wider_in
 from ..kernels.dot_product_attention.op import DTYPES
 from .attention_forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
 from .attention_misses import AttentionMisses
@@ -269,10 +270,13 @@ class _Site(AttentionMisses):
         return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
 
     def cut(self, root: Value, found: Match) -> Region:
-        """The site that makes `root`, of its operands as they are before they are widened: all three, or each as it is read."""
+        """The site that makes `root`, of its operands as they are before they are widened: all three, and to no more than the op computes
+        in; else each as it is read.
+        """
         scaled = frozenset({"q", "k", "sink"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
-        if len({region.leaves[x].dtype for x in "qkv"}) != 1:
+        dtypes = {region.leaves[x].dtype for x in "qkv"}
+        if len(dtypes) != 1 or wider_in(region, arithmetic_of(dtypes.pop())) is not None:
             region = cut(self.view, root, found.leaves, scaled)
         return shared_casts(region)
 

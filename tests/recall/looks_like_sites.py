@@ -344,12 +344,20 @@ def _is_nonlinear(raw: Raw, node: Node) -> bool:
         return any(raw.number(a) is not None for a in node.inputs)
     if node.primitive == "select_n":
         made = raw.made_by(raw.bare(node.inputs[0]))
-        return (
-            made is not None and made.primitive in _COMPARISONS and any(raw.number(a) is not None for a in made.inputs)
-        )
+        compared = made is not None and made.primitive in _COMPARISONS
+        return compared and any(raw.number(a) is not None for a in made.inputs) and not _is_one_of_numbers(raw, node)
     if node.primitive in ("exp", "exp2"):
         return not any(n.primitive == "reduce_sum" for n in _behind(raw, node)) and not _is_exp_of_log(raw, node)
     return node.primitive in _NONLINEAR
+
+
+def _is_one_of_numbers(raw: Raw, node: Node) -> bool:
+    """Whether a choice is between numbers alone, as the slope of a maximum is."""
+    makers = ((a, raw.made_by(raw.bare(a))) for a in node.inputs[1:])
+    return all(
+        raw.number(a) is not None or (n is not None and n.primitive == "select_n" and _is_one_of_numbers(raw, n))
+        for a, n in makers
+    )
 
 
 def _behind(raw: Raw, node: Node) -> Iterator[Node]:
