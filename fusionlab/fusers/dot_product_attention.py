@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..graph.alike import most_sizes_first
 from ..graph.canonical import Coef, Operand
 from ..graph.evaluate import narrows
 from ..graph.ir import Node, Value
@@ -72,17 +73,23 @@ class DotProductAttentionPass:
         return attention, (q, q, q)
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        view = search.view
-        done: set[int] = set()
+        for node, made in self.anchors(search):
+            site = _Site(self, search, node)
+            yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
+
+    def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
+        """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
+        view, found = search.view, dict[int, tuple[int, int]]()
+        nodes: list[Node] = []
         for node in search.block.nodes:
             if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
             made = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
-            if made is None or made[1] in done or weighs_a_part(view, node):
+            if made is None or made[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
                 continue  # the products of a backward pass read the same exponentials as their forward
-            done.add(made[1])
-            site = _Site(self, search, node)
-            yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
+            found[node.id] = made
+            nodes.append(node)
+        return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
 
 class _Site(AttentionMisses):

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from ..errors import unknown_name
+from ..graph.alike import most_sizes_first
 from ..graph.evaluate import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import close
@@ -80,9 +81,8 @@ class GemmEpiloguePass:
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         self.check(search.options)
         told: set[int] = set()
-        for node in search.block.nodes:
-            site = _Site(self, search, node) if _is_anchor(node) else None
-            for outcome in () if site is None else examined(search, self.name, node, site.examine):
+        for node in most_sizes_first(filter(_is_anchor, search.block.nodes)):
+            for outcome in examined(search, self.name, node, _Site(self, search, node).examine):
                 told |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
                 yield outcome
         yield from beyond(self, search, told)

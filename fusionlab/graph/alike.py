@@ -1,13 +1,15 @@
 """Programs that differ by the lengths of their axes alone: what is proved of one at some lengths holds of the other.
 
-A product of 128 and of 512 features, the same layer for two lengths of a sequence: neither asks how long an axis is. Two programs are alike
-where one becomes the other by other names for its sizes: sizes that were equal stay equal, and every number in it is the same. A program
+A product of 128 and of 512 features, the same layer for two lengths of a sequence: neither asks how long an axis is. A program is like
+another where that becomes it by other names for its sizes: every number in it is the same, and sizes that were equal stay equal. Those that
+were not may become so: a square weight is a case of any weight, and not the other way, since there an axis may stand for another. A program
 that can tell how long an axis is (by positions, by counting, by a window) is like no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,36 +37,64 @@ class Names(dict[int, Any]):
         return size if size <= KEPT_SIZES else self.setdefault(int(size), ("size", len(self)))
 
 
+def most_sizes_first(nodes: Iterable[Node]) -> list[Node]:
+    """Nodes by how many lengths their operands have, the most first: what is proved of one of them may hold of those with fewer."""
+    return sorted(nodes, key=lambda n: -len({size for a in n.inputs for size in a.shape}))
+
+
+@dataclass(frozen=True)
+class _Proved:
+    """A region and what stands in its place, by the names of their sizes, and what was proved of them."""
+
+    region: Any
+    meant: Callable[[], Any]
+    verdict: Any
+
+
 @dataclass
 class Alike:
     """What was proved of programs that may be like one that is still to be."""
 
     inline: Inline
-    _proved: dict[Any, list[tuple[Callable[[], Any], Any]]] = field(default_factory=dict)
+    _proved: dict[Any, list[_Proved]] = field(default_factory=dict)
 
     def once(self, region: Region, replacement: Callable[..., Any], what: Any, prove: Callable[[], Any]) -> Any:
         """`prove()`, or what it gave for a region and a replacement like these, if that was a proof (`ok`)."""
         if not _is_blind(region):
             return prove()
         names = Names()
-        earlier = self._proved.setdefault((region_signature(region, names), what), [])
+        signature = region_signature(region, names)
+        earlier = self._proved.setdefault((len(region.nodes), what), [])
         avals = [v.aval for v in region.inputs]
-        known: list[Any] = []
 
+        @functools.cache
         def meant() -> Any:
             """Of the replacement, by the names that the region's sizes have; traced where there is something to compare it with."""
-            if not known:
-                known.append(_meant(replacement, avals, Names(names), self.inline))
-            return known[0]
+            return _meant(replacement, avals, Names(names), self.inline)
 
-        if earlier and meant() is not None:
-            found = next((verdict for other, verdict in earlier if other() == known[0]), None)
-            if found is not None:
-                return found
+        for other in earlier:
+            renamed: dict[Any, Any] = {}
+            if (
+                _is_case(signature, other.region, renamed)
+                and other.meant() is not None
+                and _is_case(meant(), other.meant(), renamed)
+            ):
+                return other.verdict
         verdict = prove()
         if verdict.ok:
-            earlier.append((meant, verdict))
+            earlier.append(_Proved(signature, meant, verdict))
         return verdict
+
+
+def _is_case(one: Any, of: Any, renamed: dict[Any, Any]) -> bool:
+    """Whether a signature is another by other names for its sizes; `renamed` holds those known, and is extended."""
+    if not isinstance(of, tuple):
+        return bool(one == of)
+    if not isinstance(one, tuple) or len(one) != len(of):
+        return False
+    if of[:1] == ("size",):
+        return one[:1] == ("size",) and renamed.setdefault(of, one) == one
+    return all(_is_case(a, b, renamed) for a, b in zip(one, of, strict=True))
 
 
 def _is_blind(region: Region) -> bool:

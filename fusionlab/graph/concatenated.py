@@ -74,6 +74,8 @@ def _split(view: View, node: Node, ins: list[Ref], axis: int, sizes: Sequence[in
         bounds = [(at, at + size) if i == axis else (0, n) for i, n in enumerate(shape)]
         found.append(_sliced(view, ins[0], shape, bounds))
         at += size
+    if None not in found:
+        return [ref for ref in found if ref is not None]
     unread = view.unread(node, ins, "split", {"axis": axis, "sizes": tuple(sizes)}, [shape])
     return [ref or other for ref, other in zip(found, unread, strict=True)]
 

@@ -55,28 +55,38 @@ def regrouped(view: View, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Se
 
 class _Regrouping:
     def __init__(self, view: View) -> None:
-        self.view, self.known = view, dict[Any, Made | None]()
+        self.view, self.known, self.made = view, dict[Any, bool](), dict[Any, Made | None]()
+
+    def undoes(self, nid: int, groups: Mapping[int, Group]) -> bool:
+        """Whether regrouping a node's axes undoes a reshape that it is made of. Nothing is made before that is known."""
+        key = nid, tuple(groups.items())
+        if key not in self.known:
+            self.known[key] = False
+            if len(self.known) < _LIMIT:
+                self.known[key] = self._undoes(self.view.nodes[nid], groups)
+        return self.known[key]
+
+    def _undoes(self, node: CNode, groups: Mapping[int, Group]) -> bool:
+        if node.op == "reshape":
+            return self._undone(node, groups) is not None
+        if node.op not in _ENTRYWISE | _ROWWISE:
+            return False
+        return any(self.undoes(o.nid, own) for o in node.operands if (own := _on_operand(o, groups)))
 
     def of(self, nid: int, groups: Mapping[int, Group]) -> Made | None:
         """A node with its axes regrouped; None where nothing that it is made of is undone."""
         key = nid, tuple(groups.items())
-        if key not in self.known:
-            self.known[key] = None
-            if len(self.known) < _LIMIT:
-                self.known[key] = self._of(self.view.nodes[nid], groups)
-        return self.known[key]
+        if key not in self.made:
+            self.made[key] = self._of(self.view.nodes[nid], groups) if self.undoes(nid, groups) else None
+        return self.made[key]
 
     def _of(self, node: CNode, groups: Mapping[int, Group]) -> Made | None:
         if node.op == "reshape":
             return self._undone(node, groups)
-        if node.op not in _ENTRYWISE | _ROWWISE:
-            return None
         parts = [self._operand(o, groups) for o in node.operands]
-        if not any(undone for *_, undone in parts):
-            return None
-        return self._of_rows(node, *parts[0][:2]) if node.op in _ROWWISE else self._of_entries(node, groups, parts)
+        return self._of_rows(node, *parts[0]) if node.op in _ROWWISE else self._of_entries(node, groups, parts)
 
-    def _of_entries(self, node: CNode, groups: Mapping[int, Group], parts: Sequence[tuple[int, dict, bool]]) -> Made:
+    def _of_entries(self, node: CNode, groups: Mapping[int, Group], parts: Sequence[Made]) -> Made:
         grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
         axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
         sizes = [node.shape[d] for _, d in axes]
@@ -85,7 +95,7 @@ class _Regrouping:
             sizes += made
         operands = [
             (Ref(o.coef, nid, ()), tuple(where.get(a) for a in axes))
-            for o, (nid, where, _) in zip(node.operands, parts, strict=True)
+            for o, (nid, where) in zip(node.operands, parts, strict=True)
         ]
         ref = elementwise(self.view, node.op, node.params, operands, sizes, node.op in _COMMUTATIVE)
         return ref.nid, {a: d for a, d in zip(axes, ref.dims, strict=True) if d >= 0}
@@ -98,17 +108,12 @@ class _Regrouping:
         made = self.view.node(node.op, node.params, (edge,), [shape[d] for _, d in kept])
         return made, {a: slot[d] for a, d in kept}
 
-    def _operand(self, operand: Operand, groups: Mapping[int, Group]) -> tuple[int, dict[Any, int], bool]:
-        """An operand regrouped, its axes called as in the node that reads it; and whether a reshape below it is undone."""
-        own: dict[int, Group] = {}
-        for number, (joined, made) in groups.items():
-            mine = tuple((operand.axes.index(a) if a in operand.axes else LACKING, size) for a, size in joined)
-            if any(axis != LACKING for axis, _ in mine):
-                own[number] = mine, made
+    def _operand(self, operand: Operand, groups: Mapping[int, Group]) -> Made:
+        """An operand regrouped, its axes called as in the node that reads it."""
+        own = _on_operand(operand, groups)
         found = self.of(operand.nid, own) if own else None
         nid, where = found or self._reshaped(self.view.nodes[operand.nid], own)
-        called = {("kept", operand.axes[a[1]]) if a[0] == "kept" else a: d for a, d in where.items()}
-        return nid, called, found is not None
+        return nid, {("kept", operand.axes[a[1]]) if a[0] == "kept" else a: d for a, d in where.items()}
 
     def _reshaped(self, node: CNode, groups: Mapping[int, Group]) -> Made:
         """A node of its own that regroups the axes of another, or that one where there is nothing to regroup."""
@@ -145,3 +150,16 @@ class _Regrouping:
                 return None
             where.update({("made", number, i): d for i, d in enumerate(before)})
         return None if of_joined else (edge.nid, where)
+
+
+def _on_operand(operand: Operand, groups: Mapping[int, Group]) -> dict[int, Group]:
+    """The groups by the axes of an operand, without those it has none of. An axis that is reduced is none of the node's (-1), and so not
+    one that it lacks."""
+    own: dict[int, Group] = {}
+    for number, (joined, made) in groups.items():
+        mine = tuple(
+            (operand.axes.index(a) if a != LACKING and a in operand.axes else LACKING, size) for a, size in joined
+        )
+        if any(axis != LACKING for axis, _ in mine):
+            own[number] = mine, made
+    return own

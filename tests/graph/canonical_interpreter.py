@@ -293,10 +293,22 @@ class Outcome:
         return self.compared / max(1, self.compared + self.unknown)
 
 
+def unread(view: View) -> list[CNode]:
+    """The nodes of which no value is made."""
+    read, stack = {ONE}, [nid for nid, values in view.values_of.items() if values]
+    while stack:
+        nid = stack.pop()
+        if nid not in read:
+            read.add(nid)
+            stack += [o.nid for o in view.nodes[nid].operands]
+    return [n for n in view.nodes if n.id not in read]
+
+
 def check_block(block: Block, inputs: Sequence[Any], by_jax: bool = False) -> Outcome:
     """Compares what the canonical view says of each value of a block with what its equations compute (see `RawBlock`)."""
     raw = RawBlock(block, inputs, by_jax)
     canonical = Canonical(RecordedView(block), raw)
+    assert not (spare := unread(canonical.view)), f"made and read by nothing: {spare}"
     total = Outcome()
     with np.errstate(all="ignore"):
         for value in (v for node in block.nodes for v in node.outputs):

@@ -48,14 +48,40 @@ def test_a_layer_of_other_widths_is_proved_by_the_first(proofs):
     assert len(proofs) == 1
 
 
+def test_sizes_that_are_equal_are_a_case_of_those_that_are_not(proofs):
+    assert all(v.ok for v in both(layer, fused, WIDE, SQUARE))
+    assert len(proofs) == 1
+
+
 @pytest.mark.parametrize(
-    ("second", "dtypes"),
-    [(SQUARE, ("float32",) * 2), (((40, 96), (96, 1), (1,)), ("float32",) * 2), (WIDER, ("float32", "bfloat16"))],
-    ids=["sizes that are equal", "a size of one", "another dtype"],
+    ("first", "second", "dtypes"),
+    [
+        (SQUARE, WIDE, ("float32",) * 2),
+        (WIDE, ((40, 96), (96, 1), (1,)), ("float32",) * 2),
+        (WIDE, WIDER, ("float32", "bfloat16")),
+    ],
+    ids=["sizes that were equal", "a size of one", "another dtype"],
 )
-def test_what_is_not_the_same_by_another_name_is_proved_anew(second, dtypes, proofs):
-    assert all(v.ok for v in both(layer, fused, WIDE, second, dtypes))
+def test_what_is_not_the_same_by_another_name_is_proved_anew(first, second, dtypes, proofs):
+    assert all(v.ok for v in both(layer, fused, first, second, dtypes))
     assert len(proofs) == 2
+
+
+def turned(x, w, b):
+    return fl.ops.gemm_epilogue(x, w, b, activation="gelu_tanh", w_contract=1)
+
+
+def to_the_other_side(x, w, b):
+    return fl.ops.gemm_epilogue(x, w, x[:, 0], activation="gelu_tanh")
+
+
+@pytest.mark.parametrize("new", [turned, to_the_other_side])
+def test_what_only_equal_sizes_allow_is_not_proved_by_a_case_of_others(new):
+    certifier = Certifier(meaning_of)
+    wide, square = (region_of(layer, *shapes) for shapes in (WIDE, SQUARE))
+    assert certifier.region(wide, fused, "test", ours=True).ok
+    assert not certifier.region(square, new, "test", ours=True).ok
+    assert certifier.region(square, fused, "another", ours=True).ok
 
 
 @jax.custom_jvp
