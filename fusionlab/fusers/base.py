@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -335,10 +336,12 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
                 able = backends(typed_shapes(plan.operands, avals))
                 if refusal := next((b.reason for b in able if b.name == asked and b.verdict == "unavailable"), None):
                     return _Facts(Verdict(None), backends=able, refused=refusal)
-            verdict = proof or _proved(search, region, plan, (plan.op.name, tuple(sorted(plan.attrs.items()))))
+            traced = functools.cache(lambda: _program(plan, avals, region.sums))
+            what = (plan.op.name, tuple(sorted(plan.attrs.items())))
+            verdict = proof or _proved(search, region, plan, what, lambda: traced()[0])
             if not verdict.ok:
                 return _Facts(verdict)
-            program, operands = _program(plan, avals, region.sums)
+            program, operands = traced()
     except Misplaced as error:
         return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
@@ -360,12 +363,12 @@ def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[
         return block_of_jaxpr(make_jaxpr(call, avals, sums=sums)), types
 
 
-def _proved(search: Search, region: Region, plan: Plan, what: Any) -> Verdict:
-    """Whether a plan gives every root of a region, in values and in gradients."""
+def _proved(search: Search, region: Region, plan: Plan, what: Any, program: Callable[[], Block]) -> Verdict:
+    """Whether a plan, which is traced to `program`, gives every root of a region, in values and in gradients."""
     derivative = search.derivatives.jaxpr if search.derivatives is not None else None
     ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
     if not region.others:
-        return search.certifier.region(region, plan.call, what, derivative, ours)
+        return search.certifier.region(region, plan.call, what, derivative, program if ours else None)
     lost: dict[str, None] = {}
     edge = regained = False
     for i, root in enumerate(region.roots):

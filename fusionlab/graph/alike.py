@@ -21,7 +21,6 @@ from .ir import Block, Node, Value
 from .numpy_rules import KEPT_SIZES
 from .region import Region
 from .rules import is_jax_rule
-from .settings import unwrapped
 from .signature import block_signature, region_signature
 from .trace import FLATTENED, block_of_jaxpr
 
@@ -44,10 +43,11 @@ def most_sizes_first(nodes: Iterable[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Proved:
-    """A region and what stands in its place, by the names of their sizes, and what was proved of them."""
+    """A region and what stands in its place, by the names of their sizes; whether neither can tell how long an axis is; what was proved."""
 
     region: Any
-    meant: Callable[[], Any]
+    replacement: Callable[[], Any]
+    is_blind: Callable[[], bool]
     verdict: Any
 
 
@@ -58,31 +58,30 @@ class Alike:
     inline: Inline
     _proved: dict[Any, list[_Proved]] = field(default_factory=dict)
 
-    def once(self, region: Region, replacement: Callable[..., Any], what: Any, prove: Callable[[], Any]) -> Any:
+    def once(self, region: Region, replacement: Callable[[], Block], what: Any, prove: Callable[[], Any]) -> Any:
         """`prove()`, or what it gave for a region and a replacement like these, if that was a proof (`ok`)."""
         if not _is_blind(region):
             return prove()
         names = Names()
         signature = region_signature(region, names)
         earlier = self._proved.setdefault((len(region.nodes), what), [])
-        avals = [v.aval for v in region.inputs]
 
         @functools.cache
-        def meant() -> Any:
-            """Of the replacement, by the names that the region's sizes have; traced where there is something to compare it with."""
-            return _meant(replacement, avals, Names(names), self.inline)
+        def replaced() -> Any:
+            return block_signature(replacement(), Names(names))
 
         for other in earlier:
             renamed: dict[Any, Any] = {}
             if (
                 _is_case(signature, other.region, renamed)
-                and other.meant() is not None
-                and _is_case(meant(), other.meant(), renamed)
+                and other.is_blind()
+                and _is_case(replaced(), other.replacement(), renamed)
             ):
                 return other.verdict
         verdict = prove()
         if verdict.ok:
-            earlier.append(_Proved(signature, meant, verdict))
+            is_blind = functools.cache(lambda: _is_blind_written_out(replacement(), self.inline))
+            earlier.append(_Proved(signature, replaced, is_blind, verdict))
         return verdict
 
 
@@ -125,11 +124,8 @@ def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
     return True
 
 
-def _meant(fn: Callable[..., Any], avals: Sequence[Any], names: Names, inline: Inline) -> Any:
-    """A signature of what `fn` computes, fused ops written out; None where it can tell how long an axis is."""
-    with unwrapped():
-        block = block_of_jaxpr(make_typed_jaxpr(fn, avals))
-    parts = [block_signature(block, names)]
+def _is_blind_written_out(block: Block, inline: Inline) -> bool:
+    """Whether a program with fused ops in it cannot tell how long its axes are: nor what the ops compute."""
     moving = {v.id for v in block.inputs}
     for node in block.nodes:
         meaning = inline(node.eqn)
@@ -137,14 +133,12 @@ def _meant(fn: Callable[..., Any], avals: Sequence[Any], names: Names, inline: I
             blind = _are_blind([node], moving)
         else:
             closed = make_typed_jaxpr(meaning, [v.aval for v in node.inputs]) if callable(meaning) else meaning
-            inner = block_of_jaxpr(closed)
-            parts.append(block_signature(inner, names))
-            blind = moving.issuperset(_read(node)) and _stands_alone(inner)
+            blind = moving.issuperset(_read(node)) and _stands_alone(block_of_jaxpr(closed))
         if not blind:
-            return None
+            return False
         if not moving.isdisjoint(_read(node)):
             moving.update(v.id for v in node.outputs)
-    return tuple(parts)
+    return True
 
 
 def _read(node: Node) -> list[int]:

@@ -20,7 +20,7 @@ from .compat import varies
 from .draws import STEPS, Reduction, inputs_of, is_number
 from .evaluate import CannotEvaluate, Inline, Sizes, is_float, traced_once
 from .explicit import Misplaced, placing, sharding_in_type
-from .ir import Node
+from .ir import Block, Node
 from .manual import Sums, as_typed, is_weak, make_jaxpr
 from .programs import FEW, Programs
 from .reducing import SOON, at_sizes, elements
@@ -56,7 +56,7 @@ class Certifier(Memo):
         replacement: Callable[..., Any],
         what: Any,
         derivative: Callable[[Region], Any] | None = None,
-        ours: bool = False,
+        ours: Callable[[], Block] | None = None,
     ) -> Verdict:
         """Values and gradients of `replacement(*region.inputs)` against the region.
 
@@ -65,15 +65,15 @@ class Certifier(Memo):
           replacement: what would stand in its place, taking `region.inputs`.
           what: hashable description of the replacement (op and attributes), part of the cache key.
           derivative: gives the region's own as `with_vjp` does, where that is asked for elsewhere too; else it is traced here.
-          ours: the replacement is one of this package's ops, whose gradients are the same formulas whatever the sizes: what was proved of
-            programs that are alike (see alike.py) is not proved again.
+          ours: what the replacement is traced to, where it is one of this package's ops, whose values and gradients are the same formulas
+            whatever the sizes: what was proved of programs that are alike (see alike.py) is not proved again.
         """
         key = ("region", region_signature(region), what)
 
         def prove() -> Verdict:
-            return _prove(region, replacement, self.inline, derivative, ours)
+            return _prove(region, replacement, self.inline, derivative, ours is not None)
 
-        return self.once(key, lambda: self._alike.once(region, replacement, what, prove) if ours else prove())
+        return self.once(key, lambda: prove() if ours is None else self._alike.once(region, ours, what, prove))
 
     def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
         """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as

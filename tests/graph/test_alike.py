@@ -9,6 +9,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.graph import certify
 from fusionlab.graph.certify import Certifier
+from fusionlab.graph.trace import trace
 from fusionlab.kernels import meaning_of
 
 from .test_certify import region_of
@@ -23,13 +24,16 @@ def proofs(monkeypatch):
     return found
 
 
+def proved(certifier, old, new, shapes, dtype="float32", what="test"):
+    """The verdict on `new`, as on an op of this package, in the place of `old`."""
+    region = region_of(old, *shapes, dtype=jnp.dtype(dtype))
+    return certifier.region(region, new, what, ours=lambda: trace(new, *(v.aval for v in region.inputs)).top)
+
+
 def both(old, new, first, second, dtypes=("float32", "float32")):
-    """The verdicts on `new` in the place of `old`, at two sets of shapes, one after the other."""
+    """The verdicts at two sets of shapes, one after the other."""
     certifier = Certifier(meaning_of)
-    return [
-        certifier.region(region_of(old, *shapes, dtype=jnp.dtype(d)), new, "test", ours=True)
-        for shapes, d in zip((first, second), dtypes, strict=True)
-    ]
+    return [proved(certifier, old, new, *one) for one in zip((first, second), dtypes, strict=True)]
 
 
 def layer(x, w, b):
@@ -78,10 +82,9 @@ def to_the_other_side(x, w, b):
 @pytest.mark.parametrize("new", [turned, to_the_other_side])
 def test_what_only_equal_sizes_allow_is_not_proved_by_a_case_of_others(new):
     certifier = Certifier(meaning_of)
-    wide, square = (region_of(layer, *shapes) for shapes in (WIDE, SQUARE))
-    assert certifier.region(wide, fused, "test", ours=True).ok
-    assert not certifier.region(square, new, "test", ours=True).ok
-    assert certifier.region(square, fused, "another", ours=True).ok
+    assert proved(certifier, layer, fused, WIDE).ok
+    assert not proved(certifier, layer, new, SQUARE).ok
+    assert proved(certifier, layer, fused, SQUARE, what="another").ok
 
 
 @jax.custom_jvp
