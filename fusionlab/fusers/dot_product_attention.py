@@ -498,14 +498,18 @@ def _without(region: Region, dropped: frozenset[str]) -> Region:
     """The region as a function of fewer leaves: constants that are dropped become part of its support."""
     gone = [v for name, v in region.leaves.items() if name in dropped]
     leaves = {name: v for name, v in region.leaves.items() if name not in dropped}
-    known = {n.id for n in (*region.nodes, *region.support)}
+    # What was made like one of them is made again by itself.
+    ids = {v.id for v in gone}
+    copies = [n for n in region.support if n.id < 0 and n.inputs[0].id in ids]
+    kept = [n for n in region.support if n not in copies]
+    known = {n.id for n in (*region.nodes, *kept)}
     extra: dict[int, Node] = {}
-    stack = list(gone)
+    stack = [*gone, *(n.outputs[0] for n in copies)]
     while stack:
         node = region.block.producer.get(stack.pop().id)
         if node is not None and node.id not in extra:
             extra[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
     added = (n for i, n in extra.items() if i not in known)
-    support = tuple(sorted((*region.support, *added), key=lambda n: n.id))
+    support = tuple(sorted((*kept, *added), key=lambda n: n.id))
     return Region(region.block, region.root, leaves, region.nodes, support, region.known)

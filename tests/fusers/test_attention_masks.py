@@ -357,3 +357,12 @@ def test_without_a_maximum_a_constant_that_blinds_a_row_is_declined(keep, fits):
         (r,) = found.rejections
         assert (r.code, "attention" in r.concepts) == ("mask", True)
         assert "some of its rows see no key" in r.sentence
+
+
+@pytest.mark.parametrize("fills", [(-jnp.inf, -1e30), (jnp.float32(-jnp.inf), -1e30), (-1e9, -1e9)])
+def test_a_causal_mask_that_is_made_twice_is_one(fills):
+    def low():
+        return jnp.tril(jnp.ones((6, 6), bool)) | (jnp.arange(6)[:, None] == 5)
+
+    fn = attention(lambda s: jnp.where(low(), jnp.where(~low(), fills[0], s), fills[1]))
+    assert ", causal" in fused(fn, args=(Q, K[:, :6], V[:, :6])).formula
