@@ -13,6 +13,7 @@ NAMES = (
     "dispatch",
     "first_find",
     "gemm_epilogue",
+    "group_norms",
     "kernel_resources",
     "lerp",
     "matmul_schedule",
