@@ -275,7 +275,11 @@ def tail_example(tail: Tail) -> Example:
 
     optional = dict.fromkeys("bts", frozenset(tail.leaves))
     shared = {"b": frozenset("v")}
-    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, shared, holds=tail.holds)
+
+    def may_be_in(view: View) -> bool:
+        return tail.holds <= view.by_op.keys()
+
+    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, shared, may_be_in=may_be_in)
 
 
 @functools.cache

@@ -499,8 +499,7 @@ def _without(region: Region, dropped: frozenset[str]) -> Region:
     gone = [v for name, v in region.leaves.items() if name in dropped]
     leaves = {name: v for name, v in region.leaves.items() if name not in dropped}
     # What was made like one of them is made again by itself.
-    ids = {v.id for v in gone}
-    copies = [n for n in region.support if n.id < 0 and n.inputs[0].id in ids]
+    copies = [n for n in region.support if n.id < 0 and n.inputs[0] in gone]
     kept = [n for n in region.support if n not in copies]
     known = {n.id for n in (*region.nodes, *kept)}
     extra: dict[int, Node] = {}

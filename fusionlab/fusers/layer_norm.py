@@ -32,7 +32,7 @@ from ..kernels.layer_norm.reference import statistics_dtype
 from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
 from .layout import Axes, arrange, axes_of, in_order, restore
-from .norm_examples import EXAMPLES, NEAR
+from .norm_examples import EXAMPLES, NEAR, PLAIN
 from .norm_misses import BY_COUNT, NormMisses
 from .norms import ROOTS, Surroundings, summed_axes
 from .site import with_concepts
@@ -120,7 +120,7 @@ class _Site(NormMisses):
             return self.rejection("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
         problem: Rejection | None = None
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
-        best: Miss | None = None
+        values: list[Value] = []
         for value in self.around.results:
             if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value) or self.is_one_of_casts(value):
                 continue  # the result has the dtype of x: a cast of it stays outside
@@ -131,15 +131,14 @@ class _Site(NormMisses):
                     return outcome if paired is None else _else(paired, outcome)
                 paired = paired or (outcome if isinstance(outcome, Candidate) else None)
                 problem = problem or (outcome if isinstance(outcome, Rejection) else None)
-            elif found is not None and (best is None or found.matched > best.matched):
-                best = found
+            values.append(value)
         if paired is not None:
             return paired
         outcome = self.grouped() or problem
         if outcome is not None:
             return outcome
         told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
-        return told or self.missed(self.some(best))
+        return told or self.missed(self.nearest(values))
 
     def rejection(self, *args: Any, **told: Any) -> Rejection:
         """As of any site: with where the root meets x, however far a match got."""
@@ -176,27 +175,26 @@ class _Site(NormMisses):
             return False
         return sum(not in_backward(u) for u in self.users(maker.inputs[0])) > 1
 
-    def matched(self, value: Value, examples: tuple[Example, ...] = EXAMPLES) -> Match | Miss | None:
+    def matched(self, value: Value) -> Match | None:
         ref = self.view.ref[value.id]
-        if not close(ref.coef, 1.0):
-            return None
-        best: Miss | None = None
-        for example in examples:
-            if not example.fits(self.view, ref.nid):
-                continue
-            found = match(pattern_of(example), self.view, ref.nid, self.x)
-            if isinstance(found, Match):
-                return found
-            if best is None or found.matched > best.matched:
-                best = found
-        return best
+        fit = (e for e in EXAMPLES if close(ref.coef, 1.0) and e.fits(self.view, ref.nid))
+        found = (match(pattern_of(example), self.view, ref.nid, self.x) for example in fit)
+        return next((one for one in found if isinstance(one, Match)), None)
 
-    def some(self, best: Miss | None) -> Miss:
-        """The nearest miss, or that of the first example at the furthest result."""
+    def nearest(self, values: Sequence[Value]) -> Miss:
+        """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
+        best: Miss | None = None
+        for ref in (self.view.ref[value.id] for value in values):
+            for example in EXAMPLES:
+                if not close(ref.coef, 1.0) or not example.ends_in(self.view, ref.nid):
+                    continue
+                found = match(pattern_of(example), self.view, ref.nid, self.x)
+                if isinstance(found, Miss) and (best is None or found.matched > best.matched):
+                    best = found
         if best is not None:
             return best
         value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
-        found = match(pattern_of(EXAMPLES[0]), self.view, self.nid(value), self.x)
+        found = match(pattern_of(PLAIN), self.view, self.nid(value), self.x)
         assert isinstance(found, Miss)
         return found
 

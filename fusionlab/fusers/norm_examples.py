@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..graph.canonical import View
 from ..graph.pattern import Example
 
 
@@ -23,11 +24,11 @@ def _no_less_than_zero(variance: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, mean, share: jnp.maximum(0.0, variance(x, mean, share))
 
 
-_VARIANCES: dict[str, Callable[..., Any]] = {
-    "var(x)": _two_pass,
+_VARIANCES: dict[str, Callable[..., Any]] = {  # those that are asked of fewer programs first
     "max(0, var(x))": _no_less_than_zero(_two_pass),
-    "mean(x^2) - mean(x)^2": _by_squares,
     "max(0, mean(x^2) - mean(x)^2)": _no_less_than_zero(_by_squares),
+    "var(x)": _two_pass,
+    "mean(x^2) - mean(x)^2": _by_squares,
 }
 
 
@@ -50,10 +51,27 @@ def _norms(root: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return norms
 
 
-def _holds(name: str) -> frozenset[str]:
-    """Canonical ops that a norm of this name has, and most have not."""
-    told = {"max(0,": "max"}
-    return frozenset(op for words, op in told.items() if words in name)
+def _may_be_in(name: str) -> Callable[[View], bool]:
+    """Whether a view has the sums that a norm of this name has, and the maximum."""
+    alone, nested = (1, 0) if name.startswith("rms") else (2, 0) if "mean(x)^2" in name else (1, 1)
+    clamped = "max(0," in name
+
+    def fits(view: View) -> bool:
+        sums = view.by_op.get("reduce_sum", ())
+        of_sums = sum(_is_made_of_a_sum(view, nid) for nid in sums)
+        return len(sums) - of_sums >= alone and of_sums >= nested and (not clamped or "max" in view.by_op)
+
+    return fits
+
+
+def _is_made_of_a_sum(view: View, nid: int) -> bool:
+    """Whether a sum is of what another sum has a part in, as that of (x - mean)^2."""
+    level = [o.nid for o in view.nodes[nid].operands]
+    for _ in range(_STEPS):
+        if any(view.nodes[n].op == "reduce_sum" for n in level):
+            return True
+        level = [o.nid for n in level for o in view.nodes[n].operands]
+    return False
 
 
 _Affine = tuple[
@@ -70,6 +88,7 @@ _AFFINE: dict[str, _Affine] = {
     "": ({}, ("prod", 2), lambda xhat: xhat),
 }
 _SCALARS = ("1/N", "epsilon")
+_STEPS = 3  # from a sum back to the mean in what it is of: a power, a difference, a cast that stays
 
 
 def _examples() -> Iterator[Example]:
@@ -80,11 +99,12 @@ def _examples() -> Iterator[Example]:
                 *vectors, share, epsilon = rest
                 return affine(norm(x, share, epsilon), *vectors)
 
-            told = {"bare": True, "root": root, "holds": _holds(name)}
+            told = {"bare": True, "root": root, "may_be_in": _may_be_in(name)}
             yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, **told)
 
 
 EXAMPLES = tuple(_examples())
+PLAIN = next(e for e in EXAMPLES if e.name == "layer_norm by var(x), scale and bias")
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,7 @@ class Near:
 
 def _near(name: str, root: Callable[..., Any], what: str, edit: str) -> Near:
     def example(norm: str, fn: Callable[..., Any]) -> Example:
-        told = {"bare": True, "root": ("prod", 2), "holds": _holds(norm)}
+        told = {"bare": True, "root": ("prod", 2), "may_be_in": _may_be_in(norm)}
         return Example(f"{norm}, {name}", fn, {"x": "mn"}, _SCALARS, **told)
 
     return Near(tuple(example(*one) for one in _norms(root).items()), what, edit)

@@ -51,7 +51,7 @@ class Example:
       any_of: a trait of the example's fused ops with its value -> the values it stands for in the target.
       loose: fused ops of the target may have operands and numbers that the example's lack (a bias, a mask).
       root: the canonical op of the result and its number of operands, where they are written down (`fits`).
-      holds: likewise, canonical ops that it has and others like it have not.
+      may_be_in: likewise, whether a view has what it has and others like it have not.
       jitted: it may hold loops, or whatever else JAX treats otherwise where nothing is jitted.
       concrete: its scalars are numbers while it is traced, as attributes of fused ops are, and as what a user wrote may want. It is traced
         twice then, at other sizes too; else once.
@@ -68,14 +68,18 @@ class Example:
     any_of: Mapping[tuple[str, Any], frozenset[Any]] = field(default_factory=dict)
     loose: bool = False
     root: tuple[str, int] | None = None
-    holds: frozenset[str] = frozenset()
+    may_be_in: Callable[[View], bool] = field(default=lambda view: True)
     jitted: bool = False
     concrete: bool = False
 
     def fits(self, view: View, nid: int) -> bool:
         """Whether a node of a view may be its result, as far as is told without tracing it: of many alike a search needs one or two."""
+        return self.ends_in(view, nid) and self.may_be_in(view)
+
+    def ends_in(self, view: View, nid: int) -> bool:
+        """Whether a node of a view has the op of its result."""
         node = view.nodes[nid]
-        return self.root in (None, (node.op, len(node.operands))) and self.holds <= view.by_op.keys()
+        return self.root in (None, (node.op, len(node.operands)))
 
 
 @dataclass(frozen=True)
@@ -142,16 +146,15 @@ def compile_example(example_key: _ById) -> Pattern:
     for x, names in example.shared.items():
         may_lack[x] = may_lack.get(x, frozenset()) | {nid for nid, name in leaf_of.items() if name in names}
     size = sum(n not in leaf_of and n != ONE for n in needed)
-    _as_written(example, first, root, needed)
+    _as_written(example, first, root)
     return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)
 
 
-def _as_written(example: Example, view: View, root: int, needed: frozenset[int]) -> None:
+def _as_written(example: Example, view: View, root: int) -> None:
     """Raises where the example says something of its nodes that is not so."""
-    made = view.nodes[root].op, len(view.nodes[root].operands)
-    ops = {view.nodes[n].op for n in needed}
-    if example.root not in (None, made) or not example.holds <= ops:
-        raise ValueError(f"example {example.name}: its root is {made}, among {sorted(ops)}")
+    if not example.fits(view, root):
+        made = view.nodes[root].op, len(view.nodes[root].operands)
+        raise ValueError(f"example {example.name}: its root is {made}, among {sorted(view.by_op)}")
 
 
 class _ById:
