@@ -38,7 +38,7 @@ def judged(name: str, fn: Any, args: tuple[Any, ...], each: int, tools: Any) -> 
         if not spelled.traces(one):
             verdicts["does not trace"] += 1
             continue
-        found = judge.judge(one)
+        found = judge.judge(one, passes=spelled.passes_of(name))
         verdicts["declined" if found.verdict == "no site" else found.verdict] += 1
         wrong += [f"{one.text}: {found.reason}"] if found.verdict == "wrong" else []
     return verdicts, wrong

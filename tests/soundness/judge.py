@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.fusers import find_in
+from fusionlab.fusers import find_in, registry
 from fusionlab.graph.certify import Certifier
 from fusionlab.graph.evaluate import CannotEvaluate, evaluate, is_float, traced_once
 from fusionlab.kernels import meaning_of
@@ -168,15 +168,21 @@ class Pair:
         return [*self.program.arguments(draw), *(rng.normal(size=a.shape) for a in self.cotangents)]
 
 
-def judge(program: Program, compiled: bool = False, rewrite: Callable[[Any], Callable] | None = None) -> Judgement:
+def judge(
+    program: Program,
+    compiled: bool = False,
+    rewrite: Callable[[Any], Callable] | None = None,
+    passes: Sequence[str] = (),
+) -> Judgement:
     """Judges one program.
 
     Args:
       program: what to judge.
       compiled: also compile both forms and run them in their own dtypes.
       rewrite: findings -> the fused function, judged also where there is no site; None: every accepted site fused.
+      passes: the names of those that search; by default those that do without being asked.
     """
-    found = _find(program)
+    found = _find(program, passes)
     candidates = dict(collections.Counter(c.pass_name for c in found.candidates))
     pairs = dict(collections.Counter(c.pass_name for c in found.candidates if _with_its_backward(c)))
     rejections = dict(collections.Counter(f"{r.pass_name}: {r.code}" for r in found.rejections))
@@ -205,11 +211,11 @@ def _with_its_backward(candidate: Any) -> bool:
 _PROFILES: dict[Any, Any] = {}
 
 
-def _find(program: Program) -> Any:
+def _find(program: Program, names: Sequence[str] = ()) -> Any:
     """`fl.find`, with what it learns of the known activations kept for the next program."""
     certifier = Certifier(meaning_of)
     certifier._known.update(_PROFILES)
-    passes = [(p, {}) for p in by_default()]
+    passes = [(p, {}) for p in (map(registry().__getitem__, names) if names else by_default())]
     found = find_in(fl.trace(program.fn, *program.avals), passes, Device.current(), certifier=certifier)
     _PROFILES.update((key, known) for key, known in certifier._known.items() if key[0] == "profile")
     return found

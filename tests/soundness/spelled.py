@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.fusers import test_attention_layout as layouts
 from tests.fusers import test_attention_sinks as sinks
 from tests.fusers import test_attention_spellings as attentions
 from tests.fusers import test_convolutions as convolutions
 from tests.fusers import test_known_numbers as numbers
 from tests.fusers import test_layer_norm as norms
+from tests.fusers import test_layer_streams as streams
+from tests.fusers import test_modulated_norms as modulated
+from tests.fusers import test_reshaped_linear as reshaped
+from tests.fusers import test_whole_layers_spelled_otherwise as layers
 from tests.fusers import test_wide_epilogues as epilogues
 
 from .generator import Program
@@ -38,6 +44,21 @@ def spelled() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
         yield f"norm, epsilon {name}", numbers.rms(epsilon), (norms.X, norms.G)
     for name in convolutions.FORMS:
         yield f"convolution, {name}", *convolutions.arguments(name)[:2]
+    for name, (fn, args, _) in reshaped.FORMS.items():
+        yield f"reshaped, {name}", fn, args
+    for name, (fn, args, _) in modulated.MODULATED.items():
+        yield f"norm, {name}", fn, args
+    for name, (fn, args, *_) in layouts.FORMS.items():
+        yield f"attention, {name}", fn, args
+    for name, layer in streams.LAYERS.items():
+        yield f"layer, {name}", partial(layer, streams.P), (streams.X,)
+    for name, (layer, turn) in layers.LAYERS.items():
+        yield f"layer, {name}", partial(layer, layers.P, turn=turn), (layers.X,)
+
+
+def passes_of(name: str) -> Sequence[str]:
+    """The passes that are asked for the sites of a spelling; none where those do that search by default."""
+    return streams.ENCODERS if name.startswith("layer, ") else ()
 
 
 def program_of(name: str, fn: Callable, args: tuple[Any, ...], seed: int) -> Program:
