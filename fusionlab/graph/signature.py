@@ -45,8 +45,8 @@ def region_signature(region: Region, size: Size = _as_it_is) -> Any:
     """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
     number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
     number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
-    for value in region.inputs:
-        number[value.id] = len(number)
+    # By their own place: a captured array has an entry already, and would not make `number` longer.
+    number.update((value.id, ("input", i)) for i, value in enumerate(region.inputs))
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
     leaves = tuple((name, number[v.id], *_type_key(v, size)) for name, v in region.leaves.items())
     body = tuple(node_signature(n, number, size) for n in nodes)

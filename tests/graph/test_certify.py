@@ -375,6 +375,19 @@ def test_whatever_matters_is_part_of_the_key(fn, shape, dtype, what):
     assert (certifier.hits, certifier.misses) == (0, 2)
 
 
+def test_a_signature_tells_captured_arrays_apart():
+    one, two = (jax.random.normal(jax.random.key(i), (3, 4)) for i in range(2))
+
+    def signature(scale, shift):
+        block = trace(lambda x: x * scale + shift, jax.ShapeDtypeStruct((3, 4), jnp.float32)).top
+        values = {"x": block.inputs[0], "scale": block.nodes[0].inputs[1], "shift": block.nodes[1].inputs[1]}
+        view = View(block)
+        return region_signature(cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in values.items()}))
+
+    assert signature(one, two)[1:] != signature(one, one)[1:]
+    assert len({one for _, one, *_ in signature(one, two)[0]}) == 3
+
+
 def test_signatures_do_not_depend_on_ids_or_names():
     def twice(x, w, b):
         return layer(layer(x, w, b), w, b)
