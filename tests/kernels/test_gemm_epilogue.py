@@ -401,3 +401,16 @@ def test_the_gradient_beyond_the_activation_before_is_that_of_both_layers(name):
 def test_what_is_saved_of_x_and_its_activation_go_together(saved, name, message):
     with pytest.raises((ArgumentError, UnknownNameError), match=message):
         OPS["gemm_epilogue"].call(jnp.ones((6, 8)), jnp.ones((8, 4)), None, saved, x_activation=name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"])
+def test_the_derivative_of_an_activation_in_16_bits_is_rounded_once(name, dtype):
+    """Also in its tails, where that of JAX's own code has no digit left."""
+    act, h = ACTIVATIONS[name], jnp.linspace(-7, 7, 501).astype(dtype)
+    with jax.enable_x64(True):
+        want = np.asarray(jax.vmap(jax.grad(act.fn))(jnp.asarray(np.asarray(h, np.float64))))
+    got = np.asarray(act.scale(act.save(h), jnp.ones_like(h)), np.float64)
+    np.testing.assert_allclose(
+        got, want, float(jnp.finfo(dtype).eps) / 2 * 1.01, 1e-6
+    )  # float32 keeps no more of 1 - tanh(h)^2

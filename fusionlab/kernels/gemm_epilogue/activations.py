@@ -67,20 +67,24 @@ def _from_preactivation(
     looks: tuple[float, float, float, float],
     fn: Callable[[Array], Array],
     source: str,
-    derived: Callable[[Array], Array] | None = None,
+    smooth: Callable[[Array], Array] | None = None,
 ) -> Activation:
-    """The derivative is JAX's own of `fn`, in 16 bits maybe of another spelling of it (`derived`), at the saved pre-activation."""
+    """The derivative is JAX's own of `fn` at the saved pre-activation; in 16 bits of `smooth`, where that is given, computed in float32:
+    1 - tanh(h)^2 of a tanh that was rounded to 16 bits has nothing left of it in a tail, and the terms of a gelu's or a silu's cancel.
+    """
 
     # Traced once for an op's tangent, its cotangent and whoever asks for part of them.
     @functools.partial(jax.jit, inline=True)
     def scale(h: Array, t: Array) -> Array:
-        return jax.vjp(derived if derived and h.dtype.itemsize == 2 else fn, h)[1](t)[0]
+        if smooth is None or h.dtype.itemsize != 2:
+            return jax.vjp(fn, h)[1](t)[0]
+        return jax.vjp(smooth, h.astype(jnp.float32))[1](t.astype(jnp.float32))[0].astype(t.dtype)
 
     return Activation(name, formula, looks, fn, "preactivation", lambda h: h, scale, source)
 
 
 def _gelu_by_sigmoid(h: Array) -> Array:
-    """gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u). In a tail 1 + tanh(u) cancels, and bfloat16 has nothing left of it."""
+    """gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u). In a tail 1 + tanh(u) cancels."""
     root = np.sqrt(2 / np.pi).astype(h.dtype)
     return h * jax.nn.sigmoid(2 * root * (h + 0.044715 * h**3))
 
@@ -167,9 +171,10 @@ ACTIVATIONS: dict[str, Activation] = {
             _GELU,
             lambda h: jax.nn.gelu(h, approximate=False),
             "jax.nn.gelu(approximate=False); Hendrycks and Gimpel 2016, arXiv:1606.08415",
+            lambda h: jax.nn.gelu(h, approximate=False),
         ),
-        _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu"),
-        _from_preactivation("sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid"),
+        _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu", jax.nn.silu),
+        _from_preactivation("sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid", jax.nn.sigmoid),
         _from_preactivation(
             "silu_exp",
             "h / (1 + exp(-h)), derivative NaN where exp(-h) overflows",
@@ -184,6 +189,6 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda h: 1 / (1 + jnp.exp(-h)),
             "1 / (1 + jnp.exp(-h))",
         ),
-        _from_preactivation("tanh", "tanh(h)", (-0.991, -0.462, 0.716, 0.991), jnp.tanh, "jnp.tanh"),
+        _from_preactivation("tanh", "tanh(h)", (-0.991, -0.462, 0.716, 0.991), jnp.tanh, "jnp.tanh", jnp.tanh),
     )
 }
