@@ -86,11 +86,13 @@ def test_every_channel_has_a_thread_and_every_group_a_team(channels, dtype):
 @pytest.mark.parametrize("positions", [1, 5, 64, 1023, 4096, 16384])
 def test_no_chunk_is_empty_and_one_wave_of_blocks_is_enough(positions):
     for batch, channels in itertools.product((1, 2, 3, 16, 1000), (1, 8, 320, 4096)):
-        splits = tiling.splits_of(batch, positions, channels, "bfloat16")
+        images = Images(batch, positions, channels, 1, "bfloat16", "none", ())
+        splits, blocks = images.splits, images.tile.blocks
+        assert 1 <= blocks * images.tile.threads <= 1024
         assert 1 <= splits <= positions
         assert (splits - 1) * -(-positions // splits) < positions
-        assert splits == 1 or splits * batch <= tiling.MULTIPROCESSORS * tiling.BLOCKS
-    assert tiling.splits_of(16, 4096, 320, "bfloat16") == 24
+        assert splits == 1 or splits * batch <= tiling.MULTIPROCESSORS * blocks
+    assert Images(16, 4096, 320, 32, "bfloat16", "silu", ()).splits == 24
 
 
 def test_what_is_absent_is_no_parameter_and_what_is_not_wanted_no_launch():

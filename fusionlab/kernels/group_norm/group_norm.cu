@@ -19,6 +19,7 @@
 //   FL_LANES   threads along the channels of a position, each with FL_VECS vectors, FL_LANES apart
 //   FL_HEIGHT  threads along positions
 //   FL_TEAM    threads that share the merges of a group, a power of 2
+//   FL_BLOCKS  blocks that a multiprocessor is to have room for
 #include "../packs.cuh"
 #include "../early.cuh"
 
@@ -61,6 +62,16 @@ template <typename E> __device__ __forceinline__ void load_own(const E* from, Ow
 // Of [FL_G]: the entry of each channel's group.
 __device__ __forceinline__ void load_of_group(const float* from, Own& to) {
   each_channel([&](int i, int j, int) { to[i][j] = from[group_of(column_of(i), j)]; });
+}
+
+// rstd scale.
+__device__ __forceinline__ void load_factors(const float* rstds, const Scale* scale, Own& to) {
+  load_of_group(rstds, to);
+  if constexpr (FL_READS_SCALE) {
+    Own scales = {};
+    load_own(scale, scales);
+    each_channel([&](int i, int j, int) { to[i][j] *= scales[i][j]; });
+  }
 }
 
 // Positions [first, first + count) of an image, those of a chunk.
@@ -132,7 +143,7 @@ struct Sums {
 };
 __device__ __forceinline__ Sums merged(Sums a, float, Sums b, float) { return {a.first + b.first, a.second + b.second}; }
 
-constexpr int half_of(int rows) { // the largest power of 2 that is less
+__device__ constexpr int half_of(int rows) { // the largest power of 2 that is less
   int half = 1;
   while (2 * half < rows) half *= 2;
   return half;
@@ -214,7 +225,7 @@ __device__ __forceinline__ float numbers_of(int chunk, Index positions) {
 
 #if FL_KIND == 0
 //   FL_SAVES   1: mean and rstd are given
-extern "C" __global__ void __launch_bounds__(kThreads) gn_stats(const T* x, float2* parts, Index positions) {
+extern "C" __global__ void __launch_bounds__(kThreads, FL_BLOCKS) gn_stats(const T* x, float2* parts, Index positions) {
   fl_wait();
   // Of x less the chunk's first value of its channel, which is near: a large mean leaves the digits to what varies. Welford's recurrence
   // (Technometrics 4, 1962), so that a first value that is far costs no more than it has to.
@@ -248,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_stats(const T* x, floa
       [&](int group, Moments found, float) { parts[part_of(blockIdx.x, group)] = {found.mean, found.squares}; });
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) gn_apply(
+extern "C" __global__ void __launch_bounds__(kThreads, FL_BLOCKS) gn_apply(
     const T* x, const Scale* scale, const Bias* bias, const float2* parts, T* out, float* means, float* rstds, Index positions,
     float epsilon) {
   fl_wait();
@@ -273,12 +284,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_apply(
   __syncthreads();
   Own mean = {}, factor = {}, shift = {};
   load_of_group(shared_mean, mean);
-  load_of_group(shared_rstd, factor);
-  if constexpr (FL_READS_SCALE) {
-    Own scales = {};
-    load_own(scale, scales);
-    each_channel([&](int i, int j, int) { factor[i][j] *= scales[i][j]; });
-  }
+  load_factors(shared_rstd, scale, factor);
   if constexpr (FL_READS_BIAS) load_own(bias, shift);
   each_position<Vectors, FL_VECS == 1 ? 4 : 2, true>(
       positions, [&](Vectors& held, Index at) { held.load_last(x + at); },
@@ -305,40 +311,38 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_apply(
 //   FL_WANT    bits: 1 dx, 2 dscale, 4 dbias
 //   FL_SUM_HEIGHT  threads that share a channel of gn_grad_vectors
 constexpr int kWant = FL_WANT;
-constexpr int kAtOnce = FL_VECS == 1 ? 2 : 1;
+// One at a time where a vector may lie in two groups: what it knows of them takes more registers.
+constexpr int kAtOnce = FL_VECS == 1 ? 2 : 1, kAtOnceForX = kPerGroup % FL_VEC == 0 ? kAtOnce : 1;
 
 struct Pair {
   Vectors ct, x;
 };
 
-// What a thread knows of its channels, and what that makes of a value and of the cotangent there.
+// What a thread knows of its channels: h = (x - mean) factor + bias.
 struct Channels {
-  Own mean = {}, rstd = {}, scale = {}, bias = {};
+  Own mean = {}, factor = {}, bias = {};
 
   __device__ __forceinline__ void load(const Scale* scales, const Bias* biases, const float* means, const float* rstds) {
-    load_of_group(means + static_cast<Index>(blockIdx.y) * FL_G, mean);
-    load_of_group(rstds + static_cast<Index>(blockIdx.y) * FL_G, rstd);
-    if constexpr (FL_READS_SCALE) load_own(scales, scale);
+    load_of_group(means, mean);
+    load_factors(rstds, scales, factor);
     if constexpr (FL_READS_BIAS) load_own(biases, bias);
   }
-  __device__ __forceinline__ float scaled(int i, int j, float value) const {
-    return FL_READS_SCALE ? value * scale[i][j] : value;
-  }
-  __device__ __forceinline__ float xhat(int i, int j, float x) const { return (x - mean[i][j]) * rstd[i][j]; }
-  __device__ __forceinline__ float through_activation(int i, int j, float ct, float xhat) const {
+  // The cotangent of h, of that of out.
+  __device__ __forceinline__ float through_activation(int i, int j, float ct, float centred) const {
     if constexpr (FL_ACT == FL_NONE) return ct;
-    const float h = scaled(i, j, xhat);
+    const float h = centred * factor[i][j];
     return ct * slope(FL_READS_BIAS ? h + bias[i][j] : h);
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) gn_grad_sums(
+extern "C" __global__ void __launch_bounds__(kThreads, FL_BLOCKS) gn_grad_sums(
     const T* ct, const T* x, const Scale* scale, const Bias* bias, const float* means, const float* rstds, float2* parts,
     float* parts_scale, float* parts_bias, Index positions) {
   fl_wait();
+  const Index groups = static_cast<Index>(blockIdx.y) * FL_G;
   Channels channels;
-  channels.load(scale, bias, means, rstds);
-  Own of_one = {}, of_xhat = {};
+  channels.load(scale, bias, means + groups, rstds + groups);
+  Own of_one = {}, of_centred = {};
   each_position<Pair, kAtOnce, false>(
       positions,
       [&](Pair& held, Index at) {
@@ -354,14 +358,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_grad_sums(
           unpack(held.x.at[i], values);
 #pragma unroll
           for (int j = 0; j < FL_VEC; ++j) {
-            const float xhat = channels.xhat(i, j, values[j]), u = channels.through_activation(i, j, cts[j], xhat);
+            const float centred = values[j] - channels.mean[i][j], u = channels.through_activation(i, j, cts[j], centred);
             of_one[i][j] += u;
-            of_xhat[i][j] += u * xhat;
+            of_centred[i][j] += u * centred;
           }
         }
       });
+  Own rstd = {};
+  load_of_group(rstds + groups, rstd);
   const Sums* const sums =
-      over_rows<Sums>(positions, [&](int i, int j) { return Sums{of_one[i][j], of_xhat[i][j]}; });
+      over_rows<Sums>(positions, [&](int i, int j) { return Sums{of_one[i][j], of_centred[i][j] * rstd[i][j]}; });
   if constexpr ((kWant & 6) != 0) {
     const Index start = (static_cast<Index>(blockIdx.y) * gridDim.x + blockIdx.x) * FL_C;
     for (int c = threadIdx.y * FL_LANES + threadIdx.x; c < FL_C; c += kThreads) {
@@ -382,11 +388,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_grad_sums(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) gn_grad_x(
+extern "C" __global__ void __launch_bounds__(kThreads, FL_BLOCKS) gn_grad_x(
     const T* ct, const T* x, const Scale* scale, const Bias* bias, const float* means, const float* rstds, const float2* parts,
     T* dx, Index positions) {
   fl_wait();
-  __shared__ float shared_one[FL_G], shared_xhat[FL_G];
+  __shared__ float shared_one[FL_G], shared_centred[FL_G]; // dx = u factor - one - (x - mean) centred
+  const Index groups = static_cast<Index>(blockIdx.y) * FL_G;
   const float of_group = 1.f / static_cast<float>(positions * kPerGroup);
   over_groups<Sums>(
       gridDim.x,
@@ -396,16 +403,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_grad_x(
       },
       [](int) { return 1.f; },
       [&](int group, Sums found, float) {
-        shared_one[group] = found.first * of_group;
-        shared_xhat[group] = found.second * of_group;
+        const float rstd = rstds[groups + group];
+        shared_one[group] = found.first * of_group * rstd;
+        shared_centred[group] = found.second * of_group * rstd * rstd;
       });
   __syncthreads();
   Channels channels;
-  channels.load(scale, bias, means, rstds);
-  Own of_one = {}, of_xhat = {};
+  channels.load(scale, bias, means + groups, rstds + groups);
+  Own of_one = {}, of_centred = {};
   load_of_group(shared_one, of_one);
-  load_of_group(shared_xhat, of_xhat);
-  each_position<Pair, kAtOnce, true>(
+  load_of_group(shared_centred, of_centred);
+  each_position<Pair, kAtOnceForX, true>(
       positions,
       [&](Pair& held, Index at) {
         held.ct.load_last(ct + at);
@@ -420,9 +428,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) gn_grad_x(
           unpack(held.x.at[i], values);
 #pragma unroll
           for (int j = 0; j < FL_VEC; ++j) {
-            const float xhat = channels.xhat(i, j, values[j]);
-            const float inner = channels.scaled(i, j, channels.through_activation(i, j, cts[j], xhat));
-            values[j] = (inner - of_one[i][j] - xhat * of_xhat[i][j]) * channels.rstd[i][j];
+            const float centred = values[j] - channels.mean[i][j], u = channels.through_activation(i, j, cts[j], centred);
+            values[j] = u * channels.factor[i][j] - of_one[i][j] - centred * of_centred[i][j];
           }
           Pack<T> made;
           pack_into(made, values);

@@ -43,7 +43,7 @@ class Images:
 
     @cached_property
     def splits(self) -> int:
-        return tiling.splits_of(self.batch, self.positions, self.channels, self.dtype)
+        return tiling.splits_of(self.batch, self.positions, self.channels, self.dtype, self.tile.blocks)
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
@@ -138,6 +138,7 @@ def _options(kind: int, images: Images, reads: tuple[str, ...], **more: int) -> 
         "VECS": tile.vecs,
         "HEIGHT": tile.height,
         "TEAM": tile.team,
+        "BLOCKS": tile.blocks,
         **more,
     }
     return tuple(f"-DFL_{name}={value}" for name, value in values.items())

@@ -10,7 +10,8 @@ MAX_CHANNELS = 4096  # what is merged of them lies in 32 KiB of shared memory
 MAX_BATCH = 65535  # CUDA's limit of a grid along y
 THREADS = 256  # of a block, where a position has no more vectors
 MOST_LANES = 512
-BLOCKS = 3  # for each multiprocessor
+RESIDENT_THREADS = 768  # of a multiprocessor: 80 registers for each
+RESIDENT_OF_SEVERAL = 680  # where each has several vectors: 96 registers
 MOST_SPLITS = MULTIPROCESSORS  # of an image: each of its blocks reads what all of them have left
 LEAST_BYTES = 1 << 15  # of a chunk
 
@@ -37,6 +38,11 @@ class Tile:
     def threads(self) -> int:
         return self.lanes * self.height
 
+    @property
+    def blocks(self) -> int:
+        """That a multiprocessor has room for."""
+        return (RESIDENT_THREADS if self.vecs == 1 else RESIDENT_OF_SEVERAL) // self.threads
+
 
 def tile_of(channels: int, groups: int, dtype: str) -> Tile:
     vec = vector(channels, dtype)
@@ -50,8 +56,8 @@ def tile_of(channels: int, groups: int, dtype: str) -> Tile:
     return Tile(vec, lanes, vecs, height, team)
 
 
-def splits_of(batch: int, positions: int, channels: int, dtype: str) -> int:
-    """Chunks of an image, none of them empty."""
+def splits_of(batch: int, positions: int, channels: int, dtype: str, blocks: int) -> int:
+    """Chunks of an image, none of them empty: together as many as there is room for, at `blocks` a multiprocessor."""
     least = parts_of(LEAST_BYTES, channels * ITEM_BYTES[dtype])
-    splits = min(MULTIPROCESSORS * BLOCKS // batch, MOST_SPLITS, parts_of(positions, least))
+    splits = min(MULTIPROCESSORS * blocks // batch, MOST_SPLITS, parts_of(positions, least))
     return parts_of(positions, parts_of(positions, max(1, splits)))
