@@ -124,20 +124,22 @@ def test_values_and_gradients_are_as_near_float64_as_the_dtype_allows(activation
 def test_parameters_of_another_dtype_keep_it_and_the_result_has_that_of_x(x_dtype, p_dtype, x64):
     x, scale, bias = data((2, 8, 32), (32,), (32,))
     args = x.astype(x_dtype), scale.astype(p_dtype), bias.astype(p_dtype)
-    out, grads = jax.jit(
-        lambda *a: (fused()(*a), jax.grad(lambda *a: fused()(*a).astype("float64").sum() ** 2, (0, 1, 2))(*a))
-    )(*args)
-    want = jax.grad(lambda *a: plain()(*a).sum() ** 2, (0, 1, 2))(*(a.astype("float64") for a in args))
-    assert out.dtype == x_dtype
+
+    def run(*a):
+        grads = jax.grad(lambda *a: fused()(*a).astype("float64").sum() ** 2, (0, 1, 2))(*a)
+        return fused()(*a), jax.jvp(fused(), a, tuple(jnp.ones_like(b) for b in a))[1], grads
+
+    out, moved, grads = jax.jit(run)(*args)
+    want = jax.jit(jax.grad(lambda *a: plain()(*a).sum() ** 2, (0, 1, 2)))(*(a.astype("float64") for a in args))
+    assert out.dtype == moved.dtype == x_dtype
     assert [str(g.dtype) for g in grads] == [x_dtype, p_dtype, p_dtype]
     for got, w in zip(grads[1:], want[1:], strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0.05, atol=0.05 * np.abs(w).max())
-    assert jax.jvp(fused(), args, tuple(jnp.ones_like(a) for a in args))[1].dtype == x_dtype
 
 
 def test_constant_images_have_the_values_and_gradients_of_plain_code():
     x = jnp.stack([jnp.zeros((3, 4)), jnp.full((3, 4), 3.0), jnp.arange(12.0).reshape(3, 4)])
-    run = lambda f: jax.value_and_grad(loss(f), (0, 1, 2))(x, jnp.linspace(1, 2, 4), jnp.linspace(-1, 1, 4))  # noqa: E731
+    run = lambda f: jax.jit(jax.value_and_grad(loss(f), (0, 1, 2)))(x, jnp.linspace(1, 2, 4), jnp.linspace(-1, 1, 4))  # noqa: E731
     assert_same(run(fused()), run(plain()), 1e-5)
 
 
