@@ -1,11 +1,11 @@
-"""What XLA makes of a GroupNorm, against the least that memory allows, on a CUDA device.
+"""A GroupNorm as XLA's code and as the op's kernels, against the least that memory allows, on a CUDA device.
 
     python -m benchmarks group_norms [--json] [-o FILE] [--quick] [--only TEXT]
 
 A GroupNorm of images `[batch, height, width, channels]` in 32 groups, as diffusion models have them, with and without SiLU behind it,
-bfloat16, statistics in float32: `jax.jit` of it with the variance about the mean, and `fast variance` of E[x^2] - E[x]^2, as flax's. The
-floor is what has to be moved at all, by programs that move it and do nothing: x in and a result out; and for the backward pass x and the
-cotangent in and the gradient of x out. A group of these sizes has 80 and 512 KiB: its statistics need no second look at x in memory.
+bfloat16, statistics in float32: `jax.jit` of it with the variance about the mean, and `fast variance` of E[x^2] - E[x]^2, as flax's;
+`fusionlab` is the op by its kernels, and how far its numbers are from jax.jit's is kept. The floor is what has to be moved at all, by
+programs that move it and do nothing: x in and a result out; and for the backward pass x and the cotangent in and the gradient of x out. A group of these sizes has 80 and 512 KiB: its statistics need no second look at x in memory.
 Device times of programs that take turns; without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .measuring import compiled_at_once, finish, line, measured, new_record, normal, parser_of, save
+from .measuring import compiled_at_once, differences, finish, line, measured, new_record, normal, parser_of, save
 
 GROUPS, EPSILON = 32, 1e-6
 
@@ -64,8 +64,19 @@ def group_norm(case: Case, fast: bool) -> Callable[..., Any]:
     return norm
 
 
-def programs(case: Case, backward: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """The floor and XLA's two, forward or both ways."""
+def by_op(case: Case, implementation: str | None) -> Callable[..., Any]:
+    """The same as one op."""
+    from fusionlab.ops import group_norm
+
+    activation = "silu" if case.silu else "none"
+    attrs = {"groups": GROUPS, "epsilon": EPSILON, "activation": activation, "implementation": implementation}
+    return lambda x, scale, bias: group_norm(x, scale, bias, **attrs)
+
+
+def programs(
+    case: Case, backward: bool, implementation: str | None
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The floor, XLA's two and the op, forward or both ways."""
     import jax
 
     x, ct = normal(0, *case.shape), normal(1, *case.shape)
@@ -79,6 +90,7 @@ def programs(case: Case, backward: bool) -> dict[str, tuple[Callable[..., Any], 
         return run
 
     rivals = {"jax.jit": group_norm(case, False), "fast variance": group_norm(case, True)}
+    rivals["fusionlab"] = by_op(case, implementation)
     if not backward:
         return {"floor": (lambda x: x * 2, (x,)), **{n: (fn, (x, scale, bias)) for n, fn in rivals.items()}}
 
@@ -89,10 +101,13 @@ def programs(case: Case, backward: bool) -> dict[str, tuple[Callable[..., Any], 
     return {"floor": (floor, (ct, x)), **{n: (both(fn), (ct, x, scale, bias)) for n, fn in rivals.items()}}
 
 
-def one(case: Case, samples: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(way, what was measured) of a case: times, and ratios to the floor."""
+def one(case: Case, samples: int, implementation: str | None = "cuda") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(way, what was measured) of a case: times, ratios to the floor, and how far the op's numbers are from jax.jit's."""
     for way in ("forward", "forward and backward"):
-        yield way, measured(compiled_at_once(programs(case, "backward" in way)), "floor", samples)
+        running = compiled_at_once(programs(case, "backward" in way, implementation))
+        found = measured(running, "floor", samples)
+        found["difference"] = differences(running["jax.jit"](), running["fusionlab"]())
+        yield way, found
 
 
 def main(argv: list[str]) -> int:
@@ -112,7 +127,7 @@ def main(argv: list[str]) -> int:
         if options.only not in case.name:
             continue
         record["cases"][case.name] = {}
-        for way, found in one(case, 30 if on_cuda else 2):
+        for way, found in one(case, 30 if on_cuda else 2, "cuda" if on_cuda else None):
             record["cases"][case.name][way] = found
             if not options.json:
                 print(line(f"{case.name}, {way}", found), flush=True)

@@ -17,6 +17,7 @@ from fusionlab.kernels.dot_product_attention.probe import probe_plan
 from fusionlab.kernels.dot_product_attention.reference import ROUNDED_OFF
 from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
+from fusionlab.kernels.group_norm import plan as group_norm
 from fusionlab.kernels.kernel_plan import KernelPlan, Launch
 from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
@@ -50,6 +51,7 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
             yield f"{name}: backward", elementwise.backward_plan(64, n, dtype, activation, dbias=True, saves=saves)[0]
     yield from _lerp(arch)
     yield from _norm(arch)
+    yield from _group_norm(arch)
     yield from _attention(arch)
     yield from _gated(arch)
     if arch in decode.SOURCE.archs:
@@ -104,6 +106,19 @@ def _norm(arch: str) -> Iterator[tuple[str, KernelPlan]]:
                     if norm.adds_up(given, wanted, False, addends):
                         (one,) = norm.backward_passes(given, wanted, False, shifted=False, addends=addends)
                         yield f"{name}: backward of a sum of {addends}", one.plan
+
+
+def _group_norm(arch: str) -> Iterator[tuple[str, KernelPlan]]:
+    """Of group_norm: channels of diffusion models, narrow and odd ones, and as many as there can be, with SiLU and without."""
+    every = ((320, 32), (512, 32), (1280, 32), (2560, 32), (3000, 24), (4096, 32), (8, 8), (1023, 11))
+    for dtype in ("float32", "bfloat16", "float16") if arch == "sm_90" else ("float32", "bfloat16"):
+        for channels, groups in every if arch == "sm_90" and dtype != "float16" else ((320, 32), (1023, 11)):
+            for activation in ("silu", "none") if channels == 320 else ("silu",):
+                vectors = tuple((s, dtype) for s in ("bias", "scale"))
+                given = group_norm.Images(4, 4096, channels, groups, dtype, activation, vectors)
+                name = f"group norm {dtype} {activation} {channels}"
+                yield f"{name}: forward, saves", group_norm.forward_pass(given, 1e-5, saves=True).plan
+                yield f"{name}: backward", group_norm.backward_pass(given, ("x", "scale", "bias")).plan
 
 
 def _gated(arch: str) -> Iterator[tuple[str, KernelPlan]]:

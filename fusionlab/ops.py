@@ -7,6 +7,7 @@ refuse a bad argument by its name. With `multi_transformer` come its layers' wei
 from .kernels.dot_product_attention import dot_product_attention
 from .kernels.gated_matmul import gated_matmul
 from .kernels.gemm_epilogue import gemm_epilogue
+from .kernels.group_norm import group_norm
 from .kernels.layer_norm import layer_norm, layer_norm_and_sum
 from .kernels.lerp import lerp
 from .kernels.matmul import matmul
@@ -27,6 +28,7 @@ __all__ = [
     "dot_product_attention",
     "gated_matmul",
     "gemm_epilogue",
+    "group_norm",
     "layer_norm",
     "layer_norm_and_sum",
     "lerp",

@@ -3,6 +3,7 @@
 from .dot_product_attention import DOT_PRODUCT_ATTENTION
 from .gated_matmul import GATED_MATMUL
 from .gemm_epilogue import GEMM_EPILOGUE
+from .group_norm import GROUP_NORM
 from .implementation import BackendVerdict as BackendVerdict
 from .implementation import Residual as Residual
 from .layer_norm import LAYER_NORM
@@ -15,5 +16,14 @@ from .op import plain_meaning_of as plain_meaning_of
 
 OPS: dict[str, Op] = {
     op.name: op
-    for op in (GEMM_EPILOGUE, DOT_PRODUCT_ATTENTION, LAYER_NORM, LERP, MATMUL, GATED_MATMUL, MULTI_TRANSFORMER)
+    for op in (
+        GEMM_EPILOGUE,
+        DOT_PRODUCT_ATTENTION,
+        LAYER_NORM,
+        GROUP_NORM,
+        LERP,
+        MATMUL,
+        GATED_MATMUL,
+        MULTI_TRANSFORMER,
+    )
 }

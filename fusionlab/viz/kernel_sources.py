@@ -12,6 +12,7 @@ from fusionlab.kernels.compile import KERNELS, Source, source_texts
 from fusionlab.kernels.dot_product_attention import tiles
 from fusionlab.kernels.gated_matmul import plan as gated
 from fusionlab.kernels.gemm_epilogue import elementwise
+from fusionlab.kernels.group_norm import plan as group_norm
 from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
 from fusionlab.kernels.multi_transformer import decode
@@ -27,6 +28,7 @@ _KERNELS: dict[str, tuple[Source, str]] = {
     "dot_product_attention": (tiles.SOURCE, "attention {dtype}"),
     "lerp": (lerp.SOURCE, "lerp {dtype}"),
     "layer_norm": (norm.SOURCE, "norm {dtype}"),
+    "group_norm": (group_norm.SOURCE, "group norm {dtype} {activation}"),
     "multi_transformer": (decode.SOURCE, "decode {dtype}"),
 }
 RECORDED_ARCH = "sm_90"  # the one whose every variant is on record

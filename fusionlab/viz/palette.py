@@ -33,6 +33,8 @@ _COLOURS = {
     "gated_matmul": _YELLOW,
     "layer_norm": _VERMILION,
     "layer_norm_grad": "#9c4400",
+    "group_norm": _VERMILION,
+    "group_norm_grad": "#9c4400",
     "multi_transformer": _PURPLE,
 }
 _SPARE = ("#44aa99", "#882255", "#999933", "#aa4499", "#117733", "#6699cc")
@@ -44,6 +46,7 @@ _FUSED_OPS = (
     "multi_transformer",
     "lerp",
     "layer_norm",
+    "group_norm",
     "matmul",
     "gated_matmul",
 )

@@ -27,6 +27,7 @@ from fusionlab.kernels.gated_matmul.op import GATED_MATMUL
 from fusionlab.kernels.gemm_epilogue import reference
 from fusionlab.kernels.gemm_epilogue.activations import ACTIVATIONS
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue, _labels
+from fusionlab.kernels.group_norm.op import GROUP_NORM
 from fusionlab.kernels.implementation import Implementation
 from fusionlab.kernels.labels import Axes, SummedCall
 from fusionlab.kernels.layer_norm.op import LAYER_NORM
@@ -148,7 +149,7 @@ def registered() -> Iterator[pytest.MonkeyPatch]:
 
         give(GemmEpilogue, OPAQUE, unsplit)
         patch.setattr(Packed, "implementations", {n: packing(one) for n, one in GemmEpilogue.implementations.items()})
-        for op in (LAYER_NORM, DOT_PRODUCT_ATTENTION, LERP, GATED_MATMUL):
+        for op in (LAYER_NORM, GROUP_NORM, DOT_PRODUCT_ATTENTION, LERP, GATED_MATMUL):
             one = op.implementations["xla"]
             give(type(op), replace(one, name="opaque", forward=noting(one), opaque=True))
         yield patch
@@ -504,6 +505,27 @@ def an_axis_that_statistics_run_over_is_gathered_and_rows_are_not() -> None:
         close(got, want, specs)
         assert local("call")["x"] == shape, specs
     _, text = compiled(gradients(norm("opaque")), placed(mesh_of(SQUARE), P("a", "b"), P(), P(), args=args))
+    assert not count(text, "all-gather")
+
+
+def images_in_groups(implementation: str) -> Callable[..., Array]:
+    return lambda *a: GROUP_NORM.call(*a, groups=2, activation="silu", implementation=implementation)
+
+
+@trial
+def images_of_a_group_norm_are_split_and_positions_and_channels_are_not() -> None:
+    args = arrays((4, 4, 8), (8,), (8,))
+    want = jax.jit(everything(images_in_groups("xla")))(*args)
+    for specs, shape in (
+        ((P("a"), P(), P()), (2, 4, 8)),
+        ((P(("a", "b")), P(), P()), (1, 4, 8)),
+        ((P("a", "b"), P("a"), P()), (2, 4, 8)),
+        ((P(None, None, "b"), P("b"), P("b")), (4, 4, 8)),
+    ):
+        got, _ = compiled(everything(images_in_groups("opaque")), placed(mesh_of(SQUARE), *specs, args=args))
+        close(got, want, specs)
+        assert local("call")["x"] == shape, specs
+    _, text = compiled(gradients(images_in_groups("opaque")), placed(mesh_of(SQUARE), P("a"), P(), P(), args=args))
     assert not count(text, "all-gather")
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from fusionlab.errors import BackendError
 from fusionlab.kernels.dot_product_attention import blockwise
-from fusionlab.ops import dot_product_attention, gemm_epilogue, layer_norm
+from fusionlab.ops import dot_product_attention, gemm_epilogue, group_norm, layer_norm
 
 Array = Any
 QKV = ((2, 9, 2, 4),) * 3
@@ -88,6 +88,13 @@ def plain_norm(x: Array, scale: Array, bias: Array) -> Array:
     return jax.nn.standardize(x) * scale + bias
 
 
+def plain_group_norm(x: Array, scale: Array, bias: Array) -> Array:
+    grouped = x.reshape(*x.shape[:2], 2, 4)
+    mean = grouped.mean((1, 3), keepdims=True)
+    variance = ((grouped - mean) ** 2).mean((1, 3), keepdims=True)
+    return jax.nn.silu(((grouped - mean) / jnp.sqrt(variance + 1e-5)).reshape(x.shape) * scale + bias)
+
+
 ALL = (*QKV, (2, 9, 9), (2, 1, 1, 9)), (P("d"), P("d"), P("d"), P(), P("d"))
 BLOCKS = "xla_blockwise"
 CASES = {
@@ -101,12 +108,16 @@ CASES = {
     "attention with all": Case(with_all, plain_with_all, *ALL),
     "attention with all in blocks": Case(partial(with_all, implementation=BLOCKS), plain_with_all, *ALL, True),
     "norm": Case(layer_norm, plain_norm, ((8, 4), (4,), (4,)), (P("d"), P(), P())),
+    "group norm": Case(
+        partial(group_norm, groups=2, activation="silu"), plain_group_norm, ((8, 3, 8), (8,), (8,)), (P("d"), P(), P())
+    ),
 }
 ELSEWHERE = {  # explicit axes that are split otherwise
     "gemm by rows": ("gemm", CASES["gemm"].specs),
     "gemm by columns": ("gemm", (P(), P(None, "d"), P("d"))),
     "norm by parameters": ("norm", (P(), P("d"), P())),
     "norm by features": ("norm", (P(None, "d"), P(), P("d"))),
+    "group norm by parameters": ("group norm", (P(), P("d"), P())),
 }
 
 

@@ -52,6 +52,7 @@ def inline_meanings(jaxpr, *args):
         (lambda *a: ops.gemm_epilogue(*a, activation="gelu_tanh"), (X, W, B), "gemm_epilogue"),
         (lambda *a: ops.dot_product_attention(*a, is_causal=True), (Q, Q + 1, Q - 1), "dot_product_attention"),
         (lambda *a: ops.layer_norm(*a), (X, B[:4], B[1:]), "layer_norm"),
+        (lambda *a: ops.group_norm(*a, groups=2, activation="silu"), (X[None], B[:4], B[1:]), "group_norm"),
     ],
 )
 def test_an_interpreter_can_inline_every_primitive_by_its_meaning(f, args, name):

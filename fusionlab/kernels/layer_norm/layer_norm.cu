@@ -15,16 +15,8 @@
 //   FL_LANES   threads of a row, a power of 2: part of a warp with FL_GROUPS rows in a block, or whole warps
 //   FL_VECS    vectors of a thread in a row
 //   FL_HOLD    1: a thread keeps its part of a row in registers; 0: it reads it again, from the cache mostly
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../packs.cuh"
 #include "../early.cuh"
-
-using Index = long long;
-
-template <int kCode> struct Storage { using Type = float; };
-template <> struct Storage<1> { using Type = __nv_bfloat16; };
-template <> struct Storage<2> { using Type = __half; };
 
 using T = Storage<FL_T>::Type;
 using Scale = Storage<FL_SCALE>::Type;
@@ -33,81 +25,6 @@ using Shift = Storage<FL_SHIFT>::Type;
 constexpr bool kHasScale = FL_READS_SCALE, kHasBias = FL_BIAS >= 0, kHasShift = FL_ADDS_SHIFT;
 constexpr int kUnits = FL_N / FL_VEC; // vectors of a row
 constexpr float kShare = 1.f / FL_N;
-
-template <int kBytes> struct RawOf { using Type = uint4; };
-template <> struct RawOf<2> { using Type = unsigned short; };
-template <> struct RawOf<4> { using Type = unsigned int; };
-template <> struct RawOf<8> { using Type = uint2; };
-
-// FL_VEC neighbours, moved by as few instructions as their alignment allows.
-template <typename E> struct Pack {
-  static constexpr int kBytes = sizeof(E) * FL_VEC, kWords = kBytes > 16 ? kBytes / 16 : 1;
-  using Raw = typename RawOf<kBytes>::Type;
-  Raw raw[kWords];
-
-  __device__ __forceinline__ void load(const E* from) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) raw[i] = reinterpret_cast<const Raw*>(from)[i];
-  }
-  // Of what nothing reads again.
-  __device__ __forceinline__ void load_last(const E* from) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) raw[i] = __ldcs(reinterpret_cast<const Raw*>(from) + i);
-  }
-  __device__ __forceinline__ void store(E* to) const {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) reinterpret_cast<Raw*>(to)[i] = raw[i];
-  }
-};
-
-__device__ __forceinline__ float2 two_of(unsigned word, const __nv_bfloat16*) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word));
-}
-__device__ __forceinline__ float2 two_of(unsigned word, const __half*) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&word));
-}
-__device__ __forceinline__ unsigned word_of(float x, float y, const __nv_bfloat16*) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const unsigned*>(&both);
-}
-__device__ __forceinline__ unsigned word_of(float x, float y, const __half*) {
-  const __half2 both = __floats2half2_rn(x, y);
-  return *reinterpret_cast<const unsigned*>(&both);
-}
-
-template <typename E> __device__ __forceinline__ void unpack(const Pack<E>& pack, float (&to)[FL_VEC]) {
-  if constexpr (sizeof(E) == 2 && FL_VEC > 1) {
-    const unsigned* const words = reinterpret_cast<const unsigned*>(pack.raw);
-#pragma unroll
-    for (int i = 0; i < FL_VEC / 2; ++i) {
-      const float2 both = two_of(words[i], static_cast<const E*>(nullptr));
-      to[2 * i] = both.x;
-      to[2 * i + 1] = both.y;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < FL_VEC; ++i) to[i] = static_cast<float>(reinterpret_cast<const E*>(pack.raw)[i]);
-  }
-}
-
-template <typename E> __device__ __forceinline__ void pack_into(Pack<E>& pack, const float (&from)[FL_VEC]) {
-  if constexpr (sizeof(E) == 2 && FL_VEC > 1) {
-    unsigned* const words = reinterpret_cast<unsigned*>(pack.raw);
-#pragma unroll
-    for (int i = 0; i < FL_VEC / 2; ++i)
-      words[i] = word_of(from[2 * i], from[2 * i + 1], static_cast<const E*>(nullptr));
-  } else {
-#pragma unroll
-    for (int i = 0; i < FL_VEC; ++i) reinterpret_cast<E*>(pack.raw)[i] = static_cast<E>(from[i]);
-  }
-}
-
-// Of one of the vectors of FL_N.
-template <typename E> __device__ __forceinline__ void values_at(const E* from, Index column, float (&to)[FL_VEC]) {
-  Pack<E> pack;
-  pack.load(from + column);
-  unpack(pack, to);
-}
 
 #if FL_KIND < 2
 constexpr int kWarps = FL_LANES > 32 ? FL_LANES / 32 : 1; // of a row
@@ -515,39 +432,19 @@ extern "C" __global__ void __launch_bounds__(32 * FL_HEIGHT) norm_columns(
 #endif
 
 #if FL_KIND > 0
-// The sums of partial[parts][FL_N] over parts, of up to three gradients, one for each blockIdx.y: each of a column's FL_SUM_HEIGHT threads adds
-// every so manieth part, then one adds those up.
-template <typename To> __device__ __forceinline__ void sum_parts(const float* partial, To* to, int parts) {
-  __shared__ float shared[FL_SUM_HEIGHT][32];
-  const int column = blockIdx.x * 32 + threadIdx.x;
-  float sum = 0;
-  if (column < FL_N) {
-#pragma unroll 8
-    for (int i = threadIdx.y; i < parts; i += FL_SUM_HEIGHT) sum += partial[static_cast<Index>(i) * FL_N + column];
-  }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < FL_N) {
-    float total = 0;
-#pragma unroll
-    for (int i = 0; i < FL_SUM_HEIGHT; ++i) total += shared[i][threadIdx.x];
-    to[column] = static_cast<To>(total);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(32 * FL_SUM_HEIGHT) norm_sum(
     const float* parts_scale, Scale* dscale, const float* parts_bias, Bias* dbias, const float* parts_shift, Shift* dshift,
     int parts) {
   fl_wait();
   int grad = blockIdx.y;
   if constexpr ((kWant & 2) != 0) {
-    if (grad-- == 0) return sum_parts(parts_scale, dscale, parts);
+    if (grad-- == 0) return sum_parts<FL_N, FL_SUM_HEIGHT>(parts_scale, dscale, parts);
   }
   if constexpr ((kWant & 4) != 0) {
-    if (grad-- == 0) return sum_parts(parts_bias, dbias, parts);
+    if (grad-- == 0) return sum_parts<FL_N, FL_SUM_HEIGHT>(parts_bias, dbias, parts);
   }
   if constexpr ((kWant & 8) != 0) {
-    if (grad == 0) return sum_parts(parts_shift, dshift, parts);
+    if (grad == 0) return sum_parts<FL_N, FL_SUM_HEIGHT>(parts_shift, dshift, parts);
   }
 }
 #endif

@@ -132,6 +132,7 @@ inline unsigned __shfl_down_sync(unsigned mask, unsigned value, unsigned delta) 
 
 template <typename Value> Value __ldcs(const Value* from) { return *from; }
 template <typename Value> Value __ldcg(const Value* from) { return *from; }
+template <typename Value> void __stcs(Value* to, Value value) { *to = value; }
 
 template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int other) {
   if (mask != ~0u) std::abort();
