@@ -5,7 +5,8 @@
 A GroupNorm of images `[batch, height, width, channels]` in 32 groups, as diffusion models have them, with and without SiLU behind it,
 bfloat16, statistics in float32: `jax.jit` of it with the variance about the mean, and `fast variance` of E[x^2] - E[x]^2, as flax's;
 `fusionlab` is the op by its kernels, and how far its numbers are from jax.jit's is kept. The floor is what has to be moved at all, by
-programs that move it and do nothing: x in and a result out; and for the backward pass x and the cotangent in and the gradient of x out. A group of these sizes has 80 and 512 KiB: its statistics need no second look at x in memory.
+programs that move it and do nothing: x in and a result out; and for the backward pass x and the cotangent in and the gradient of x out.
+A group of these sizes has 80 and 512 KiB: its statistics need no second look at x in memory.
 Device times of programs that take turns; without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
 """
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks sanitizer [-o FILE] [--only NAME]
 
-Each call (layer norms forward and backward, decoding steps) runs in a process of its own under `memcheck` and under `racecheck` of CUDA's
-compute-sanitizer, which look at FusionLab's kernels alone. The record holds the tools' closing lines.
+Each call (layer and group norms forward and backward, decoding steps) runs in a process of its own under `memcheck` and under `racecheck`
+of CUDA's compute-sanitizer, which look at FusionLab's kernels alone. The record holds the tools' closing lines.
 """
 
 from __future__ import annotations
@@ -48,6 +48,31 @@ def layer_norms() -> None:
         jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))(x, residual, *vectors))
 
 
+def group_norms() -> None:
+    """Forward and backward: several threads along positions and one, groups of part of a vector, odd channels, one group, narrow images."""
+    import jax
+    import jax.numpy as jnp
+
+    from fusionlab.ops import group_norm
+
+    for shape, groups, dtype in (
+        ((3, 17, 19, 320), 32, "bfloat16"),
+        ((2, 70, 2560), 32, "float32"),
+        ((1, 33, 1023), 11, "float16"),
+        ((2, 900, 24), 1, "bfloat16"),
+        ((2, 3000, 4), 2, "float32"),
+    ):
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = jax.random.normal(keys[0], shape).astype(dtype)
+        vectors = [jax.random.normal(k, shape[-1:]).astype(dtype) for k in keys[1:]]
+
+        def loss(x: Any, scale: Any, bias: Any, groups: int = groups) -> Any:
+            out = group_norm(x, scale, bias, groups=groups, activation="silu", implementation="cuda")
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, *vectors))
+
+
 def decoding() -> None:
     """Two layers, one text and eleven, caches of a length that is no power of two."""
     import jax
@@ -72,6 +97,7 @@ def decoding_by_one_kernel() -> None:
 
 CALLS: dict[str, tuple[Callable[[], None], str]] = {  # with what the names of their kernels begin with
     "layer_norm": (layer_norms, "norm_"),
+    "group_norm": (group_norms, "gn_"),
     "multi_transformer": (decoding, "decode_"),
     "multi_transformer by one kernel": (decoding_by_one_kernel, "decode_"),
 }
