@@ -58,9 +58,11 @@ class NormMisses(Site):
         groups, each = channels
         what = (
             f"is of a GroupNorm, of {groups} groups of {each} channels: its statistics are over a group's channels and over positions; "
-            f"the fused op has no form for groups, and XLA keeps it"
+            f"no pass rewrites it, and XLA keeps it"
         )
-        return self.rejection("axes", f"{anchor_text(self.anchor)} {what}", concepts=("group_norm",))
+        call = f"fusionlab.ops.group_norm(x, scale, bias, groups={groups})"
+        edit = f"call {call} there, with the channels last: one op, with kernels of its own on a GPU"
+        return self.rejection("axes", f"{anchor_text(self.anchor)} {what}", edit=edit, concepts=("group_norm",))
 
     def shifted(self) -> Rejection | None:
         """The rejection for multiples of the root that are added up and are not x less its mean."""

@@ -110,6 +110,7 @@ def test_a_norm_of_groups_is_told_by_its_name(name):
     (rejection,) = found.rejections
     assert f"a GroupNorm, of {groups} channels" in rejection.sentence
     assert rejection.concepts == ("group_norm",)
+    assert f"group_norm(x, scale, bias, groups={groups[0]})" in rejection.edit
     step = fl.find(differentiated(fn, (x,)), x, passes=NORM)
     assert [(r.code, "GroupNorm" in r.sentence) for r in step.rejections] == [("axes", True)]
 

@@ -1,8 +1,8 @@
 """Where the kernels of `group_norm` are taken: where XLA's code was measured to take much longer than memory does.
 
-On an H100 it takes 2.2 to 3.4 times as long forward and 2.3 to 5.5 times forward and backward, at 16x64x64x320 and 4x128x128x512 in
-bfloat16, and six to ten times at 2x64x64x320 (`python -m benchmarks group_norms`; the record is
-benchmarks/results/h100/group_norms_2026-11-27_jax0.11.2.json). It has no times of the kernels yet.
+On an H100 XLA takes 1.4 to 2.3 times as long as they do forward, and 1.4 to 3.2 times forward and backward, at 16x64x64x320, 4x128x128x512
+and 2x64x64x320 in bfloat16; they take 1.5 to 1.8 times what memory allows at the larger ones (`python -m benchmarks group_norms`; the
+record is benchmarks/results/h100/group_norms_2026-11-27_jax0.11.2.json).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from . import cuda
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
-FASTER = (
-    "XLA's code was measured to take over twice as long as memory does, at sizes like this (benchmarks group_norms)"
-)
+FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 
 def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str:
