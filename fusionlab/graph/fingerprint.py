@@ -32,7 +32,8 @@ from .explicit import sharding_in_type
 from .ir import Literal, Node, Value
 from .rules import is_jax_rule
 from .settings import is_x64, unwrapped
-from .signature import node_signature
+from .signature import block_signature, node_signature
+from .trace import block_of_jaxpr
 
 ELEMENTWISE = frozenset(
     "add sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf erfc sqrt rsqrt square integer_pow pow cbrt "
@@ -257,6 +258,10 @@ class _Cut:
 
     def errors(self, known: Mapping[str, Known], twice: bool) -> dict[str, tuple[float, float]]:
         """How far it is from each known function in value and in derivative; `twice`: a custom rule may have any second derivative."""
+        own, like = block_signature(block_of_jaxpr(self.closed)), (self.start.shape, str(self.start.dtype), is_x64())
+        written = next((name for name, k in known.items() if _known_signature(k.fn, *like) == own), None)
+        if written is not None:
+            return {written: (0.0, 0.0)}  # it is that function, equation by equation
         noisy = all(
             c == 0 for c in self.switches
         )  # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise
@@ -265,10 +270,10 @@ class _Cut:
         alike = [name for name, (error, _) in errors.items() if error <= self.tolerance]
         if alike:  # of what has other values nobody asks the derivative, which takes most of the time
             fn = jex_core.jaxpr_as_fun(self.closed)
-            own = profile(lambda h: fn(h)[0], self.start, self.points, self.inline, twice)
+            mine = profile(lambda h: fn(h)[0], self.start, self.points, self.inline, twice)
             for name in alike:
                 slope = _known_profile(known[name].fn, *self.of_known(), twice).slope
-                errors[name] = errors[name][0], distance(own.slope, slope, own.slope_points, noisy)
+                errors[name] = errors[name][0], distance(mine.slope, slope, mine.slope_points, noisy)
                 if errors[name] == (0, 0):
                     break  # none comes nearer
         return errors
@@ -289,6 +294,13 @@ def _known_values(reference: Callable[..., Any], dtype: str, points: bytes, x64:
     with unwrapped():
         closed = jax.make_jaxpr(reference)(jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
     return _on_points(closed, (2,), np.frombuffer(points), lambda eqn: None)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_signature(reference: Callable[..., Any], shape: tuple[int, ...], dtype: str, x64: bool) -> Any:
+    """A known function's equations at a type."""
+    with unwrapped():
+        return block_signature(block_of_jaxpr(jax.make_jaxpr(reference)(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -180,6 +180,8 @@ def views_of(example: Example) -> tuple[View, View]:
     if example.concrete:
         return View(_block_of(example, 0)), View(_block_of(example, 1))
     block, leaves = _block_of(example, 0), len(example.leaves)
+    if not example.scalars:
+        return (view := View(block)), view
     first, second = ({leaves + i: m[i] for i in range(len(example.scalars))} for m in _MAGIC)
     return View(block, first), View(block, second)
 
