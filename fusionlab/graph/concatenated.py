@@ -31,13 +31,6 @@ def concatenate(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return kept if len(kept) == 1 else view.opaque(node, ins)
 
 
-def stacked(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
-    """A concatenation of parts of one entry, each without that axis."""
-    axis = int(node.params["axis"])
-    shapes = [(*a.shape[:axis], 1, *a.shape[axis:]) for a in node.inputs]
-    return ins if len(ins) == 1 else view.unread(node, ins, "concatenate", {"dimension": axis}, shapes)
-
-
 def sliced(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     """A slice along one axis; with literal starts also a dynamic one."""
     if node.primitive == "dynamic_slice":

@@ -17,7 +17,7 @@ import numpy as np
 from .algebra import aligned, compose, elementwise, is_float, placed, product, reduced, total
 from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import has_side_effects, rule_functions, scan_counts
-from .concatenated import concatenate, reduced_by_parts, sliced, split, stacked, unstacked
+from .concatenated import concatenate, reduced_by_parts, sliced, split, unstacked
 from .einsum import convolution, dot, split_rows
 from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
@@ -388,7 +388,6 @@ RULES: dict[str, Rule] = {
     "concatenate": concatenate,
     **dict.fromkeys(("slice", "dynamic_slice"), sliced),
     "split": split,
-    "stack": stacked,
     "unstack": unstacked,
     "stop_gradient": _stop_gradient,
     "convert_element_type": _convert,

@@ -56,12 +56,6 @@ SAME = {
         lambda x, y, o: jnp.tanh(o)[..., 0] * 3,
         lambda x, y, o: jnp.tanh(both(x, o))[..., 5] * 3,
     ],
-    "an array of those that are put in a row": [
-        lambda x, y, o: x * 2,
-        lambda x, y, o: jnp.unstack(jnp.stack([x, x * 2, -x], 1), axis=1)[1],
-        lambda x, y, o: (jnp.stack([x, x, -x]) * 2)[1],
-        lambda x, y, o: jnp.unstack(jnp.stack([x]))[0] * 2,
-    ],
     "a maximum": [
         lambda x, y, o: jnp.maximum(x.max(-1), o[..., 0]),
         lambda x, y, o: both(x, o).max(-1),

@@ -78,6 +78,8 @@ def _from_preactivation(
     def scale(h: Array, t: Array) -> Array:
         if smooth is None or h.dtype.itemsize != 2:
             return jax.vjp(fn, h)[1](t)[0]
+        if smooth is _gelu_by_sigmoid:  # whose constants are those of the dtype of h
+            return jax.vjp(smooth, h)[1](t)[0]
         return jax.vjp(smooth, h.astype(jnp.float32))[1](t.astype(jnp.float32))[0].astype(t.dtype)
 
     return Activation(name, formula, looks, fn, "preactivation", lambda h: h, scale, source)
@@ -171,7 +173,6 @@ ACTIVATIONS: dict[str, Activation] = {
             _GELU,
             lambda h: jax.nn.gelu(h, approximate=False),
             "jax.nn.gelu(approximate=False); Hendrycks and Gimpel 2016, arXiv:1606.08415",
-            lambda h: jax.nn.gelu(h, approximate=False),
         ),
         _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu", jax.nn.silu),
         _from_preactivation("sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid", jax.nn.sigmoid),
