@@ -67,26 +67,27 @@ def _from_preactivation(
     looks: tuple[float, float, float, float],
     fn: Callable[[Array], Array],
     source: str,
-    smooth: Callable[[Array], Array] | None = None,
+    derived: Callable[[Array], Array] | None = None,
 ) -> Activation:
-    """The derivative is JAX's own of `fn` at the saved pre-activation; in 16 bits of `smooth`, where that is given, computed in float32:
-    1 - tanh(h)^2 of a tanh that was rounded to 16 bits has nothing left of it in a tail, and the terms of a gelu's or a silu's cancel.
-    """
+    """The derivative is JAX's own of `fn`, in 16 bits maybe of another spelling of it (`derived`), at the saved pre-activation."""
 
     # Traced once for an op's tangent, its cotangent and whoever asks for part of them.
     @functools.partial(jax.jit, inline=True)
     def scale(h: Array, t: Array) -> Array:
-        if smooth is None or h.dtype.itemsize != 2:
-            return jax.vjp(fn, h)[1](t)[0]
-        if smooth is _gelu_by_sigmoid:  # whose constants are those of the dtype of h
-            return jax.vjp(smooth, h)[1](t)[0]
-        return jax.vjp(smooth, h.astype(jnp.float32))[1](t.astype(jnp.float32))[0].astype(t.dtype)
+        return jax.vjp(derived if derived and h.dtype.itemsize == 2 else fn, h)[1](t)[0]
 
     return Activation(name, formula, looks, fn, "preactivation", lambda h: h, scale, source)
 
 
+def _in_float32(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """`fn` without rounding inside: of a tanh rounded to 16 bits 1 - tanh(h)^2 has nothing left in a tail, and a silu's terms cancel.
+    For functions without numbers of their own, which a program rounds to its dtype.
+    """
+    return lambda h: fn(h.astype(jnp.float32)).astype(h.dtype)
+
+
 def _gelu_by_sigmoid(h: Array) -> Array:
-    """gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u). In a tail 1 + tanh(u) cancels."""
+    """gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u). In a tail 1 + tanh(u) cancels, and bfloat16 has nothing left of it."""
     root = np.sqrt(2 / np.pi).astype(h.dtype)
     return h * jax.nn.sigmoid(2 * root * (h + 0.044715 * h**3))
 
@@ -174,8 +175,10 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda h: jax.nn.gelu(h, approximate=False),
             "jax.nn.gelu(approximate=False); Hendrycks and Gimpel 2016, arXiv:1606.08415",
         ),
-        _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu", jax.nn.silu),
-        _from_preactivation("sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid", jax.nn.sigmoid),
+        _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu", _in_float32(jax.nn.silu)),
+        _from_preactivation(
+            "sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid", _in_float32(jax.nn.sigmoid)
+        ),
         _from_preactivation(
             "silu_exp",
             "h / (1 + exp(-h)), derivative NaN where exp(-h) overflows",
@@ -190,6 +193,8 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda h: 1 / (1 + jnp.exp(-h)),
             "1 / (1 + jnp.exp(-h))",
         ),
-        _from_preactivation("tanh", "tanh(h)", (-0.991, -0.462, 0.716, 0.991), jnp.tanh, "jnp.tanh", jnp.tanh),
+        _from_preactivation(
+            "tanh", "tanh(h)", (-0.991, -0.462, 0.716, 0.991), jnp.tanh, "jnp.tanh", _in_float32(jnp.tanh)
+        ),
     )
 }
