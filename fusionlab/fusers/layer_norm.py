@@ -1,5 +1,6 @@
 """Pass `layer_norm`: LayerNorm and RMSNorm, with a scale and a bias or without -> one `layer_norm` op. Where a kernel runs it, a residual
-and a vector that are added right before it are folded in; where the sum is read elsewhere too, the op gives it as well.
+and a vector that are added right before it are folded in; where the sum is read elsewhere too, the op gives it as well. Norms of groups of
+channels become one `group_norm` op (`group_norms.py`).
 
 The anchor is a root (or a power) of a mean of squares. The nodes between what is normalised and the results are looked at alone
 (`View.over`), so that neither a factor of x nor the product that makes it is mixed with the norm's own. There every coefficient has to
@@ -15,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..graph.canonical import View
 from ..graph.evaluate import is_float, narrows
@@ -27,25 +27,16 @@ from ..graph.region import CASTS, NotARegion, Region, cut, escapes, widens
 from ..graph.rules import is_jax_rule
 from ..graph.scopes import in_backward, is_backward
 from ..kernels import OPS
-from ..kernels.layer_norm.op import DTYPES
-from ..kernels.layer_norm.reference import statistics_dtype
 from .base import Plan, Search, anchor_text, examined, propose
 from .findings import Candidate, Rejection
+from .group_norms import GroupSite
 from .layout import Axes, arrange, axes_of, in_order, restore
 from .norm_examples import EXAMPLES, NEAR, PLAIN
-from .norm_misses import BY_COUNT, NormMisses
-from .norms import ROOTS, Surroundings, summed_axes
+from .norm_misses import BY_COUNT, NormSite
+from .norms import ROOTS, Groups, Surroundings, as_written, summed_axes
 from .site import with_concepts
 from .summands import Summands, summands_of
 
-_CANCELS = (
-    "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
-    "the mean of (x - mean)^2, and is right there"
-)
-_SPREAD = (
-    "x * inv - mean * inv cancels where |mean| is far above the standard deviation; the fused op takes the mean from x first, and is "
-    "right there"
-)
 _LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
@@ -63,7 +54,6 @@ _HELD = {
     "custom_jvp_call": ("custom_rule", _OWN_RULE, None),
     "custom_vjp_call": ("custom_rule", _OWN_RULE, None),
 }  # primitive -> rejection code, what it does, edit
-_EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ class LayerNormPass:
         return _Site(self, search, node, around, made).examine() if around.is_norm else None
 
 
-class _Site(NormMisses):
+class _Site(NormSite):
     """One norm, from anchor to candidate or rejection."""
 
     def __init__(
@@ -118,7 +108,14 @@ class _Site(NormMisses):
         if not self.around.is_mean:
             edit = "take the mean of the squares, jnp.mean, if that is what is meant"
             return self.rejection("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
+        channels = Groups.of(self.around)
         problem: Rejection | None = None
+        if channels is not None:
+            outcomes = GroupSite(self.pass_, self.search, self.anchor, self.around, channels).outcomes()
+            problem = self.grouped(channels)
+            for outcome in outcomes:
+                if isinstance(outcome, Candidate):
+                    return outcome
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         values: list[Value] = []
         for value in self.around.results:
@@ -134,9 +131,10 @@ class _Site(NormMisses):
             values.append(value)
         if paired is not None:
             return paired
-        outcome = self.grouped() or problem
-        if outcome is not None:
-            return outcome
+        if channels is not None:
+            return problem or self.grouped(channels)
+        if problem is not None:
+            return problem
         told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
         return told or self.missed(self.nearest(values))
 
@@ -278,9 +276,7 @@ class _Site(NormMisses):
         if isinstance(plan, str):
             edit = "move the normalised axes to the end first, with jnp.moveaxis"
             return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
-        notes = (_CANCELS,) if "mean(x^2) - mean(x)^2" in found.pattern.example.name else ()
-        notes += (_SPREAD,) if any(n in region.nodes for n in self.around.shifts) else ()
-        outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes)
+        outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, self.notes(region))
         # A root that is squared again is the number under it, with a gradient of NaN at 0.
         return (
             replace(outcome, edit=_ROOT_EDIT)
@@ -290,39 +286,12 @@ class _Site(NormMisses):
 
     def scalars(self, found: Match) -> Rejection | None:
         size = math.prod(found.sizes[c] for c in found.letters["n"])
-        share, epsilon = found.scalars["1/N"], _epsilon(found)
+        share, epsilon = found.scalars["1/N"], as_written(found.scalars["epsilon"])
         where = anchor_text(self.anchor)
         if not close(share, 1 / size):
             sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
             return self.rejection("scalar", sentence, edit=BY_COUNT)
-        if not 0 < epsilon < _EPSILON_LIMIT:
-            sentence = f"{where} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
-            return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")
-        return None
-
-    def dtypes(self, region: Region) -> Rejection | None:
-        x, made = region.leaves["x"].dtype, region.root.dtype
-        given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
-        edit = None
-        if not given <= set(DTYPES):
-            what = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
-        elif any(narrows(statistics_dtype(made), v.dtype) for v in region.leaves.values()):
-            what = f"takes parameters wider than the {np.dtype(statistics_dtype(made)).name} it would be computed in"
-        else:
-            casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
-            rounding = next((n for n in casts if narrows(n.outputs[0].dtype, x)), None)
-            if rounding is None:
-                return None
-            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
-            edit = "keep the statistics in the dtype of x, or a wider one"
-        return self.rejection("dtype", f"{anchor_text(self.anchor)} {what}", edit=edit, site=region.nodes)
-
-
-def _epsilon(found: Match) -> float:
-    """As the user wrote it: the shortest number that is the same float32, where it is one."""
-    epsilon = found.scalars["epsilon"]
-    short = float(str(np.float32(epsilon)))
-    return short if abs(float(np.float32(epsilon)) - epsilon) <= 1e-11 * epsilon else epsilon
+        return self.unguarded(epsilon)
 
 
 def _else(first: Candidate, last: Candidate) -> Candidate:
@@ -377,7 +346,7 @@ def _plan(search: Search, view: View, found: Match, region: Region, summands: Su
     op = OPS["layer_norm"]
     attrs = {
         "kind": found.pattern.example.name.partition("_")[0],
-        "epsilon": _epsilon(found),
+        "epsilon": as_written(found.scalars["epsilon"]),
         "axis": axes["x"].index(features[0]) if direct else -1,
         "implementation": search.implementation,
         **({"gives_sum": True} if region.others else {}),

@@ -1,17 +1,34 @@
-"""What a norm that is nearly one is told: another share of the sum, an epsilon that is no number, statistics along another axis."""
+"""What every norm is asked, and what one that is nearly one is told: another share of the sum, an epsilon that is no number, statistics
+along another axis.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
+from ..graph.evaluate import is_float, narrows
 from ..graph.match import Miss
+from ..graph.region import CASTS, Region
+from ..kernels.layer_norm.op import DTYPES
+from ..kernels.layer_norm.reference import statistics_dtype
 from .base import anchor_text
 from .findings import Rejection
 from .nearly import shown
-from .norms import Surroundings, crossing, summed_axes
+from .norms import Groups, Surroundings, crossing, summed_axes
 from .site import ARGUMENT, CLOSE_OVER, Site
 
+_CANCELS = (
+    "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
+    "the mean of (x - mean)^2, and is right there"
+)
+_SPREAD = (
+    "x * inv - mean * inv cancels where |mean| is far above the standard deviation; the fused op takes the mean from x first, and is "
+    "right there"
+)
+_EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
 _WORDS = {
@@ -21,7 +38,7 @@ _WORDS = {
 }
 
 
-class NormMisses(Site):
+class NormSite(Site):
     """A site at the root of a mean of squares: what is said where it matches no example.
 
     Attributes:
@@ -50,19 +67,47 @@ class NormMisses(Site):
             near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
-    def grouped(self) -> Rejection | None:
-        """The rejection of a GroupNorm: statistics over part of an axis, its channels, that a reshape takes apart, and over positions."""
-        channels = self.around.groups()
-        if channels is None:
-            return None
-        groups, each = channels
+    def grouped(self, channels: Groups) -> Rejection:
+        """The rejection of a GroupNorm in a layout, or with a scale, that the op has not."""
+        groups, each = channels.groups, channels.each
         what = (
             f"is of a GroupNorm, of {groups} groups of {each} channels: its statistics are over a group's channels and over positions; "
-            f"no pass rewrites it, and XLA keeps it"
+            f"it is fused where the channels stand last, behind the batch and the positions"
         )
-        call = f"fusionlab.ops.group_norm(x, scale, bias, groups={groups})"
-        edit = f"call {call} there, with the channels last: one op, with kernels of its own on a GPU"
+        edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
         return self.rejection("axes", f"{anchor_text(self.anchor)} {what}", edit=edit, concepts=("group_norm",))
+
+    def unguarded(self, epsilon: float) -> Rejection | None:
+        """The rejection for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
+        if 0 < epsilon < _EPSILON_LIMIT:
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
+        )
+        return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")
+
+    def notes(self, region: Region) -> tuple[str, ...]:
+        """What the fused op does better: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
+        by_squares = len({self.search.view.ref[n.outputs[0].id].nid for n in self.around.sums}) > 1
+        spread = any(n in region.nodes for n in self.around.shifts)
+        return (_CANCELS,) * by_squares + (_SPREAD,) * spread
+
+    def dtypes(self, region: Region) -> Rejection | None:
+        x, made = region.leaves["x"].dtype, region.root.dtype
+        given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        edit = None
+        if not given <= set(DTYPES):
+            what = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
+        elif any(narrows(statistics_dtype(made), v.dtype) for v in region.leaves.values()):
+            what = f"takes parameters wider than the {np.dtype(statistics_dtype(made)).name} it would be computed in"
+        else:
+            casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
+            rounding = next((n for n in casts if narrows(n.outputs[0].dtype, x)), None)
+            if rounding is None:
+                return None
+            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            edit = "keep the statistics in the dtype of x, or a wider one"
+        return self.rejection("dtype", f"{anchor_text(self.anchor)} {what}", edit=edit, site=region.nodes)
 
     def shifted(self) -> Rejection | None:
         """The rejection for multiples of the root that are added up and are not x less its mean."""

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..graph.canonical import Ref, View
 from ..graph.evaluate import is_float
@@ -20,8 +24,14 @@ ROOTS = frozenset("rsqrt sqrt pow".split())
 _WRAPPERS = frozenset("stop_gradient name copy pvary optimization_barrier custom_jvp_call custom_vjp_call".split())
 _LINEAR = VIEWS | CASTS | _WRAPPERS | frozenset("add sub mul div neg".split())
 # What may stand between x and a norm of it.
-_INNER = _LINEAR | ROOTS | frozenset("square integer_pow max min select_n reduce_sum abs".split())
+INNER = _LINEAR | ROOTS | frozenset("square integer_pow max min select_n reduce_sum abs".split())
 _NODE_LIMIT = 96  # of the nodes looked at around an anchor; a norm in bfloat16 has about 30
+
+
+def as_written(epsilon: float) -> float:
+    """A number as the user wrote it: the shortest that is the same float32, where it is one."""
+    short = float(str(np.float32(epsilon)))
+    return short if abs(float(np.float32(epsilon)) - epsilon) <= 1e-11 * epsilon else epsilon
 
 
 def summed_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
@@ -30,6 +40,38 @@ def summed_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
         return tuple(sorted(int(a) for a in node.params["axes"]))
     side = next((i for i, a in enumerate(node.inputs) if x is not None and a.shape == x.shape), 0)
     return tuple(sorted(int(a) for a in node.params["dimension_numbers"][0][side]))
+
+
+class MadeOf:
+    """Whether a value is computed from x by what a norm is made of.
+
+    Attributes:
+      known: value id -> the answer.
+      nodes: those on the way, by id.
+    """
+
+    def __init__(self, around: Surroundings, x: Value) -> None:
+        self.around, self.first = around, around.maker(x)
+        self.known: dict[int, bool] = {x.id: True}
+        self.nodes: dict[int, Node] = {}
+
+    def __call__(self, atom: Any) -> bool:
+        if not isinstance(atom, Value):
+            return False
+        if atom.id in self.known:
+            return self.known[atom.id]
+        self.known[atom.id] = False
+        node = self.around.maker(atom)
+        inner = node is not None and (node.primitive in INNER or self.around.summed(node))
+        if node is None or not inner or len(self.known) > _NODE_LIMIT:
+            return False
+        if self.first is not None and node.id < self.first.id:
+            return False
+        found = [self(a) for a in node.inputs]  # each is looked at, for its nodes
+        if any(found):
+            self.known[atom.id] = True
+            self.nodes[node.id] = node
+        return self.known[atom.id]
 
 
 class Surroundings:
@@ -55,8 +97,8 @@ class Surroundings:
         if not self.sums:
             return
         self.x = self._normalised(self.sums[0])
-        self._made: dict[int, bool] = {self.x.id: True}
-        self._nodes: dict[int, Node] = {}
+        self.of_x = MadeOf(self, self.x)
+        self._made, self._nodes = self.of_x.known, self.of_x.nodes
         self.results = self._results()
         self.is_norm = bool(self.quotients) and (self.is_mean or self._of_x_alone())
         if self.is_norm:
@@ -71,24 +113,6 @@ class Surroundings:
 
     def first(self, primitive: str) -> Node | None:
         return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
-
-    def groups(self) -> tuple[int, int] | None:
-        """(groups, channels of each) where x is what a reshape makes of channels in groups, and the sums are over each group's channels
-        and over another axis, or more; None for any other x.
-        """
-        source, sums = self.x, self.sums_of_x or self.sums
-        while (maker := self.maker(source)) is not None and maker.primitive == "convert_element_type":
-            source = maker.inputs[0]
-        if maker is None or maker.primitive != "reshape":
-            return None
-        before, after = maker.inputs[0].shape, source.shape
-        axes = summed_axes(sums[0], self.x)
-        starts = {math.prod(before[:i]): n for i, n in enumerate(before)}  # entries before an axis -> its length
-        for i, (groups, each) in enumerate(itertools.pairwise(after)):
-            split = min(groups, each) > 1 and starts.get(math.prod(after[:i])) == groups * each
-            if split and i not in axes and i + 1 in axes and len(axes) > 1:
-                return groups, each
-        return None
 
     def summed(self, node: Node) -> Value | None:
         """What a node of the user's own sums up over more than unit axes: by a sum, or by a product of a value with itself or with one
@@ -119,7 +143,7 @@ class Surroundings:
                 if self.summed(node) is not None:
                     found.append(node)
                     self.is_mean |= node.primitive == "dot_general" and any(map(self._literal, node.inputs))
-                elif node.primitive in _INNER and not is_backward(node.eqn):
+                elif node.primitive in INNER and not is_backward(node.eqn):
                     self.is_mean |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
                     above += map(self.maker, node.inputs)
             level = above
@@ -132,7 +156,7 @@ class Surroundings:
     def _literal(self, atom: Any) -> bool:
         return isinstance(atom, Literal) or self.search.view.is_literal(self.search.view.ref[atom.id])
 
-    def _base(self, value: Value, through: frozenset[str] = VIEWS) -> Value:
+    def base(self, value: Value, through: frozenset[str] = VIEWS) -> Value:
         """Through views and widening casts that show the same canonical node."""
         view = self.search.view
         while (node := self.maker(value)) is not None and (node.primitive in through or widens(node)):
@@ -146,7 +170,7 @@ class Surroundings:
 
     def _as_read(self, value: Any) -> Value:
         """Through widening casts and reshapes of unit axes."""
-        return self._base(value, frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}))
+        return self.base(value, frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}))
 
     def _normalised(self, total: Node) -> Value:
         """What a sum of squares, or of x itself, is a sum of: past the square, and past the subtraction of a mean of it."""
@@ -184,24 +208,6 @@ class Surroundings:
             elif node.primitive in _LINEAR:
                 stack += map(self.maker, node.inputs)
         return False
-
-    def of_x(self, atom: Any) -> bool:
-        """Whether a value is computed from x by what a norm is made of; notes the nodes on the way."""
-        if not isinstance(atom, Value):
-            return False
-        if atom.id in self._made:
-            return self._made[atom.id]
-        self._made[atom.id] = False
-        node, first = self.maker(atom), self.maker(self.x)
-        if node is None or len(self._made) > _NODE_LIMIT or not (node.primitive in _INNER or self.summed(node)):
-            return False
-        if first is not None and node.id < first.id:
-            return False
-        found = [self.of_x(a) for a in node.inputs]  # each is looked at, for its nodes
-        if any(found):
-            self._made[atom.id] = True
-            self._nodes[node.id] = node
-        return self._made[atom.id]
 
     def _results(self) -> list[Value]:
         """Forward from the root, through factors and one added term: values as large as x."""
@@ -279,7 +285,7 @@ class Surroundings:
             node = self.maker(value)
             if self._literal(value):
                 below = [] if node is None else [a for a in node.inputs if isinstance(a, Value)]
-            elif value.id == self._base(value).id:
+            elif value.id == self.base(value).id:
                 leaves.append(value)
                 continue
             else:
@@ -288,6 +294,45 @@ class Surroundings:
                 nodes[node.id] = node
             stack += below
         return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Channels in groups: what a reshape makes of them, with statistics over a group's channels and over another axis, or more.
+
+    Attributes:
+      x: the value before the reshape.
+      groups, each: their number, and the channels of one.
+      batch_axes: leading axes of x that no sum is over, where those of positions and then the channels follow; None in another layout.
+    """
+
+    x: Value
+    groups: int
+    each: int
+    batch_axes: int | None
+
+    @classmethod
+    def of(cls, around: Surroundings) -> Groups | None:
+        """What is normalised at a root, as groups; None where it is none."""
+        value, sums = around.x, around.sums_of_x or around.sums
+        while (maker := around.maker(value)) is not None and maker.primitive == "convert_element_type":
+            value = maker.inputs[0]
+        if maker is None or maker.primitive != "reshape" or not isinstance(x := maker.inputs[0], Value):
+            return None
+        summed = set(summed_axes(sums[0], around.x))
+        starts = {math.prod(x.shape[:i]): n for i, n in enumerate(x.shape)}  # entries before an axis -> its length
+        for i, (groups, each) in enumerate(itertools.pairwise(value.shape)):
+            split = min(groups, each) > 1 and starts.get(math.prod(value.shape[:i])) == groups * each
+            if split and i not in summed and i + 1 in summed and len(summed) > 1:
+                return cls(x, groups, each, _batch_axes(x.shape, value.shape, i, summed))
+        return None
+
+
+def _batch_axes(before: Sequence[int], after: Sequence[int], i: int, summed: set[int]) -> int | None:
+    """How many axes are no positions, where the channels are the last axis, and axes `i` and the next one behind the reshape."""
+    batch = min(a for a in summed if a != i + 1)
+    last = (*before[:-1],) == (*after[:i],) and len(after) == i + 2
+    return batch if last and summed == {*range(batch, i), i + 1} else None
 
 
 def crossing(view: View, x: int, root: int) -> int | None:

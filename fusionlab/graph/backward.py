@@ -131,7 +131,8 @@ def _is_backward(view: View, value: Value) -> bool:
     return maker is not None and in_backward(maker)
 
 
-Term = tuple[Coef, int, tuple[int | None, ...]]  # a factor, a node, and the node's axis at each axis of the value
+# A factor, a node, the node's axis at each axis of the value, and the reshapes of sums on the way down to it.
+Term = tuple[Coef, int, tuple[int | None, ...], tuple[Any, ...]]
 
 
 class Sums:
@@ -155,7 +156,7 @@ class Sums:
         of those that are not `taken`.
         """
         terms = _terms(probe, ref)
-        if any(nid >= len(self.view.nodes) for _, nid, _ in terms):
+        if any(nid >= len(self.view.nodes) for _, nid, *_ in terms):
             return None
         rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
         fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
@@ -216,19 +217,23 @@ class Sums:
 
 
 def _terms(view: View, ref: Ref) -> list[Term]:
-    """What a value is the sum of, down through sums of sums."""
+    """What a value is the sum of, down through sums of sums, and through a reshape of one: it is the sum of its terms' reshapes."""
     found: list[Term] = []
-    stack: list[Term] = [(ref.coef, ref.nid, tuple(d if d >= 0 else None for d in ref.dims))]
+    stack: list[Term] = [(ref.coef, ref.nid, tuple(d if d >= 0 else None for d in ref.dims), ())]
     while stack and len(stack) + len(found) < _TERMS:
-        coef, nid, places = stack.pop()
+        coef, nid, places, reshapes = stack.pop()
         node = view.nodes[nid]
+        if node.op == "reshape" and view.nodes[(below := node.operands[0]).nid].op == "sum":
+            how = node.params, node.shape, below.axes, places
+            stack.append((coef * below.coef, below.nid, tuple(range(len(below.axes))), (*reshapes, how)))
+            continue
         if node.op != "sum":
-            found.append((tidy(coef), nid, places))
+            found.append((tidy(coef), nid, places, reshapes))
             continue
         for o in node.operands:
             at = {slot: axis for axis, slot in enumerate(o.axes)}
-            stack.append((coef * o.coef, o.nid, tuple(at.get(p) if p is not None else None for p in places)))
-    return found + [(tidy(c), n, p) for c, n, p in stack]
+            stack.append((coef * o.coef, o.nid, tuple(at.get(p) if p is not None else None for p in places), reshapes))
+    return found + [(tidy(c), n, p, r) for c, n, p, r in stack]
 
 
 def _cotangents(view: View, region: Region) -> Iterator[Value]:

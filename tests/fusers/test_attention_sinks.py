@@ -199,12 +199,18 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("name", WITH)
-@pytest.mark.parametrize("spelling", ["sliced off", "in the sum", "times a sigmoid"])
+# Times a sigmoid, a row that sees no key is NaN.
+BESIDE = [
+    (s, n)
+    for s in ("sliced off", "in the sum", "times a sigmoid")
+    for n in WITH
+    if (s, n) != ("times a sigmoid", "mask")
+]
+
+
+@pytest.mark.parametrize(("spelling", "name"), BESIDE)
 def test_scores_are_masked_biased_and_capped_beside_a_sink(spelling, name):
     change, more, words = WITH[name]
-    if spelling == "times a sigmoid" and name == "mask":
-        pytest.skip("a row that sees no key is NaN there")
 
     def attend(q, k, v, s, *more):
         return weigh(WEIGHTS[spelling](change(scores(q, k), *more), s), v)

@@ -1,16 +1,13 @@
-"""Norms of diffusion models: scaled and shifted by data (adaLN), which are one site each, and of groups of channels, which are told."""
+"""Norms of diffusion models that data scales and shifts (adaLN): one site each."""
 
 from __future__ import annotations
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-import fusionlab as fl
-
-from .checks import EVERYWHERE, agree, as_exact, codes, counts_everywhere, differentiated, normal, primitives
+from .checks import EVERYWHERE, as_exact, counts_everywhere, normal, primitives
 
 NORM = "layer_norm"
 X, S, T, GATE, G, B = normal((2, 5, 24), (2, 24), (2, 24), (2, 24), (24,), (24,))
@@ -63,64 +60,3 @@ def test_a_norm_that_data_scales_and_shifts_is_one_site_of_the_plain_norm(name):
     assert not {leaf for leaf in site.leaves.values() if leaf.shape[:1] == (2,)} - {site.leaves["x"]}
     assert "rsqrt" not in primitives(found.apply())
     assert counts_everywhere(fn, args, NORM, mapped) == EVERYWHERE
-
-
-# -- groups of channels ---------------------------------------------------------------------------------------------------
-
-IMAGE, GAMMA, BETA = normal((2, 8, 8, 32), (32,), (32,), seed=2)
-SQUARE = normal((2, 32, 32, 32), seed=3)[0]  # as many positions along an axis as channels
-
-
-def grouped(x, groups=4):
-    y = x.reshape(*x.shape[:3], groups, x.shape[3] // groups)
-    return xhat(y, (1, 2, 4)).reshape(x.shape)
-
-
-def shifted(x, groups=4):
-    """As a scale and a shift, by statistics of the groups."""
-    y = x.reshape(*x.shape[:3], groups, -1)
-    inv = lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-3) * GAMMA.reshape(groups, -1)
-    return (y * inv + (BETA.reshape(groups, -1) - mean(y, (1, 2, 4)) * inv)).reshape(x.shape)
-
-
-def of_linen(x):
-    module = linen.GroupNorm(num_groups=8)
-    return module.apply({"params": {"scale": GAMMA, "bias": BETA}}, x)
-
-
-GROUPED = {
-    "by hand": (lambda x: grouped(x) * GAMMA + BETA, IMAGE, "4 groups of 8"),
-    "flax linen": (of_linen, IMAGE, "8 groups of 4"),
-    "a scale and a shift": (shifted, IMAGE, "4 groups of 8"),
-    "silu behind": (lambda x: jax.nn.silu(of_linen(x)), IMAGE, "8 groups of 4"),
-    "as many positions as channels": (lambda x: jax.nn.silu(grouped(x, 8)), SQUARE, "8 groups of 4"),
-    "channels first": (
-        lambda x: xhat(x.reshape(2, 2, 4, 8, 32), (2, 4)).reshape(x.shape),
-        IMAGE,
-        "2 groups of 4",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_a_norm_of_groups_is_told_by_its_name(name):
-    fn, x, groups = GROUPED[name]
-    found = fl.find(fn, x, passes=NORM)
-    assert codes(found) == ["axes"]
-    (rejection,) = found.rejections
-    assert f"a GroupNorm, of {groups} channels" in rejection.sentence
-    assert rejection.concepts == ("group_norm",)
-    assert f"group_norm(x, scale, bias, groups={groups[0]})" in rejection.edit
-    step = fl.find(differentiated(fn, (x,)), x, passes=NORM)
-    assert [(r.code, "GroupNorm" in r.sentence) for r in step.rejections] == [("axes", True)]
-
-
-@pytest.mark.parametrize(
-    "near",
-    [lambda x: xhat(x.reshape(2, 8, 8, 4, 8)).reshape(x.shape), lambda x: xhat(x, (1, 2, 3)), lambda x: grouped(x, 1)],
-    ids=["of each head", "of a layer", "one group"],
-)
-def test_what_is_no_norm_of_groups_is_not_called_one(near):
-    found = agree(near, IMAGE, passes=NORM, factor=4)
-    assert found.candidates
-    assert not any("GroupNorm" in r.sentence for r in found.rejections)

@@ -32,6 +32,7 @@ VERSIONS = {"jax": "0.10.2"}
 def file(tmp_path, monkeypatch):
     """A plan file that is not there yet, with no tables beside it."""
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(choices.CHOICES, "_tables", {})  # a table read of that folder stays in none
     return tmp_path / "mine" / "plans.json"
 
 

@@ -46,6 +46,7 @@ def nothing_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(choosing, "CHOICES", known)
     monkeypatch.setattr(by_cublaslt, "CHOICES", known)
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(choices.CHOICES, "_tables", {})  # a table read of that folder stays in none
 
     def measure(args, implementation, times, role="call", device="sm_90", packed=False, settings=None, **attrs):
         present, full = GEMM_EPILOGUE._prepared(args, attrs, Device.of(device))

@@ -16,6 +16,7 @@ from . import cuda
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
+NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 

@@ -93,6 +93,14 @@ class GroupNorm(Op):
         reason = choosing.why_not_cuda(role, shapes, device, **attrs)
         return ("xla", reason) if reason else ("cuda", choosing.FASTER)
 
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        device = Device.of(device)
+        if device.platform != "cuda":
+            return choosing.NOTHING_ON_A_CPU
+        shapes, full = self._prepared(operands, attrs, device)
+        reasons = (choosing.why_not_cuda(role, shapes, device, **full) for role in ("call", "cotangent"))
+        return next((reason for reason in reasons if reason), "")
+
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""
         rank, batch_axes = len(shapes["out"]), attrs["batch_axes"]
