@@ -280,10 +280,31 @@ def _axes(d: Draft) -> Axes:
     return axes
 
 
+def _in_groups(norm: Norm, groups: int, first: int, interleaved: bool) -> Norm:
+    """A norm of groups of the last axis, over the axes from `first` on as well."""
+
+    def of_groups(x: Array, axes: Axes, eps: float) -> Array:
+        *rest, channels = x.shape
+        parts, group = ((channels // groups, groups), -2) if interleaved else ((groups, channels // groups), -1)
+        over = (*range(first, len(rest)), len(rest) + 2 + group)
+        return norm(x.reshape(*rest, *parts), over, eps).reshape(x.shape)
+
+    return of_groups
+
+
+def _maybe_in_groups(d: Draft, norm: Norm) -> tuple[Norm, Axes]:
+    rank, channels = len(d.shape), d.shape[-1]
+    divisors = [g for g in range(2, channels) if channels % g == 0]
+    if rank < 2 or not divisors or not d.chance(0.3):
+        return norm, _axes(d)
+    groups, first = d.rng.choice(divisors), d.rng.randrange(rank)
+    d.words.append(f"{groups} groups from axis {first}")
+    return _in_groups(norm, groups, first, d.chance(0.1)), (-1,)
+
+
 def norm(d: Draft) -> Piece:
-    """A norm with or without scale and bias, at times with one thing wrong."""
-    body = d.pick(RIGHT if d.chance(0.6) else WRONG)
-    axes = _axes(d)
+    """A norm with or without scale and bias, of groups of channels or of whole axes, at times with one thing wrong."""
+    body, axes = _maybe_in_groups(d, d.pick(RIGHT if d.chance(0.6) else WRONG))
     eps = d.rng.choice([1e-5, 1e-6, 1e-3, 1e-12, jnp.asarray(1e-5, np.float32), np.float32(1e-6)])
     affine = d.pick(AFFINES)(d, axes)
     escape = d.pick(ESCAPES) if d.chance(0.2) else None

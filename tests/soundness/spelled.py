@@ -15,6 +15,7 @@ from tests.fusers import test_attention_layout as layouts
 from tests.fusers import test_attention_sinks as sinks
 from tests.fusers import test_attention_spellings as attentions
 from tests.fusers import test_convolutions as convolutions
+from tests.fusers import test_group_norms as groups
 from tests.fusers import test_known_numbers as numbers
 from tests.fusers import test_layer_norm as norms
 from tests.fusers import test_layer_streams as streams
@@ -48,6 +49,10 @@ def spelled() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
         yield f"reshaped, {name}", fn, args
     for name, (fn, args, _) in modulated.MODULATED.items():
         yield f"norm, {name}", fn, args
+    for name, (fn, x, _) in groups.SPELLINGS.items():
+        yield f"groups, {name}", fn, (x, groups.GAMMA, groups.BETA)
+    for name, (fn, more, _) in groups.PARTS.items():
+        yield f"groups, {name}", fn, (groups.IMAGE, *more)
     for name, (fn, args, *_) in layouts.FORMS.items():
         yield f"attention, {name}", fn, args
     for name, layer in streams.LAYERS.items():
