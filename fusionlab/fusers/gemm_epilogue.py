@@ -228,11 +228,12 @@ class _Site(LinearSite):
         `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
         """
         dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
-        rounded = None if dtype is None else rounding(self, end, dtype)
-        root = end if rounded is None else rounded.end
-        after = (*views, *(rounded.views if rounded is not None else ()))
         try:
-            region = cut(self.view, root, linear.leaves, as_read=self.as_read(dtype), through_casts=self.widened(dtype))
+            region, more = self.region(linear, end, dtype)
+            if dtype is not None and linear.bias and region.leaves["b"].dtype != dtype:
+                dtype = None  # a bias that is made in float32 of one of 16 bits: so is the whole
+                region, more = self.region(linear, end, dtype)
+            after = (*views, *more)
             if by_rule:
                 region = replace(region, relus=_maximum(region))
             wide = Wide() if dtype is None else self.wide(region, dtype)
@@ -245,6 +246,13 @@ class _Site(LinearSite):
         concepts = concepts_of(linear.bias, activation)
         notes = (*notes, *wide.notes(activation, linear.bias))
         return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
+
+    def region(self, linear: Linear, end: Value, dtype: Any) -> tuple[Region, tuple[Node, ...]]:
+        """The site that ends in `end`, or where that is rounded to `dtype`; and the views in between."""
+        rounded = None if dtype is None else rounding(self, end, dtype)
+        root = end if rounded is None else rounded.end
+        found = cut(self.view, root, linear.leaves, as_read=self.as_read(dtype), through_casts=self.widened(dtype))
+        return found, rounded.views if rounded is not None else ()
 
     def narrow(self, linear: Linear) -> Any:
         """The dtype of 16 bits that both operands of the product have, or are widened from; None where there is none."""

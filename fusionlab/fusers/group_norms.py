@@ -114,7 +114,7 @@ class GroupSite(NormSite):
 
     def epsilon(self) -> float:
         """The number added under the root; 0 where there is none."""
-        ref = self.view.ref[self.anchor.inputs[0].id]
+        ref = self.view.read(self.anchor.inputs[0])
         node = self.view.nodes[ref.nid]
         added = (o.coef for o in node.operands if node.op == "sum" and self.view.nodes[o.nid].op == "one")
         return float(ref.coef) * float(next(added, 0.0))

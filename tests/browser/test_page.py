@@ -266,6 +266,7 @@ def test_a_quiet_box_is_marked_as_any_other(shown):
 def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(shown):
     shown.boxes.last.focus()
     shown.page.keyboard.press("End")
+    shown.page.evaluate("() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")  # at rest
     moved = shown.picture.evaluate("svg => svg.style.transform")
     shown.hook("after").click()
     expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")

@@ -12,7 +12,7 @@ import fusionlab as fl
 from fusionlab.errors import ArgumentError
 from fusionlab.kernels.gemm_epilogue.op import GEMM_EPILOGUE
 
-from .checks import agree, close, floats, jit, normal, weighed
+from .checks import agree, close, differentiated, floats, jit, normal, weighed
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X, W, B = (a.astype(BF16) for a in normal((6, 16), (16, 12), (12,)))
@@ -202,6 +202,26 @@ MIXED = {
     "x": (X, W.astype(F32), B.astype(F32)),
     "the bias": (X.astype(F32), W.astype(F32), B),
 }
+
+
+MADE = {
+    "a multiple": lambda b: 2.5 * b,
+    "the other sign": lambda b: -b,
+    "a share": lambda b: b / 3,
+    "a function": lambda b: jnp.tanh(b),
+    "a sum": lambda b: b + b[::-1],
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_bias_that_is_made_in_float32_of_one_of_16_bits_makes_a_product_of_float32(name):
+    def program(x, w, b):
+        return jax.nn.silu(x.astype(F32) @ w.astype(F32) + MADE[name](b.astype(F32))).astype(x.dtype)
+
+    site = site_of(program, X, W, B)
+    assert (site.root.dtype, site.leaves["b"].dtype, site.attrs.get("wide")) == (F32, F32, None)
+    step = fl.find(differentiated(program, (X, W, B)), X, W, B, passes="gemm_epilogue")
+    assert step.counts() == {"gemm_epilogue": 1, "gemm_epilogue_grad": 1}
 
 
 def mixed_product(x, w, b):
