@@ -9,6 +9,7 @@ from ..graph.canonical import ONE, CNode, View
 from ..graph.concatenated import SLICES, joined
 from ..graph.ir import Node, Value, all_nodes
 from ..graph.match import close
+from ..graph.primitives import having
 from ..graph.region import CASTS, VIEWS, Region
 from ..graph.scopes import is_backward
 from ..graph.signature import Memo
@@ -155,13 +156,16 @@ def _is_derived(view: View, nid: int) -> bool:
     return bool(makers) and all(is_backward(m.eqn) for m in makers)
 
 
+_RULES = having("rule")
+
+
 def _is_dot(view: View, nid: int) -> bool:
     return view.nodes[nid].op == "dot"
 
 
 def _is_exp(view: View, nid: int) -> bool:
     """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
-    if view.nodes[nid].op not in ("custom_jvp_call", "custom_vjp_call"):
+    if view.nodes[nid].op not in _RULES:
         return view.nodes[nid].op == "exp"
     makers = (view.block.producer.get(v.id) for v in view.values_of.get(nid, ()))
     inside = {n.primitive for m in makers if m is not None for n in all_nodes([m])}

@@ -14,16 +14,17 @@ from typing import Any
 from ..graph.evaluate import is_float
 from ..graph.fingerprint import ELEMENTWISE
 from ..graph.ir import Block, Node, Value
-from ..graph.region import CASTS, VIEWS
+from ..graph.primitives import having
+from ..graph.region import VIEWS
 from ..graph.rules import SUMS_OVER_DEVICES
 from ..graph.scopes import is_backward
 from .base import Pass, Search, anchor_text, examined, reject
 from .outcomes import Candidate, Rejection
 
-PARTS = frozenset({"slice", "split", "unstack", "dynamic_slice", "squeeze", "gather"})
-_ACTIVATES = frozenset("tanh logistic erf erfc exp exp2 expm1 log1p clamp".split())
-_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-_COPIES = CASTS | {"copy", "name", "reduce_precision", "stop_gradient", "optimization_barrier", "pvary"}
+PARTS = having("part") | {"squeeze"}
+_ACTIVATES = having("sigmoid", "exponential") | {"log1p", "clamp"}
+_RULES = having("rule")
+_COPIES = having("cast", "mark", "precision", "variance") | {"copy"}
 _STEPS = 60  # back from an activation to its products
 _SIDE_BY_SIDE = (
     "multiply once, by the weights on top of each other: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
@@ -79,7 +80,7 @@ def activates(search: Search, node: Node) -> bool:
     if node.primitive in ("max", "min"):
         return any(_is_number(search, a) for a in node.inputs) and is_float(node.outputs[0].dtype)
     if node.primitive == "select_n":
-        maker = _maker(search, node, {"gt", "ge", "lt", "le"})
+        maker = _maker(search, node, having("order"))
         return maker is not None and any(_is_number(search, a) for a in maker.inputs)
     return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_one(node.blocks))
 

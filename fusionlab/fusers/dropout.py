@@ -17,6 +17,7 @@ from ..graph.canonical import ONE, View
 from ..graph.compat import threefry_key
 from ..graph.ir import Block, Node, Value
 from ..graph.literals import fold
+from ..graph.primitives import having
 from ..graph.region import VIEWS, Region, dead_with
 from ..graph.same import made_as
 from ..graph.signature import Memo
@@ -24,7 +25,7 @@ from ..graph.trace import block_of_jaxpr
 from ..kernels.dot_product_attention.dropout import drawn
 from .layout import BROADCAST, Axes, moved
 
-_COMPARISONS = frozenset("lt le gt ge".split())
+_COMPARISONS = having("order")
 _STEPS = 12  # equations between a mask and the factors made of it
 
 

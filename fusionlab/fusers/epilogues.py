@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..graph.fingerprint import NONLINEAR, Known, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
+from ..graph.primitives import having
 from ..graph.region import VIEWS, Escape
 from ..graph.scopes import in_backward, in_differentiated, is_differentiated
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
@@ -21,9 +22,9 @@ from .site import Site
 KNOWN = {name: Known(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
 
 # What a norm and a loss make of a value before they sum it up.
-_MEASURES = frozenset("square integer_pow pow abs sign".split())
+_MEASURES = having("power", "magnitude")
 # What says where a value lies on a mesh, and what else stands between two parts of a site and computes nothing.
-LAYS_OUT = frozenset({"reshard", "sharding_constraint"})
+LAYS_OUT = having("placement")
 _BETWEEN = LAYS_OUT | {"name", "reduce_precision"}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..graph.canonical import View
 from ..graph.fingerprint import ELEMENTWISE, NONLINEAR
 from ..graph.ir import Node, Value
+from ..graph.primitives import having
 from ..graph.region import VIEWS
 from ..graph.rules import TRANSPARENT
 
@@ -25,8 +26,8 @@ BETWEEN = {
     **dict.fromkeys(VIEWS, "axes"),
 }
 COPIES = TRANSPARENT - VIEWS  # the value itself
-_PARTS = frozenset({"slice", "split", "unstack", "dynamic_slice", "gather"})
-_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})  # JAX's own, or a user's, which is declined
+_PARTS = having("part")
+_RULES = having("rule")  # JAX's own, or a user's, which is declined
 
 
 @dataclass(frozen=True)

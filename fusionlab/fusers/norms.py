@@ -16,15 +16,16 @@ from ..graph.canonical import Ref, View
 from ..graph.evaluate import is_float
 from ..graph.factoring import factored
 from ..graph.ir import Literal, Node, Value
+from ..graph.primitives import having
 from ..graph.region import CASTS, VIEWS, widens
 from ..graph.scopes import is_backward
 from .base import Search
 
-ROOTS = frozenset("rsqrt sqrt pow".split())
-_WRAPPERS = frozenset("stop_gradient name copy pvary optimization_barrier custom_jvp_call custom_vjp_call".split())
-_LINEAR = VIEWS | CASTS | _WRAPPERS | frozenset("add sub mul div neg".split())
+ROOTS = having("root") | {"pow"}
+_WRAPPERS = having("mark", "variance", "rule") | {"copy"}
+_LINEAR = VIEWS | CASTS | _WRAPPERS | having("difference", "scaling") | {"add"}
 # What may stand between x and a norm of it.
-INNER = _LINEAR | ROOTS | frozenset("square integer_pow max min select_n reduce_sum abs".split())
+INNER = _LINEAR | ROOTS | having("extreme") | frozenset("square integer_pow select_n reduce_sum abs".split())
 _NODE_LIMIT = 96  # of the nodes looked at around an anchor; a norm in bfloat16 has about 30
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from ..graph.evaluate import is_float, narrows
 from ..graph.fingerprint import between
 from ..graph.ir import Node, Value
-from ..graph.region import CASTS, NotARegion, Region, dead_with, widens
+from ..graph.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens
 from ..kernels.arrays import is_explicitly_sharded, precisions
 from ..kernels.matmul.axes import Dimensions, Product, canonical
 from .epilogues import Epilogue
@@ -125,7 +125,7 @@ class Reader:
         if call.activation != "none":
             return None
         found = None
-        if user is not None and user.primitive in ("mul", "div", "neg"):
+        if user is not None and user.primitive in SCALINGS:
             found = self.scaled(call, user)
         elif user is not None and user.primitive in ("add", "sub") and call.bias is None:
             found = self.biased(call, user)

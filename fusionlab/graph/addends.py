@@ -15,8 +15,9 @@ from jax.extend import core as jex_core
 
 from .emit import kind
 from .explicit import is_split_in_type
+from .primitives import having
 
-_ADDS = ("add", "add_any")
+_ADDS = having("addition")
 
 
 def without_sums(eqns: list, outvars: list) -> list:

@@ -19,14 +19,15 @@ from .evaluate import Inline
 from .explicit import make_typed_jaxpr, sharding_in_type
 from .ir import Block, Node, Value
 from .numpy_rules import KEPT_SIZES
+from .primitives import having
 from .region import Region
 from .rules import is_jax_rule
 from .signature import block_signature, region_signature
 from .trace import FLATTENED, block_of_jaxpr
 
 _OF_ENTRIES = ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
-_OF_SHAPES = frozenset("broadcast_in_dim reshape transpose squeeze expand_dims".split())
-_SUMS = frozenset("dot_general reduce_sum reduce_max reduce_min".split())
+_OF_SHAPES = having("layout")
+_SUMS = having("row reduction") | {"dot_general"}
 
 
 class Names(dict[int, Any]):

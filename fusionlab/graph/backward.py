@@ -24,6 +24,7 @@ from .canonical import CNode, Coef, Ref, View, tidy
 from .certify import with_vjp
 from .evaluate import is_float
 from .ir import Block, Value
+from .primitives import having
 from .region import VIEWS, Region
 from .rules import inline
 from .scopes import in_backward
@@ -31,7 +32,7 @@ from .signature import Memo, region_signature
 from .trace import block_of_jaxpr
 
 _TERMS = 64  # of one value's gradient
-_ADDITIONS = ("add", "add_any")
+_ADDITIONS = having("addition")
 # Nodes made of the region's values alone that are looked at; differentiation makes a few for each of the region's own.
 _CLOSURE = 400
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from .canonical import View
 from .ir import Atom, Literal, Node, Value
+from .primitives import having
 
 Pieces = frozenset[tuple[float, float]] | None  # None: not piecewise affine
 _LIMIT = 24  # pieces followed; more is given up on
 _BOOLS: Pieces = frozenset({(0.0, 0.0), (0.0, 1.0)})
-_COMPARES = frozenset("eq ne gt ge lt le max min".split())
-_ROUNDS = frozenset("floor ceil round rem".split())
+_COMPARES = having("equality", "order", "extreme")
+_ROUNDS = having("rounding")
 
 
 def breakpoints(view: View, start: Value, nodes: Sequence[Node]) -> list[float] | None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from .algebra import Aligned, elementwise, product, total
 from .canonical import CNode, Coef, Operand, Ref, View
 from .ir import Node
-from .primitives import COMMUTATIVE, ELEMENTWISE
+from .primitives import COMMUTATIVE, ELEMENTWISE, having
 
-SLICES = frozenset("slice dynamic_slice split".split())
+SLICES = having("slice") | {"split"}
 _MOST = 64  # nodes above the concatenations that are looked at; a softmax and its mask are ten
 _THROUGH = ELEMENTWISE | {"sum", "prod", "difference", "select", "cast", "stop_gradient"}
 

@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 
 from .compat import split_closed
 from .evaluate import is_float
+from .primitives import having
 from .trace import FLATTENED
 
 _EXACT_POSITIONS = 1 << 24  # a larger whole number is rounded twice on its way to a narrow float
@@ -163,7 +164,7 @@ def _reduce(fn: Callable[..., Any]) -> Callable[[Any, list[np.ndarray]], np.ndar
 
 
 # Whose results are rounded, or hang on the sign of zero or on what a NaN looks like.
-_ROUNDING = frozenset("add sub mul convert_element_type max min reduce_max reduce_min".split())
+_ROUNDING = having("difference", "cast", "extreme") | frozenset("add mul reduce_max reduce_min".split())
 _RULES: dict[str, Callable[[Any, list[np.ndarray]], np.ndarray]] = {
     "add": _of(np.add), "sub": _of(np.subtract), "mul": _of(np.multiply), "neg": _of(np.negative), "max": _of(np.maximum),
     "min": _of(np.minimum), "eq": _of(np.equal), "ne": _of(np.not_equal), "lt": _of(np.less), "le": _of(np.less_equal),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .ir import Node
+from .primitives import having
 
 Arithmetic = tuple[int, int]  # operations, transcendentals
 Rule = Callable[[Node], Arithmetic]
@@ -51,10 +52,8 @@ MOVES = frozenset(
     device_put iota ppermute all_gather all_gather_invariant all_to_all ragged_all_to_all pbroadcast lu_pivots_to_permutation
     """.split()
 )
-REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
-)
-SUMS_OVER_DEVICES = frozenset("psum psum_invariant psum2 pmax pmin reduce_scatter".split())
+REDUCTIONS = having("reduction")
+COMBINES_OVER_DEVICES = having("device sum", "device extreme")  # an operation for each entry, whichever it is
 # One for each of a block of 64 bits (two words) of threefry: 20 rounds of an addition, a rotation and an xor, and 5 key injections.
 _THREEFRY_WORD, _PHILOX_WORD = 58, 25
 # Estimates: of the leading term, or of how many steps an iteration takes.
@@ -208,7 +207,7 @@ def _qr(m: int, n: int) -> float:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(VIEWS | MOVES | {"scatter"}, _nothing),
-    **dict.fromkeys(ELEMENTWISE | SUMS_OVER_DEVICES, _per_entry(1, 0)),
+    **dict.fromkeys(ELEMENTWISE | COMBINES_OVER_DEVICES, _per_entry(1, 0)),
     **dict.fromkeys(TRANSCENDENTAL, _per_entry(0, 1)),
     **{name: _per_entry(*counts) for name, counts in (EXPANDED | SERIES).items()},
     **dict.fromkeys(REDUCTIONS, _reduce),

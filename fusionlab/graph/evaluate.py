@@ -39,6 +39,7 @@ from .numpy_rules import PositionsError as PositionsError
 from .numpy_rules import SizesDifferError as SizesDifferError
 from .numpy_rules import TooLargeError as TooLargeError
 from .numpy_rules import is_float as is_float
+from .primitives import having
 from .rules import SUMS_OVER_DEVICES
 from .scopes import defined_in_jax
 from .trace import FLATTENED
@@ -189,7 +190,7 @@ class _Run:
             known = _JAX_FUNCTIONS.get(_function_name(eqn.params["call_jaxpr"]))
             if known is not None:
                 return [known(*ins)]
-        if name in FLATTENED or name in ("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"):
+        if name in FLATTENED or name in _ENTERED:
             child = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             return self.call(child, ins, eqn.invars)
         if name == "optimization_barrier":
@@ -233,6 +234,7 @@ class _Run:
             self.scalars = outer
 
 
+_ENTERED = having("remat", "rule")
 # From jax 0.12 the derivative of erf calls this; its float32 body splits bit patterns, which has no meaning in float64.
 _JAX_FUNCTIONS: dict[str, Callable[..., Array]] = {"exp_neg_sq": lambda x: np.exp(-x * x)}
 

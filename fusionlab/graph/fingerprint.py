@@ -30,17 +30,34 @@ from .emit import slice_jaxpr
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .explicit import sharding_in_type
 from .ir import Literal, Node, Value
+from .primitives import having
 from .rules import is_jax_rule
 from .settings import is_x64, unwrapped
 from .signature import block_signature, node_signature
 from .trace import block_of_jaxpr
 
-ELEMENTWISE = frozenset(
-    "add sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf erfc sqrt rsqrt square integer_pow pow cbrt "
-    "sin cos atan sinh cosh asinh is_finite not and or eq ne gt ge lt le select_n clamp convert_element_type copy".split()
+_LINEAR = having("difference", "scaling", "cast") | {"add", "copy"}
+# What an activation is made of; what is periodic, has poles or counts bits is part of none that is known.
+ELEMENTWISE = (
+    _LINEAR
+    | having(
+        "extreme",
+        "equality",
+        "order",
+        "choice",
+        "magnitude",
+        "power",
+        "root",
+        "cube root",
+        "exponential",
+        "logarithm",
+        "sigmoid",
+        "finite",
+    )
+    | frozenset("sin cos atan sinh cosh asinh not and or".split())
 )
 # Functions that make an elementwise cone an activation rather than a scaling.
-NONLINEAR = ELEMENTWISE - frozenset("add sub mul div neg convert_element_type copy".split()) | {"custom_jvp_call"}
+NONLINEAR = ELEMENTWISE - _LINEAR | {"custom_jvp_call"}
 SMOOTH_POINTS = (
     -9.0,
     -4.0,

@@ -18,6 +18,7 @@ import jax
 
 from .hlo_text import CONTROL, Instruction, Module, inside, kind_of, parse_hlo, running
 from .ir import Graph, Node
+from .primitives import having
 from .scopes import Source, clean_scope, in_backward, source_among, split_scope
 from .settings import as_function
 from .symbolic import needs_numbers
@@ -203,10 +204,8 @@ def read_hlo(text: str, graph: Graph) -> Compiled:
     return Compiled(module.name, tuple(kernels), graph, tagged, {i: tuple(dict.fromkeys(v)) for i, v in views.items()})
 
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-_VIEWS = frozenset(
-    {"transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
-)
+_PRODUCTS = having("product")
+_VIEWS = having("layout", "cast") | {"copy"}
 
 
 def _multiplies(instruction: Instruction) -> bool:

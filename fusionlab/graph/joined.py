@@ -14,9 +14,10 @@ from typing import Any
 from .canonical import View
 from .compat import scan_counts
 from .ir import Atom, Block, Node, Value
+from .primitives import having
 from .rules import literal_inputs
 
-_WHOLE = frozenset("jit pjit remat2 remat checkpoint cond".split())  # each body is given and returns whole values
+_WHOLE = having("jit", "remat", "branch")  # each body is given and returns whole values
 
 
 def joined_views(found: Iterable[View]) -> Iterator[tuple[str, View]]:

@@ -10,10 +10,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from .ir import Literal, Node
+from .primitives import having
 
-_COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant pmax pmin reduce_scatter all_gather all_gather_invariant all_to_all ppermute pbroadcast".split()
-)
+_COLLECTIVES = having("device sum", "device extreme", "exchange")
 
 
 def mesh_text(mesh: Any) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from .compat import FLATTENED, child_jaxprs, scan_counts, split_closed
+from .primitives import having
 
 # What takes its operands as its body's inputs, in order, and gives the body's results.
-_CALLS = FLATTENED | {"checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
+_CALLS = FLATTENED | having("remat", "rule")
 
 
 def passed_through(jaxpr: Any) -> list[int | None]:

@@ -15,6 +15,7 @@ from .devices import COUNT, evaluate_together
 from .draws import Reduction, inputs_of, summed_with
 from .emit import live
 from .evaluate import Inline, Sizes, evaluate, is_float
+from .primitives import having
 from .reducing import elements
 from .special import Special, at_edge, compared, near_edge, overflows, specials
 
@@ -161,8 +162,8 @@ def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
     return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
 
 
-_ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
-_PASS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "transpose", "mul", "copy"})
+_ROOTS = having("root") | {"pow"}
+_PASS = having("layout", "cast") | {"mul", "copy"}
 _MOVES = _PASS | {"add", "sub", "select_n"}
 
 

@@ -19,15 +19,16 @@ from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
 from .manual import Sums, make_jaxpr
 from .order import waits_for_itself
+from .primitives import having
 from .rules import passed_whole
 from .same import made_alike
 from .signature import Memo, node_signature
 
-VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims pvary".split())
+VIEWS = having("layout", "variance")
 # With True, with False and with zeros: the view drops them, as masks are combined with a mask of ones.
 IDENTITIES = frozenset("and or add sub".split())
-SCALINGS = frozenset("mul div neg".split())
-CASTS = frozenset({"convert_element_type"})
+SCALINGS = having("scaling")
+CASTS = having("cast")
 _CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
 
 

@@ -21,6 +21,7 @@ from .ir import Block, Graph, Node, Value
 from .manual import Sums, make_jaxpr
 from .neighbours import with_neighbours
 from .order import in_order, last_of
+from .primitives import having
 from .settings import jax_defaults, wide_types
 from .travel import Tree, more_operands, more_results
 
@@ -70,7 +71,7 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
         return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
 
 
-_REMAT = frozenset({"remat2", "remat", "checkpoint"})
+_REMAT = having("remat")
 
 
 class _Emitter:

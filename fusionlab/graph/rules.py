@@ -23,15 +23,15 @@ from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
 from .labelled import fused
 from .literals import fold
-from .primitives import BINARY, COMMUTATIVE, UNARY
+from .primitives import BINARY, COMMUTATIVE, UNARY, having
 from .regroup import regrouped
 from .scopes import defined_in_jax, is_jax_file
 
 Rule = Callable[[View, Node, list[Ref]], list[Ref]]
 
-SUMS_OVER_DEVICES = frozenset("psum psum_invariant reduce_scatter".split())
-TRANSPARENT = frozenset("copy copy_p pvary device_put".split())
-_PLACES = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose".split())  # their own rules keep the shape
+SUMS_OVER_DEVICES = having("device sum")
+TRANSPARENT = having("copy", "variance") | {"device_put"}
+_PLACES = having("layout")  # their own rules keep the shape
 
 
 def summed_axes(node: Node) -> set[str]:
@@ -366,11 +366,14 @@ def _foreign(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return apply_rule(view, node, ins)
 
 
+_GIVEN_WHOLE = having("remat", "mesh", "jit")
+
+
 def passed_whole(node: Node) -> int:
     """How many of a region's first operands its body reads as they are, and the same each time."""
     if node.primitive == "scan":
         return scan_counts(node.params)[0]
-    return len(node.inputs) if node.primitive in ("remat2", "remat", "checkpoint", "shard_map", "jit", "pjit") else 0
+    return len(node.inputs) if node.primitive in _GIVEN_WHOLE else 0
 
 
 def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
@@ -383,10 +386,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(TRANSPARENT, _same),
     **dict.fromkeys(UNARY, _unary),
     **dict.fromkeys(BINARY | {"lt", "le"}, _binary),
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    **dict.fromkeys(having("row reduction"), _reduce),
+    **dict.fromkeys(having("shape"), _reshape),
     "concatenate": concatenate,
-    **dict.fromkeys(("slice", "dynamic_slice"), sliced),
+    **dict.fromkeys(having("slice"), sliced),
     "split": split,
     "unstack": unstacked,
     "stop_gradient": _stop_gradient,

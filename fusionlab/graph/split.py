@@ -10,9 +10,10 @@ from jax.extend import core as jex_core
 
 from .certify import with_vjp
 from .compat import split_closed
+from .primitives import having
 
 # Made again where the gradients are computed, rather than kept until then: they cost nothing, and what they are made of is there.
-_FREE = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims pvary convert_element_type".split())
+_FREE = having("layout", "variance", "cast")
 
 Taken = tuple[Literal["input", "value", "residual"], int]
 

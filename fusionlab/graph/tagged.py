@@ -13,11 +13,11 @@ from typing import Any
 
 from .compat import child_jaxprs, rebuild, split_closed
 from .ir import Block, Graph, Node
+from .primitives import having
 
 _TAG = re.compile(r"fusionlab\.n(\d+)(?!\w)")
 # What is known to run the jaxprs it owns as part of the program. Others (a Pallas kernel's, a reduction's) have the owner's number.
-_ENTERED = frozenset("jit pjit closed_call core_call scan while cond remat2 remat checkpoint shard_map".split())
-_ENTERED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_ENTERED = having("call", "loop", "branch", "remat", "mesh", "rule")
 
 
 def tagged_jaxpr(graph: Graph) -> Any:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from .cost_rules import VIEWS, size
 from .ir import Block, Node, Value
+from .primitives import having
 
 # Blocks that run once for each entry, on numbers that never reach memory: what a reduction or a scatter combines with.
 COMBINES = frozenset(
     "reduce reduce_window select_and_scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul".split()
 )
-ONCE = frozenset("remat2 remat checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit".split())
-_READS_WHAT_IT_GIVES = frozenset("slice dynamic_slice gather".split())
+ONCE = having("remat", "rule", "jit")
+_READS_WHAT_IT_GIVES = having("slice") | {"gather"}
 
 
 def is_region(node: Node) -> bool:

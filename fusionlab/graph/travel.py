@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from .compat import scan_counts, scan_trees, split_closed, unspecified_sharding, varying_axes
 from .ir import Block, Graph, Node
 from .manual import make_jaxpr
+from .primitives import having
 
 # Regions that can be given further operands, and can return further results, without changing what they do.
-CROSSED = frozenset({"scan", "shard_map", "jit", "pjit"})
+CROSSED = having("mesh", "jit") | {"scan"}
 
 
 class Tree:

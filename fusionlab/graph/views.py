@@ -8,14 +8,15 @@ from typing import Any
 from .boundary import Fault, guarded
 from .canonical import Tile, View
 from .ir import Block, Graph, Node
+from .primitives import having
 from .rules import is_jax_rule, literal_inputs
 from .symbolic import needs_numbers
 
 # Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
 # of the user's own.
-SEARCHED = frozenset(
-    "scan while cond remat2 remat checkpoint shard_map jit pjit custom_vjp_call custom_jvp_call".split()
-)
+SEARCHED = having("loop", "branch", "remat", "mesh", "jit", "rule")
+
+_RULES = having("rule")
 
 
 def views(
@@ -38,7 +39,7 @@ def views(
         for node in reversed(block.nodes):
             if node.primitive not in SEARCHED or is_jax_rule(node) or node.id in view.covered:
                 continue
-            inner = node if node.primitive in ("custom_vjp_call", "custom_jvp_call") else owner
+            inner = node if node.primitive in _RULES else owner
             known = literal_inputs(view, node)
             stack.extend((child, known, inner, (view, node)) for child in reversed(node.blocks))
 

@@ -18,6 +18,7 @@ from jax import numpy as jnp
 from fusionlab.errors import TraceError
 
 from .compat import FLATTENED, child_jaxprs, enable_x64, scan_counts, split_closed
+from .primitives import having
 from .scopes import source_of
 
 # What a value is. PLAIN values exist in float64 only. CONSTANT ones (made of literals alone) exist in both forms, for a
@@ -33,12 +34,12 @@ log log1p lt max min mul ne neg nextafter not or pow rem reshape rev rsqrt selec
 shift_right_arithmetic shift_right_logical sign sin slice split sqrt square squeeze sub tan transpose xor
 """
 _DRAW = frozenset(_DRAW_NAMES.split())
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_COMPARISONS = having("equality", "order")
 # These hide what they compute: there is no float64 form of them.
 _OPAQUE = frozenset(("pallas_call", "ffi_call", "pure_callback", "cuda_custom_call", "triton_kernel_call"))
 # These read or write single bits of a float.
 _OWN_DTYPE = _OPAQUE | {"bitcast_convert_type", "nextafter"}
-_CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+_CONTRACTIONS = having("product", "ragged product")
 # Owners of a small scalar jaxpr that has to be retyped along with the operands.
 _WITH_COMPUTATION = ("scatter", "reduce", "reduce_window", "select_and_scatter", "select_and_gather")
 
@@ -399,11 +400,11 @@ def _with_float0(avals: Sequence, diff: Sequence[bool], live: Iterable) -> tuple
 
 
 _I = Interpreter
-_LOOPS = frozenset(("scan", "while", "cond"))
+_LOOPS = having("loop", "branch")
 _REGIONS: dict[str, Callable[[Interpreter, Any, list[Val]], list[Val]]] = {
     **dict.fromkeys(FLATTENED, _I._call),
-    **dict.fromkeys(("remat", "remat2", "checkpoint"), _I._remat),
-    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), _I._custom_vjp),
+    **dict.fromkeys(having("remat"), _I._remat),
+    "custom_vjp_call": _I._custom_vjp,
     "custom_jvp_call": _I._custom_jvp,
     "custom_linear_solve": _I._linear_solve,
     "scan": _I._scan,

@@ -14,6 +14,7 @@ from typing import Any
 
 from fusionlab.graph.ir import Atom, Block, Graph, Literal, Node, literal_text
 from fusionlab.graph.meshes import region_mesh_text
+from fusionlab.graph.primitives import having
 
 from .sites import Site
 
@@ -21,10 +22,13 @@ _FAN_OUT = 32
 _WORTH = 4  # repeats of fewer nodes are quicker read than a frame with a count
 BACKWARD = " (backward)"
 # Nodes that move or convert data; they do not decide where a site stands.
-LAYOUT_OPS = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "copy_p"}
-    | {"iota", "slice", "rev", "stop_gradient", "name", "pvary", "reduce_precision"}
-)
+LAYOUT_OPS = having("layout", "cast", "copy", "variance", "precision") | {
+    "iota",
+    "slice",
+    "rev",
+    "stop_gradient",
+    "name",
+}
 
 
 @dataclass(eq=False, slots=True)
