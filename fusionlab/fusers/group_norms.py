@@ -3,7 +3,9 @@ with the scale and the bias of the channels and the SiLU behind it.
 
 Programs part the channels by a reshape and join them again before the scale, behind it, or never (Flax repeats the statistics for each
 channel). An axis that a reshape takes apart is no one axis of the canonical view, so that the raw nodes between a result and what is taken
-apart are gone through: whatever else they read is a scale or a bias, by what reads it. Whether the whole is a GroupNorm the proof says.
+apart are gone through: whatever else they read is a scale or a bias, by what reads it. Whether the whole is a GroupNorm the proof says. It
+compares numbers, and numbers tell functions apart where these are smooth: between x and a result stands nothing that has a threshold (a
+variance that is at least 0.1 is one on most numbers), but for a maximum with 0, which a variance is never below.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..graph.ir import Node, Value
+from ..graph.ir import Atom, Node, Value
+from ..graph.primitives import having
 from ..graph.region import NotARegion, Region, cut
 from ..kernels import OPS
 from .base import Pass, Plan, Search
 from .epilogues import Epilogue
 from .findings import Candidate, Rejection
 from .norm_misses import NormSite
-from .norms import Groups, MadeOf, Surroundings, as_written
+from .norms import ROOTS, Groups, MadeOf, Surroundings, as_written
 
 CONCEPTS = ("group_norm",)
+_SMOOTH = having("layout", "variance", "cast", "addition", "difference", "scaling", "power", "root", "copy") | {
+    "reduce_sum"
+}
 _EDIT = "compute the outside use from x again"
 
 
@@ -30,12 +36,14 @@ class GroupSite(NormSite):
 
     Attributes:
       channels: what is taken apart, and how.
+      odd: a node between x and a result that a norm has not.
     """
 
     def __init__(self, pass_: Pass, search: Search, anchor: Node, around: Surroundings, channels: Groups) -> None:
         super().__init__(pass_, search, anchor)
         self.around, self.channels = around, channels
         self.is_of_x = MadeOf(around, channels.x)
+        self.odd: Node | None = None
 
     def outcomes(self) -> Iterator[Candidate | Rejection]:
         """What becomes of each value that may be the norm's result: the furthest first, behind a SiLU and as it is."""
@@ -73,8 +81,11 @@ class GroupSite(NormSite):
             if node is None or node.id in seen:
                 continue
             seen.add(node.id)
+            if not self.is_smooth(node):
+                self.odd = self.odd or node
+                return None
             for a in node.inputs:
-                if not isinstance(a, Value) or a.id == self.channels.x.id or self.view.is_literal(self.view.ref[a.id]):
+                if not isinstance(a, Value) or a == self.channels.x or self.number(a) is not None:
                     continue
                 if self.is_of_x(a):
                     stack.append(a)
@@ -85,6 +96,21 @@ class GroupSite(NormSite):
                 if found.setdefault(slot, vector).id != vector.id:
                     return None
         return found
+
+    def number(self, atom: Atom) -> Any:
+        """The number that a value is everywhere; None where it is none."""
+        ref = self.view.read(atom)
+        return ref.coef if self.view.is_literal(ref) else None
+
+    def is_smooth(self, node: Node) -> bool:
+        """Whether a node is a smooth function of its operands, wherever it has a value, or takes a variance for what it is."""
+        if node.primitive in ROOTS:  # of the variance alone: the root of a square is a threshold
+            return self.nid(node.outputs[0]) == self.nid(self.anchor.outputs[0])
+        if node.primitive == "max":
+            return any(self.number(a) == 0 for a in node.inputs)
+        if node.primitive == "select_n":  # jnp.var asks whether it has more entries than ddof
+            return self.number(node.inputs[0]) is not None
+        return node.primitive in _SMOOTH or self.around.summed(node) is not None
 
     def flat(self, value: Value) -> Value | None:
         """The array of an entry for each channel, in their order, that a value repeats; None where it has more entries, or fewer."""

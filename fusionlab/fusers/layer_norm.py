@@ -111,11 +111,11 @@ class _Site(NormSite):
         channels = Groups.of(self.around)
         problem: Rejection | None = None
         if channels is not None:
-            outcomes = GroupSite(self.pass_, self.search, self.anchor, self.around, channels).outcomes()
-            problem = self.grouped(channels)
-            for outcome in outcomes:
+            site = GroupSite(self.pass_, self.search, self.anchor, self.around, channels)
+            for outcome in site.outcomes():
                 if isinstance(outcome, Candidate):
                     return outcome
+            problem = self.grouped(channels, site.odd)
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         values: list[Value] = []
         for value in self.around.results:
@@ -131,8 +131,6 @@ class _Site(NormSite):
             values.append(value)
         if paired is not None:
             return paired
-        if channels is not None:
-            return problem or self.grouped(channels)
         if problem is not None:
             return problem
         told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()

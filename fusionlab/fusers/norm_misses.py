@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..graph.evaluate import is_float, narrows
+from ..graph.ir import Node
 from ..graph.match import Miss
 from ..graph.region import CASTS, Region
 from ..kernels.layer_norm.op import DTYPES
@@ -29,6 +30,7 @@ _SPREAD = (
     "right there"
 )
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
+_PLAIN_VARIANCE = "take the variance as it is, or at least 0, with epsilon added to it"
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
 _WORDS = {
@@ -67,15 +69,16 @@ class NormSite(Site):
             near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
-    def grouped(self, channels: Groups) -> Rejection:
-        """The rejection of a GroupNorm in a layout, or with a scale, that the op has not."""
-        groups, each = channels.groups, channels.each
-        what = (
-            f"is of a GroupNorm, of {groups} groups of {each} channels: its statistics are over a group's channels and over positions; "
-            f"it is fused where the channels stand last, behind the batch and the positions"
-        )
+    def grouped(self, channels: Groups, odd: Node | None) -> Rejection:
+        """The rejection of a GroupNorm in a layout that the op has not, or with a node in it that a norm has not."""
+        groups, each, concepts = channels.groups, channels.each, ("group_norm",)
+        what = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
+        if channels.batch_axes is not None and odd is not None:
+            sentence = f"{what}; {anchor_text(odd)} stands in it, which the fused op has not"
+            return self.rejection("structure", sentence, [odd], edit=_PLAIN_VARIANCE, concepts=concepts)
+        where = "; it is fused where the channels stand last, behind the batch and the positions"
         edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
-        return self.rejection("axes", f"{anchor_text(self.anchor)} {what}", edit=edit, concepts=("group_norm",))
+        return self.rejection("axes", what + where, edit=edit, concepts=concepts)
 
     def unguarded(self, epsilon: float) -> Rejection | None:
         """The rejection for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import fusionlab as fl
 
@@ -205,6 +206,19 @@ def test_images_that_a_batch_of_models_reads():
     assert site_of(found).attrs["batch_axes"] == 2
 
 
+def of_variance(x, change, groups=4):
+    y = parted(x, groups)
+    return ((y - mean(y, inner(y))) * lax.rsqrt(change(y.var(inner(y), keepdims=True)))).reshape(x.shape)
+
+
+@jax.custom_jvp
+def at_least(v):
+    return jnp.maximum(v, 0.1)
+
+
+at_least.defjvp(lambda v, d: (at_least(*v), d[0]))
+
+
 NEAR = {
     "a sum, not a mean": lambda x: (y := parted(x, 4)) * lax.rsqrt((y * y).sum((1, 2, 4), keepdims=True) + 1e-6),
     "no mean subtracted": lambda x: (y := parted(x, 4)) * lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-6),
@@ -230,14 +244,49 @@ NEAR = {
         (y := parted(x, 4)) * (inv := lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-3))
         + (parted(g, 4) - 2 * mean(y, (1, 2, 4)) * inv)
     ),
+    "a variance of at least 0.1": lambda x: of_variance(x, lambda v: jnp.maximum(v, 0.1) + 1e-6),
+    "a variance of at least epsilon": lambda x: of_variance(x, lambda v: jnp.maximum(v, 1e-6)),
+    "a variance of at least 0.1, by a choice": lambda x: of_variance(x, lambda v: jnp.where(v > 0.1, v, 0.1) + 1e-6),
+    "a variance of at least 0.1, by a root of a square": lambda x: of_variance(
+        x, lambda v: jnp.sqrt(jnp.square(v - 0.05)) + 0.05 + 1e-6
+    ),
+    "a variance that is clipped": lambda x: of_variance(x, lambda v: jnp.clip(v, 0.0, 50.0) + 1e-6),
+    "a variance of at most 50": lambda x: of_variance(x, lambda v: jnp.minimum(v, 50.0) + 1e-6),
+    "a variance without its sign": lambda x: of_variance(x, lambda v: jnp.abs(v) + 1e-6),
+    "a variance by a function of the user's": lambda x: of_variance(x, lambda v: at_least(v) + 1e-6),
+    "a variance with a name": lambda x: of_variance(x, lambda v: checkpoint_name(v, "v") + 1e-6),
+    "x of at most 5": lambda x: grouped(jnp.minimum(parted(x, 4), 5.0).reshape(x.shape)) + 0 * x,
+    "a difference of at most 5": lambda x: (
+        jnp.minimum((y := parted(x, 4)) - mean(y, (1, 2, 4)), 5.0) * lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-6)
+    ),
+    "a result of at most 9": lambda x: jnp.minimum(
+        ((y := parted(x, 4)) - mean(y, (1, 2, 4))) * lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-6), 9.0
+    ),
     "a gradient that is stopped": lambda x: (
         ((y := parted(x, 4)) - lax.stop_gradient(mean(y, (1, 2, 4))))
         * lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-6)
     ),
     "positions along one axis alone": lambda x: xhat(parted(x, 4), (2, 4)),
 }
-# What is a norm all the same: of rows that are groups of each line of an image, of all images together.
-STILL_ONE = {"positions along one axis alone": 2, "statistics over the batch too": 0}
+# What is a norm all the same: of groups of each line of an image, of all images together, of what stands before it, before what follows.
+STILL_ONE = {
+    "positions along one axis alone": 2,
+    "statistics over the batch too": 0,
+    "x of at most 5": 1,
+    "a result of at most 9": 1,
+}
+
+
+THRESHOLDS = [name for name in NEAR if name.startswith("a variance")]
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_what_has_a_threshold_is_told_by_it(name):
+    """Numbers do not tell it: no variance of theirs is near it."""
+    (rejection,) = fl.find(NEAR[name], IMAGE, passes=NORM).rejections
+    assert rejection.code in ("structure", "custom_rule", "named_residual")
+    assert "which the fused op has not" in rejection.sentence
+    assert "take the variance as it is" in rejection.edit
 
 
 @pytest.mark.parametrize("name", NEAR)
