@@ -62,7 +62,7 @@ PLACES = {
     "interpretation of blends": (lerp, "blends"),
     "interpretation of products": (gemm_epilogue, "_Site"),
     "the match of an attention": (dot_product_attention, "match"),
-    "fingerprints": (fingerprint, "profile"),
+    "activations": (epilogues, "recognise"),
     "cones": (epilogues, "cone"),
     "certification": (certify, "_prove"),
     "tracing what would replace it": (base, "make_jaxpr"),
