@@ -115,7 +115,8 @@ class _Site(NormSite):
             for outcome in site.outcomes():
                 if isinstance(outcome, Candidate):
                     return outcome
-            problem = self.grouped(channels, site.odd)
+                problem = problem or outcome
+            problem = problem or self.grouped(channels, site.odd)
         paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
         values: list[Value] = []
         for value in self.around.results:

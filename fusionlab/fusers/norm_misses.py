@@ -30,7 +30,8 @@ _SPREAD = (
     "right there"
 )
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
-_PLAIN_VARIANCE = "take the variance as it is, or at least 0, with epsilon added to it"
+_NO_VECTOR = "it reads what is no scale and no bias of the channels, one entry for each"
+_AS_ONE = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
 _WORDS = {
@@ -70,12 +71,14 @@ class NormSite(Site):
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
     def grouped(self, channels: Groups, odd: Node | None) -> Rejection:
-        """The rejection of a GroupNorm in a layout that the op has not, or with a node in it that a norm has not."""
+        """The rejection of a GroupNorm in a layout that the op has not, or with something in it that a norm has not."""
         groups, each, concepts = channels.groups, channels.each, ("group_norm",)
         what = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
-        if channels.batch_axes is not None and odd is not None:
-            sentence = f"{what}; {anchor_text(odd)} stands in it, which the fused op has not"
-            return self.rejection("structure", sentence, [odd], edit=_PLAIN_VARIANCE, concepts=concepts)
+        if channels.batch_axes is not None:
+            stands = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
+            return self.rejection(
+                "structure", f"{what}; {stands}", [odd] if odd else [], edit=_AS_ONE, concepts=concepts
+            )
         where = "; it is fused where the channels stand last, behind the batch and the positions"
         edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
         return self.rejection("axes", what + where, edit=edit, concepts=concepts)
