@@ -278,7 +278,7 @@ def _diff_programs(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    from .viz.render import save
+    from .viz.export import save
 
     check_file(options.output, None)
     function, args, kwargs, static = _load(options)

@@ -200,9 +200,9 @@ def _write(
     work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab.Comparison, record: dict[str, Any] | None
 ) -> None:
     """The page and the pictures."""
+    from .viz.export import save
     from .viz.html import report_html
     from .viz.plots import evidence_figures, figure_svg
-    from .viz.render import save
 
     after, formulas = found.apply(), {p.name: p.formula for p in lab.passes()}
     environment = result.environment

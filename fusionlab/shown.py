@@ -35,7 +35,7 @@ class Graph(ir.Graph):
           ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
           the extra.
         """
-        from .viz.render import save
+        from .viz.export import save
 
         return save(self, path, **options)
 

@@ -17,16 +17,15 @@ from ..graph.backward import Derivatives
 from ..graph.boundary import guarded
 from ..graph.canonical import View
 from ..graph.certify import Certifier, Verdict, misplaced, weak_gradients
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.explicit import Misplaced, placing, told, typed_shapes
 from ..graph.ir import Block, Graph, Node
 from ..graph.ir import all_nodes as all_nodes
 from ..graph.manual import Sums, has_mesh, make_jaxpr
-from ..graph.region import Region
+from ..graph.primitives import SUMS_OVER_DEVICES
+from ..graph.region import Region, region_signature
 from ..graph.rewrite import Replacement
-from ..graph.rules import SUMS_OVER_DEVICES as SUMS_OVER_DEVICES
 from ..graph.settings import unwrapped
-from ..graph.signature import region_signature
 from ..graph.trace import block_of_jaxpr
 from ..graph.wide import arithmetic_of, wider_in
 from ..kernels import OPS

@@ -11,12 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..graph.evaluate import is_float
+from ..graph.dtypes import is_float
 from ..graph.fingerprint import ELEMENTWISE
 from ..graph.ir import Block, Node, Value
-from ..graph.primitives import having
+from ..graph.primitives import SUMS_OVER_DEVICES, having
 from ..graph.region import VIEWS
-from ..graph.rules import SUMS_OVER_DEVICES
 from ..graph.scopes import is_backward
 from .base import Pass, Search, anchor_text, examined, reject
 from .outcomes import Candidate, Rejection

@@ -13,13 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..graph.canonical import View
-from ..graph.evaluate import is_float
+from ..graph.dtypes import is_float
 from ..graph.ir import Node, Value
 from ..graph.match import Match, match
 from ..graph.pattern import pattern_of
 from ..graph.region import CASTS, VIEWS
 from ..graph.scopes import is_backward
-from .structure_forms import LERP, Form
+from .blend_examples import LERP
+from .forms import Form
 
 _TRANSPARENT = VIEWS | CASTS
 _SUMS = frozenset({"add", "sub", "add_any"})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph.canonical import ONE, View
-from ..graph.evaluate import is_float
+from ..graph.dtypes import is_float
 from ..graph.ir import Block, Node, Value
 from ..graph.region import VIEWS, constant_array
 from ..graph.signature import Memo

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..graph.alike import most_sizes_first
 from ..graph.canonical import Coef, Operand
-from ..graph.evaluate import narrows
+from ..graph.dtypes import narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import pattern_of

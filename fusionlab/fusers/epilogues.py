@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from ..graph.fingerprint import NONLINEAR, Known, Recognised, between, cone, recognise, value_name
 from ..graph.ir import Node, Value
-from ..graph.primitives import having
+from ..graph.primitives import SUMS_OVER_DEVICES, having
 from ..graph.region import VIEWS, Escape
 from ..graph.scopes import in_backward, in_differentiated, is_differentiated
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
-from .base import SUMS_OVER_DEVICES, anchor_text
+from .base import anchor_text
 from .findings import Rejection
 from .passages import passage
 from .site import Site

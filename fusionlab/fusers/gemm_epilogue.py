@@ -18,7 +18,7 @@ from jax import lax
 
 from ..errors import unknown_name
 from ..graph.alike import most_sizes_first
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import close
 from ..graph.region import CASTS, NotARegion, Region, cut

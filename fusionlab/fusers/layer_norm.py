@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ..graph.canonical import View
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.order import waits_for_itself

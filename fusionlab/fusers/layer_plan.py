@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from ..errors import ArgumentError, UnknownNameError
 from ..graph.canonical import View, tidy
 from ..graph.manual import make_jaxpr
-from ..graph.region import Region
-from ..graph.signature import region_signature
+from ..graph.region import Region, region_signature
 from ..kernels import OPS
 from ..kernels.multi_transformer.checks import TURNED
 from .base import Plan, Search

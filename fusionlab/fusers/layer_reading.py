@@ -13,7 +13,7 @@ from typing import Any
 
 from ..graph.canonical import CNode, View
 from ..graph.labelled import Labelled, labels_of
-from ..graph.rules import SUMS_OVER_DEVICES
+from ..graph.primitives import SUMS_OVER_DEVICES
 from .layer_axes import Side, Unread, slot_of
 from .layer_caches import Cache
 from .layer_factors import FactorWalk

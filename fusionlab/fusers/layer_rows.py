@@ -8,9 +8,8 @@ from typing import Any
 
 from ..graph.ir import Node, Value
 from ..graph.order import waits_for_itself
-from ..graph.region import Region
+from ..graph.region import Region, region_signature
 from ..graph.same import made_alike
-from ..graph.signature import region_signature
 from .base import Plan
 from .layer_plan import Maker, Planned, plan_by
 from .outcomes import Candidate

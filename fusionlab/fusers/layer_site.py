@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..graph.canonical import View
-from ..graph.evaluate import narrows
+from ..graph.dtypes import narrows
 from ..graph.ir import Value
+from ..graph.primitives import SUMS_OVER_DEVICES
 from ..graph.region import NotARegion, Region, cut, escapes, look_through
-from ..graph.rules import SUMS_OVER_DEVICES
 from .base import Search, all_nodes, escape_text
 from .layer_axes import Atoms, Side, Unread
 from .layer_factors import BOTH, FACTOR

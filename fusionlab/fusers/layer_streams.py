@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from ..graph.canonical import ONE, CNode, Tile, View
-from ..graph.evaluate import is_float
+from ..graph.dtypes import is_float
 from ..graph.ir import Node, Value
 from .layer_axes import Side, Unread
 from .layer_projections import ProjectionWalk

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ..kernels import OPS
 from ..kernels.lerp.op import DTYPES

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.ir import Node
 from ..graph.match import Miss
 from ..graph.region import CASTS, Region

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..graph.canonical import Ref, View
-from ..graph.evaluate import is_float
+from ..graph.dtypes import is_float
 from ..graph.factoring import factored
 from ..graph.ir import Literal, Node, Value
 from ..graph.primitives import having

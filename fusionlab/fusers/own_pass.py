@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..errors import ArgumentError
 from ..graph.certify import prove_function
-from ..graph.evaluate import is_float
+from ..graph.dtypes import is_float
 from ..graph.known import primitive_names
 from ..graph.pattern import Example, Pattern, ScalarEdge, pattern_of
 from ..kernels import OPS, plain_meaning_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..graph.canonical import View
 from ..graph.certify import Verdict, prove_function
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.ir import Node, Value
 from ..graph.match import Match, Miss, close, match
 from ..graph.pattern import ScalarEdge, pattern_of

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..graph.evaluate import is_float, narrows
+from ..graph.dtypes import is_float, narrows
 from ..graph.fingerprint import between
 from ..graph.ir import Node, Value
 from ..graph.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from ..kernels.gated_matmul import gated_matmul
 from ..kernels.gemm_epilogue import gemm_epilogue
 from ..kernels.gemm_epilogue.activations import ACTIVATIONS
 from ..kernels.layer_norm import layer_norm
+from .forms import Form
 
 ANY_OF = {
     ("activation", "relu"): frozenset(ACTIVATIONS) - {"none"},
@@ -29,15 +29,6 @@ ANY_OF = {
 GATED = "act(x @ w) * (x @ v): two products of one value, multiplied"
 PACKED = "act(h1) * h2 of h = x @ w: two parts of one product, multiplied; their weights are packed in one"
 _HEADS = 2  # of an example; a pattern knows no sizes
-
-
-@dataclass(frozen=True)
-class Form:
-    """A structure's example, and what it is called in a report."""
-
-    kind: str
-    text: str
-    example: Example
 
 
 def _example(name: str, fn: Callable[..., Any], leaves: dict[str, str], scalars: tuple[str, ...] = ()) -> Example:
@@ -162,27 +153,4 @@ SOFTMAX = tuple(
         ("exp(log_softmax(x))", lambda x: jnp.exp(jax.nn.log_softmax(x))),
         ("exp(x - logsumexp(x))", lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))),
     )
-)
-
-
-def _lerp(name: str, fn: Callable[..., Any], leaves: str, scalars: tuple[str, ...] = ()) -> Form:
-    # Any of them may be broadcast along any axis.
-    example = Example(
-        name, fn, dict.fromkeys(leaves, "m"), scalars, optional={"m": frozenset(leaves)}, bare=True
-    )  # fmt: skip
-    return Form("lerp", name, example)
-
-
-_BLENDS = {
-    "x + w * (y - x)": lambda x, y, w: x + w * (y - x),
-    "x - w * (x - y)": lambda x, y, w: x - w * (x - y),
-    "x * (1 - w) + y * w": lambda x, y, w: x * (1 - w) + y * w,
-    "x - w * x + w * y": lambda x, y, w: x - w * x + w * y,
-    "x + w * y - w * x": lambda x, y, w: x + w * y - w * x,
-}
-_OF_A_NUMBER = ("x + w * (y - x)", "x - w * (x - y)", "x + w * y - w * x")  # the others' factors are merged
-LERP = (
-    *(_lerp(name, fn, "xyw") for name, fn in _BLENDS.items()),
-    *(_lerp(f"{name}, w a number", _BLENDS[name], "xy", ("w",)) for name in _OF_A_NUMBER),
-    _lerp("x * (1 - w) + y * w, w a number", lambda x, y, v, w: x * v + y * w, "xy", ("1 - w", "w")),
 )

@@ -15,15 +15,16 @@ from ..graph.ir import Graph, Node
 from ..graph.labelled import Labelled, labels_of
 from ..graph.match import Match, match
 from ..graph.pattern import pattern_of
+from ..graph.primitives import SUMS_OVER_DEVICES
 from ..graph.region import NotARegion, cut, escapes
-from ..graph.rules import SUMS_OVER_DEVICES
 from ..graph.scopes import Source, in_backward, is_backward
 from ..graph.settings import jax_defaults
 from ..graph.views import views
 from .blends import blends
+from .forms import Form
 from .gated_structures import gated_attentions, triangles
 from .gates import packed, sides_of
-from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX, Form
+from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX
 
 if TYPE_CHECKING:
     from .findings import Candidate, Findings

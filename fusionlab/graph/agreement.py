@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .evaluate import is_float
+from .dtypes import is_float
 
 # Largest relative error allowed. Casts are the identity here, so all that remains is how literals were rounded: two units
 # in the last place of the dtype they were written in, amplified by a handful of operations.

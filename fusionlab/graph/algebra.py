@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .canonical import ONE, Coef, Operand, Ref, View, tidy
-from .evaluate import is_float as is_floating
+from .dtypes import is_float as is_floating
 from .ir import Node
 
 Aligned = tuple[Ref, tuple[int | None, ...]]  # a Ref, and for each non-unit output axis its node axis or None

@@ -20,9 +20,9 @@ from .explicit import make_typed_jaxpr, sharding_in_type
 from .ir import Block, Node, Value
 from .numpy_rules import KEPT_SIZES
 from .primitives import having
-from .region import Region
+from .region import Region, region_signature
 from .rules import is_jax_rule
-from .signature import block_signature, region_signature
+from .signature import block_signature
 from .trace import FLATTENED, block_of_jaxpr
 
 _OF_ENTRIES = ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}

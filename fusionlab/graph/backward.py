@@ -22,13 +22,13 @@ from jax.extend import core as jex_core
 
 from .canonical import CNode, Coef, Ref, View, tidy
 from .certify import with_vjp
-from .evaluate import is_float
+from .dtypes import is_float
 from .ir import Block, Value
 from .primitives import having
-from .region import VIEWS, Region
+from .region import VIEWS, Region, region_signature
 from .rules import inline
 from .scopes import in_backward
-from .signature import Memo, region_signature
+from .signature import Memo
 from .trace import block_of_jaxpr
 
 _TERMS = 64  # of one value's gradient

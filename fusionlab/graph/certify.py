@@ -18,15 +18,16 @@ from .agreement import Pair, Results, Verdict, agree, tolerance_of
 from .alike import Alike
 from .compat import varies
 from .draws import STEPS, Reduction, inputs_of, is_number
-from .evaluate import CannotEvaluate, Inline, Sizes, is_float, traced_once
+from .dtypes import is_float
+from .evaluate import CannotEvaluate, Inline, Sizes, traced_once
 from .explicit import Misplaced, placing, sharding_in_type
 from .ir import Block, Node
 from .manual import Sums, as_typed, is_weak, make_jaxpr
 from .programs import FEW, Programs
 from .reducing import SOON, at_sizes, elements
-from .region import Region
+from .region import Region, region_signature
 from .settings import unwrapped
-from .signature import Memo, region_signature
+from .signature import Memo
 from .trace import block_of_jaxpr
 from .trials import try_out
 

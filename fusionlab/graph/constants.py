@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .compat import split_closed
-from .evaluate import is_float
+from .dtypes import is_float
 from .primitives import having
 from .trace import FLATTENED
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
 from .numpy_rules import Array
-from .rules import SUMS_OVER_DEVICES
+from .primitives import SUMS_OVER_DEVICES
 
 COUNT = 2
 

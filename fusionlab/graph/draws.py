@@ -15,9 +15,10 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from .compat import split_closed, threefry_key
+from .dtypes import is_float
 from .evaluate import Sizes
 from .keys import Keys
-from .numpy_rules import KEPT_SIZES, CannotEvaluate, is_float
+from .numpy_rules import KEPT_SIZES, CannotEvaluate
 
 STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
 _VIEWS = frozenset(

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .compat import scan_counts, split_closed
+from .dtypes import is_float as is_float
 from .explicit import make_typed_jaxpr
 from .keys import as_jax
 from .literals import fold
@@ -38,9 +39,7 @@ from .numpy_rules import CannotEvaluate as CannotEvaluate
 from .numpy_rules import PositionsError as PositionsError
 from .numpy_rules import SizesDifferError as SizesDifferError
 from .numpy_rules import TooLargeError as TooLargeError
-from .numpy_rules import is_float as is_float
-from .primitives import having
-from .rules import SUMS_OVER_DEVICES
+from .primitives import SUMS_OVER_DEVICES, having
 from .scopes import defined_in_jax
 from .trace import FLATTENED
 
@@ -116,12 +115,6 @@ def evaluate(
 def promote(x: Array) -> Array:
     """Floats to float64; integers and booleans as they are."""
     return x.astype(np.float64) if is_float(x.dtype) else x
-
-
-def narrows(dtype: Any, other: Any) -> bool:
-    """Whether the float `dtype` cannot hold every value of the float `other` (fewer mantissa or exponent bits)."""
-    a, b = jnp.finfo(dtype), jnp.finfo(other)
-    return a.nmant < b.nmant or a.maxexp < b.maxexp or a.minexp > b.minexp
 
 
 class _Run:

@@ -16,9 +16,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 from .compat import has_pending_sums, varies, varying_axes, with_weakness
 from .explicit import as_argument, mesh_of, on_mesh, resharded, sharding_in_type
 from .ir import Node
-from .rules import summed_axes
+from .primitives import SUMS_OVER_DEVICES
 
 _ANY = 2  # the size of a mesh axis that is summed over: no equation tells
+
+
+def summed_axes(node: Node) -> set[str]:
+    """The mesh axes that a node, or one in its blocks, sums over."""
+    found = {str(axis) for axis in node.params.get("axes", ())} if node.primitive in SUMS_OVER_DEVICES else set()
+    return found.union(*(summed_axes(inner) for block in node.blocks for inner in block.nodes))
 
 
 @dataclass(frozen=True)
@@ -124,3 +130,15 @@ def _inside(mesh: Any, call: Callable[[], Any]) -> Any:
     with on_mesh(around):
         jax.eval_shape(jax.shard_map(body, in_specs=(), out_specs=(), axis_names=new))
     return results[0]
+
+
+def same_varying_axes(operands: Sequence[Any]) -> list[Any]:
+    """Inside `shard_map` operands may vary over different mesh axes; made alike, their gradients are summed outside."""
+    axes = [jax.typeof(a).manual_axis_type.varying for a in operands]
+    union = frozenset().union(*axes)
+    if all(own == union for own in axes):
+        return list(operands)
+    return [
+        jax.lax.pcast(a, tuple(sorted(union - own)), to="varying") if own != union else a
+        for a, own in zip(operands, axes, strict=True)
+    ]

@@ -17,6 +17,7 @@ import numpy as np
 
 from .compat import draws_by_entry, enable_x64, split_closed, threefry_key
 from .convolutions import contraction
+from .dtypes import is_float
 from .keys import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
 KEPT_SIZES = 4  # axes of so few entries are not reduced
@@ -53,11 +54,6 @@ class PositionsError(CannotEvaluate):
 
 class TooLargeError(CannotEvaluate):
     """An array, or a sum over one, that would take a machine's memory or minutes: of an axis that is not reduced, twice."""
-
-
-def is_float(dtype: Any) -> bool:
-    """Whether a dtype is a floating one (numpy's `kind` does not tell ml_dtypes' floats from its narrow integers)."""
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def at_real_sizes(sizes: Any, eqn: Any) -> None:

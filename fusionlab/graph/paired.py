@@ -16,8 +16,8 @@ from .explicit import is_split_in_type
 from .gradients import BackwardPart, terms_beside
 from .ir import Block, Graph, Node, Value
 from .primitives import having
-from .region import Region
-from .signature import node_signature, region_signature
+from .region import Region, region_signature
+from .signature import node_signature
 from .split import Split, split_of
 from .travel import CROSSED, Tree
 from .wide import arithmetic_of, computed_wider

@@ -95,3 +95,4 @@ BINARY = (
 )
 COMMUTATIVE = having("extreme", "equality") | frozenset("and or xor iadd imul".split())
 ELEMENTWISE = UNARY | BINARY
+SUMS_OVER_DEVICES = having("device sum")

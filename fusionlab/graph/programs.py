@@ -13,8 +13,9 @@ from .agreement import Pair, Results, Verdict
 from .compat import rebuild, split_closed, varies, varying_axes
 from .devices import COUNT, evaluate_together
 from .draws import Reduction, inputs_of, summed_with
+from .dtypes import is_float
 from .emit import live
-from .evaluate import Inline, Sizes, evaluate, is_float
+from .evaluate import Inline, Sizes, evaluate
 from .primitives import having
 from .reducing import elements
 from .special import Special, at_edge, compared, near_edge, overflows, specials

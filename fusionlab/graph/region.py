@@ -14,15 +14,15 @@ from .canonical import ONE, View
 from .captured import read, readable
 from .compat import has_side_effects
 from .constants import computed
+from .dtypes import is_float, narrows
 from .emit import slice_jaxpr
-from .evaluate import is_float, narrows
 from .ir import Block, Node, Value
 from .manual import Sums, make_jaxpr
 from .order import waits_for_itself
 from .primitives import having
 from .rules import passed_whole
 from .same import made_alike
-from .signature import Memo, node_signature
+from .signature import Memo, Size, as_it_is, node_signature, type_key
 
 VIEWS = having("layout", "variance")
 # With True, with False and with zeros: the view drops them, as masks are combined with a mask of ones.
@@ -395,3 +395,16 @@ def _compute(view: View, nodes: list[Node], value: Value, given: tuple[tuple[Val
     inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
     closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
     return computed(closed, arrays)
+
+
+def region_signature(region: Region, size: Size = as_it_is) -> Any:
+    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
+    number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
+    number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
+    # By their own place: a captured array has an entry already, and would not make `number` longer.
+    number.update((value.id, ("input", i)) for i, value in enumerate(region.inputs))
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    leaves = tuple((name, number[v.id], *type_key(v, size)) for name, v in region.leaves.items())
+    body = tuple(node_signature(n, number, size) for n in nodes)
+    ruled = tuple(i for i, n in enumerate(nodes) if n.id in region.relus)
+    return leaves, body, tuple(number.get(v.id) for v in region.roots), ruled

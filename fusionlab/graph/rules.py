@@ -18,8 +18,8 @@ from .algebra import aligned, compose, elementwise, is_float, placed, product, r
 from .canonical import Coef, Operand, Ref, View, nonunit, tidy
 from .compat import has_side_effects, rule_functions, scan_counts
 from .concatenated import concatenate, reduced_by_parts, sliced, split, unstacked
+from .dtypes import is_float as is_floating
 from .einsum import convolution, dot, split_rows
-from .evaluate import is_float as is_floating
 from .ir import Atom, Block, Node, Value
 from .labelled import fused
 from .literals import fold
@@ -29,15 +29,8 @@ from .scopes import defined_in_jax, is_jax_file
 
 Rule = Callable[[View, Node, list[Ref]], list[Ref]]
 
-SUMS_OVER_DEVICES = having("device sum")
 TRANSPARENT = having("copy", "variance") | {"device_put"}
 _PLACES = having("layout")  # their own rules keep the shape
-
-
-def summed_axes(node: Node) -> set[str]:
-    """The mesh axes that a node, or one in its blocks, sums over."""
-    found = {str(axis) for axis in node.params.get("axes", ())} if node.primitive in SUMS_OVER_DEVICES else set()
-    return found.union(*(summed_axes(inner) for block in node.blocks for inner in block.nodes))
 
 
 def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:

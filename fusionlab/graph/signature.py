@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from .compat import rule_functions
 from .explicit import sharding_in_type
 from .ir import Block, Literal, Node, Value
 from .scopes import is_jax_file
-
-if TYPE_CHECKING:
-    from .region import Region
 
 
 @dataclass
@@ -37,24 +34,11 @@ class Memo:
 Size = Callable[[Any], Any]  # what stands for the size of an axis in a signature
 
 
-def _as_it_is(size: Any) -> Any:
+def as_it_is(size: Any) -> Any:
     return size
 
 
-def region_signature(region: Region, size: Size = _as_it_is) -> Any:
-    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
-    number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
-    number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
-    # By their own place: a captured array has an entry already, and would not make `number` longer.
-    number.update((value.id, ("input", i)) for i, value in enumerate(region.inputs))
-    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    leaves = tuple((name, number[v.id], *_type_key(v, size)) for name, v in region.leaves.items())
-    body = tuple(node_signature(n, number, size) for n in nodes)
-    ruled = tuple(i for i, n in enumerate(nodes) if n.id in region.relus)
-    return leaves, body, tuple(number.get(v.id) for v in region.roots), ruled
-
-
-def node_signature(node: Node, number: dict[int, Any], size: Size = _as_it_is) -> Any:
+def node_signature(node: Node, number: dict[int, Any], size: Size = as_it_is) -> Any:
     """A hashable form of a node; `number` renames values in order of appearance and is extended."""
     ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
     params = params_signature(node, size)
@@ -62,16 +46,16 @@ def node_signature(node: Node, number: dict[int, Any], size: Size = _as_it_is) -
         params += (_rule_key(node.params["jvp_jaxpr_fun"]),)
     for value in node.outputs:
         number[value.id] = len(number)
-    outs = tuple(_type_key(v, size) for v in node.outputs)
+    outs = tuple(type_key(v, size) for v in node.outputs)
     return node.primitive, ins, params, outs, tuple(block_signature(b, size) for b in node.blocks)
 
 
-def _type_key(value: Value, size: Size) -> Any:
+def type_key(value: Value, size: Size) -> Any:
     """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given."""
     return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval)
 
 
-def params_signature(node: Node, size: Size = _as_it_is) -> tuple[Any, ...]:
+def params_signature(node: Node, size: Size = as_it_is) -> tuple[Any, ...]:
     """A hashable form of a node's parameters but jaxprs, rules and shardings."""
     items = [(k, v) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v)]
     return tuple(sorted((k, _sizes_key(v, size) if k in _SHAPES else _param_key(v)) for k, v in items))
@@ -91,7 +75,7 @@ def _rule_key(rule: Any) -> Any:
     return tuple(f.__code__ if is_jax_file(f.__code__.co_filename) else f for f in functions)
 
 
-def block_signature(block: Block, size: Size = _as_it_is) -> Any:
+def block_signature(block: Block, size: Size = as_it_is) -> Any:
     number = {v.id: i for i, v in enumerate(block.inputs)}
     for value, const in block.consts:
         number[value.id] = -1 - (id(const) & 0xFFFFFFFFFFFF)  # a captured array is equal only to itself

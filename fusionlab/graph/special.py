@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .agreement import Pair, Results, Verdict, agree
-from .evaluate import is_float
+from .dtypes import is_float
 
 # The share of inputs that are near the dtype's edge, and that are infinite, draw by draw: few, or a sum of products is NaN anyway; many, or
 # two never meet.

@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .evaluate import Inline, Sizes, evaluate, is_float
+from .dtypes import is_float
+from .evaluate import Inline, Sizes, evaluate
 
 # Where functions are only asked to hold: exp overflows at 1e4, a square at the last, its reciprocal at the first.
 _HOLD = (1e-170, 1e170)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .evaluate import is_float, narrows
+from .dtypes import is_float, narrows
 from .ir import Block, Node, Value
 from .region import CASTS, VIEWS, Region
 

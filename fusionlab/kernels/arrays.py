@@ -108,18 +108,6 @@ def as_arrays(slots: tuple[str, ...], operands: Sequence[Any]) -> list[Array]:
     return arrays
 
 
-def same_varying_axes(operands: Sequence[Array]) -> list[Array]:
-    """Inside `shard_map` operands may vary over different mesh axes; made alike, their gradients are summed outside."""
-    axes = [jax.typeof(a).manual_axis_type.varying for a in operands]
-    union = frozenset().union(*axes)
-    if all(own == union for own in axes):
-        return list(operands)
-    return [
-        lax.pcast(a, tuple(sorted(union - own)), to="varying") if own != union else a
-        for a, own in zip(operands, axes, strict=True)
-    ]
-
-
 def explicit_sharding(value: Any) -> Any:
     """The sharding that is part of the value's type: None unless the mesh has explicit axes."""
     return sharding_in_type(jax.typeof(value))

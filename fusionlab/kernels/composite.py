@@ -21,9 +21,10 @@ from ..device import Device
 from ..errors import ArgumentError
 from ..graph.compat import child_jaxprs
 from ..graph.cost import arithmetic_of
+from ..graph.manual import same_varying_axes
 from ..graph.settings import WHERE_IT_RUNS, jax_defaults
 from ..graph.trace import block_of_jaxpr
-from .arrays import as_arrays, batch_size, explicit_sharding, same_varying_axes
+from .arrays import as_arrays, batch_size, explicit_sharding
 from .implementation import Implementation, Residual
 from .op import Op, rule
 from .primitive import FusedPrimitive, Marker, Meaning

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
+from ..graph.manual import same_varying_axes
 from . import native
-from .arrays import same_varying_axes
 from .plans import Plan, PlanBook, plan_name
 from .steps import Prepared
 

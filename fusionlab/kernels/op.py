@@ -32,9 +32,10 @@ from ..graph.compat import varies
 from ..graph.explicit import mesh_of, sharding_in_type
 from ..graph.ir import dtype_text
 from ..graph.labelled import Form
+from ..graph.manual import same_varying_axes
 from ..graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import partition
-from .arrays import as_arrays, canonical_precision, explicit_sharding, same_varying_axes, zero_tangent
+from .arrays import as_arrays, canonical_precision, explicit_sharding, zero_tangent
 from .implementation import BackendVerdict, Implementation, Residual
 from .labels import Axes, SummedCall
 from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, given_of, wanted_of

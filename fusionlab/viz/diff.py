@@ -9,9 +9,8 @@ from fusionlab.fusers.findings import Candidate, Findings
 from fusionlab.fusers.report import together
 from fusionlab.graph.ir import Graph
 
-from .markup import folded, pick, picks, quiet, text
+from .markup import folded, pick, picks, quiet, table, text
 from .palette import pass_of_op
-from .sections import table
 from .sites import is_applied
 
 _ROWS = 40

@@ -9,8 +9,8 @@ from typing import Any
 
 from fusionlab.evidence.timing import ratio_interval, seconds
 
+from .markup import table
 from .plots import AFTER, AS_IT_IS, BEFORE, figure_svg, new_axes
-from .sections import table
 
 BASE, BOUND = "jax.jit", "bare products"
 RIVALS = {
@@ -99,7 +99,7 @@ def plot_record(record: Mapping[str, Any], ax: Any = None) -> Any:
 
 def record_html(record: Mapping[str, Any]) -> str:
     """The section: heading, where it was measured, plot and table. The picture is inline SVG."""
-    from .html import inline_svg  # html.py shows this section
+    from .markup import inline_svg
 
     found = ratios(record)
     shown = [r for r in RIVALS if any(r in rivals for _, rivals in found.values())]

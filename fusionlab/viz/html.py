@@ -7,7 +7,6 @@ The widget's own module draws it: picture, inspector, search and recorded measur
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,19 +20,12 @@ from fusionlab.graph.ir import Graph
 from .dot import dom_id, dot_of_view
 from .evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from .gpu_record import record_html
+from .markup import inline_svg, table
 from .page import AFTER, PREFIX, page_data
 from .pictures import Pictures
 from .render import to_svg
 from .scenes import slim
-from .sections import (
-    candidates_html,
-    declined_html,
-    legend,
-    passes_html,
-    residuals_html,
-    structures_html,
-    table,
-)
+from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
 from .view_model import view_model
 
 _LIVE = (
@@ -175,13 +167,6 @@ def _where(evidence: Any) -> str:
 def picture(view: Mapping[str, Any], id_prefix: str = "fl-", engine: str | None = None) -> str:
     """The SVG of a view model, ready to stand inside HTML."""
     return inline_svg(to_svg(dot_of_view(view, id_prefix=id_prefix), engine=engine))
-
-
-def inline_svg(svg: str) -> str:
-    """An SVG text without XML prologue, comments, metadata and namespace declarations."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.S)
-    return re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)
 
 
 def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:

@@ -13,7 +13,7 @@ from fusionlab.graph.hlo import CONTROL, Compiled, Kernel
 
 from .builtin import text_width
 from .dot import dom_id
-from .inspector import short
+from .markup import short
 from .palette import QUIET
 
 Point = tuple[float, float]

@@ -30,9 +30,9 @@ from .markup import (
     quiet,
     section,
     source_line,
+    table,
     text,
 )
-from .sections import table
 from .sites import is_applied
 
 Site = Candidate | Rejection

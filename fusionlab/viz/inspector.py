@@ -10,14 +10,10 @@ from fusionlab.graph.ir import Atom, Graph, Literal, Node, Value, literal_text, 
 from fusionlab.graph.scopes import Source
 from fusionlab.graph.text import params_text
 
+from .markup import short
 from .sites import is_applied
 
 _PARAMS_LENGTH = 300
-
-
-def short(text: str, limit: int) -> str:
-    """The text, cut in the middle of nowhere but marked so: at most `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def source_dict(source: Source | None) -> dict[str, Any] | None:

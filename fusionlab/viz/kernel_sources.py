@@ -17,8 +17,7 @@ from fusionlab.kernels.layer_norm import plan as norm
 from fusionlab.kernels.lerp import plan as lerp
 from fusionlab.kernels.multi_transformer import decode
 
-from .markup import code, folded, quiet
-from .sections import table
+from .markup import code, folded, quiet, table
 
 # Op -> source, and how the record's variants of it begin.
 _KERNELS: dict[str, tuple[Source, str]] = {

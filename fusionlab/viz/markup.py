@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -11,11 +11,14 @@ from fusionlab.graph.ir import Graph, Node, Value
 from fusionlab.graph.scopes import Source
 from fusionlab.graph.text import node_text
 
-from .inspector import short
-
 Fact = tuple[str, str]  # name, HTML
 _PICKS, _MORE = 12, 60
 _VALUE = re.compile(r"(%\d+)(?!\d)")
+
+
+def short(text: str, limit: int) -> str:
+    """The text, cut in the middle of nowhere but marked so: at most `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def text(value: Any, limit: int = 600) -> str:
@@ -102,3 +105,28 @@ def equation(node: Node) -> str:
     parts = _VALUE.split(short(node_text(node, sources=False, scopes=False), 1000))
     shown = "".join(pick(p) if p in known else escape(p) for p in parts)
     return f'<p class="fl-equation"><code>{shown}</code></p>'
+
+
+def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Collection[int] = ()) -> str:
+    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class."""
+    if not rows:
+        return ""
+    head = "".join(f'<th{_num(i, numeric)} scope="col">{escape(str(h))}</th>' for i, h in enumerate(heads))
+    body = "".join("<tr>" + "".join(_cell(c, i, numeric) for i, c in enumerate(r)) + "</tr>" for r in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
+    text, css = value if isinstance(value, tuple) else (value, "num" if index in numeric else "")
+    return f'<td class="{css}">{escape(str(text))}</td>' if css else f"<td>{escape(str(text))}</td>"
+
+
+def _num(index: int, numeric: Collection[int]) -> str:
+    return ' class="num"' if index in numeric else ""
+
+
+def inline_svg(svg: str) -> str:
+    """An SVG text without XML prologue, comments, metadata and namespace declarations."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.S)
+    return re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)

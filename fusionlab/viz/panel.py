@@ -9,7 +9,7 @@ from fusionlab.errors import REJECTIONS
 from fusionlab.fusers import Strategy, registry
 from fusionlab.fusers.base import choices_of
 
-from .sections import alike
+from .alike import alike
 
 _ALIKE = ("text", "attrs", "nodes_before", "nodes_after", "arithmetic", "backends", "same_code", "idle")
 

@@ -14,7 +14,8 @@ from fusionlab.graph.meshes import collective_axes, collective_bytes, sharding_t
 
 from .flow import Flow, flow
 from .folding import LAYOUT_OPS, Group, Known, Leaf, fold, size
-from .inspector import node_dict, short
+from .inspector import node_dict
+from .markup import short
 from .opening import Tree, sites_inside
 from .palette import colour_of, pass_of_op, tint_of
 from .sites import Site, drawn_sites, is_applied

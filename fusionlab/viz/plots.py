@@ -18,7 +18,7 @@ from fusionlab.evidence.numerics import ULP_EDGES, LeafNumerics
 from fusionlab.evidence.timing import Runs, Timing
 
 from .evidence_view import numerics_of, timing_text, timings_of
-from .inspector import short
+from .markup import short
 
 BEFORE, AFTER, LIMIT = "#7b8794", "#0072b2", "#d55e00"
 AS_IT_IS: dict[str, Any] = {"parse_math": False}  # for texts with names: a dollar sign in one begins no formula

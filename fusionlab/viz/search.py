@@ -13,7 +13,7 @@ from fusionlab.fusers.findings import Findings
 from fusionlab.graph.ir import Atom, Graph, Literal, Node, literal_text, type_text
 from fusionlab.graph.scopes import Source
 
-from .inspector import short
+from .markup import short
 
 _LABEL = 120
 

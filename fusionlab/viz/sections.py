@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from html import escape as _escape
 from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.memory import size as bytes_text
 
+from .alike import alike
+from .markup import table
 from .palette import QUIET
 
 Site = Mapping[str, Any]
@@ -17,24 +18,6 @@ Site = Mapping[str, Any]
 
 def _e(value: Any) -> str:
     return _escape(str(value))
-
-
-def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Collection[int] = ()) -> str:
-    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class."""
-    if not rows:
-        return ""
-    head = "".join(f'<th{_num(i, numeric)} scope="col">{_e(h)}</th>' for i, h in enumerate(heads))
-    body = "".join("<tr>" + "".join(_cell(c, i, numeric) for i, c in enumerate(r)) + "</tr>" for r in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
-    text, css = value if isinstance(value, tuple) else (value, "num" if index in numeric else "")
-    return f'<td class="{css}">{_e(text)}</td>' if css else f"<td>{_e(text)}</td>"
-
-
-def _num(index: int, numeric: Collection[int]) -> str:
-    return ' class="num"' if index in numeric else ""
 
 
 def legend(view: Mapping[str, Any]) -> str:
@@ -70,15 +53,6 @@ def passes_html(view: Mapping[str, Any]) -> str:
         for p in view["passes"]
     ]
     return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
-
-
-# Sites --------------------------------------------------------------------------------------------------------------
-def alike(sites: Iterable[Site], keys: Collection[str]) -> list[list[Site]]:
-    """Sites that agree in these keys, together; a model's 24 layers are one line of a report, not 24."""
-    together: dict[str, list[Site]] = {}
-    for site in sites:
-        together.setdefault(json.dumps([site[k] for k in keys], sort_keys=True), []).append(site)
-    return list(together.values())
 
 
 def _card(sites: list[Site], colours: Mapping[str, str], inside: list[str]) -> str:

@@ -10,7 +10,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Strategy
 
 from .evidence_view import worst_leaf
-from .sections import table
+from .markup import table
 
 
 @dataclass(frozen=True)

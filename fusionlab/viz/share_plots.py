@@ -7,9 +7,8 @@ from typing import Any
 from fusionlab.evidence.attribution import SiteShare, SiteShares
 from fusionlab.evidence.timing import seconds
 
-from .markup import pick, quiet, text
+from .markup import pick, quiet, table, text
 from .palette import QUIET, colour_of
-from .sections import table
 
 MOST_SHARES = 12  # sites beyond this are not timed one by one: a program for each has to be compiled
 
@@ -64,7 +63,7 @@ def shares_html(shares: SiteShares | None, sites: int) -> str:
     """
     if shares is None:
         return quiet(_not_timed(sites))
-    from .html import inline_svg
+    from .markup import inline_svg
     from .plots import figure_svg
 
     drawn = inline_svg(figure_svg(plot_shares(shares).figure))

@@ -15,8 +15,7 @@ from fusionlab.graph.ir import Graph
 from .diff import diff_html
 from .evidence_view import Table, evidence_dict, evidence_tables, measured_on
 from .kernel_sources import kernels_html
-from .markup import quiet, section, text
-from .sections import table
+from .markup import quiet, section, table, text
 from .sites import is_applied
 
 NOT_MEASURED = (
@@ -97,7 +96,7 @@ def _figures(evidence: Any) -> dict[str, str]:
 
 
 def _figure(name: str, figure: Any) -> str:
-    from .html import inline_svg
+    from .markup import inline_svg
     from .plots import figure_svg
 
     return f'<figure aria-label="{text(name)}">{inline_svg(figure_svg(figure))}</figure>'

@@ -11,7 +11,7 @@ from fusionlab.device import Device, asked_about
 from fusionlab.errors import BackendError
 from fusionlab.fusers import op_of, registry
 from fusionlab.fusers.base import has_gradient
-from fusionlab.graph.evaluate import is_float
+from fusionlab.graph.dtypes import is_float
 
 PASSES = registry()
 CASES = [

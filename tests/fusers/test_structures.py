@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.fusers.structure_forms import FOLDED, LERP, SOFTMAX
+from fusionlab.fusers.blend_examples import LERP
+from fusionlab.fusers.structure_forms import FOLDED, SOFTMAX
 from fusionlab.fusers.structures import KINDS, folded_views
 from fusionlab.graph.pattern import pattern_of
 from fusionlab.models import transformer

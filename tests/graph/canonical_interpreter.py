@@ -18,7 +18,7 @@ from scipy import special
 
 from fusionlab.graph.canonical import ONE, CNode, Coef, Operand, Ref, View
 from fusionlab.graph.compat import enable_x64
-from fusionlab.graph.evaluate import is_float
+from fusionlab.graph.dtypes import is_float
 from fusionlab.graph.ir import Atom, Block, Literal, Node, Value
 from fusionlab.graph.widen import CONSTANT, RANDOM, Val, plain
 

@@ -15,8 +15,8 @@ from fusionlab.graph.agreement import relative_error
 from fusionlab.graph.canonical import View
 from fusionlab.graph.certify import Certifier
 from fusionlab.graph.programs import _added
-from fusionlab.graph.region import NotARegion, constant_array, cut, escapes
-from fusionlab.graph.signature import Memo, region_signature
+from fusionlab.graph.region import NotARegion, constant_array, cut, escapes, region_signature
+from fusionlab.graph.signature import Memo
 from fusionlab.graph.trace import trace
 from fusionlab.kernels import meaning_of
 

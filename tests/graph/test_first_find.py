@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.fusers import attention_forms, linear_parts, norm_examples, structure_forms
+from fusionlab.fusers import attention_forms, blend_examples, linear_parts, norm_examples
 from fusionlab.graph import pattern
 from fusionlab.graph.certify import with_gradients, with_vjp
 from fusionlab.graph.constants import computed
@@ -134,7 +134,7 @@ def once_and_twice() -> list[pattern.Example]:
     kinds = [attention_forms.Tail(softmax, c) for softmax in attention_forms.SOFTMAXES for c in changes]
     kinds += [attention_forms.Tail(attention_forms.AFTER), attention_forms.Tail("softmax", ("where",))]
     tails = [attention_forms.tail_example(t) for t in kinds]
-    return [*norms, *tails, *(form.example for form in structure_forms.LERP), linear_parts.LINEAR]
+    return [*norms, *tails, *(form.example for form in blend_examples.LERP), linear_parts.LINEAR]
 
 
 def test_an_example_that_is_traced_once_depends_on_no_size():

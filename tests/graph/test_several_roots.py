@@ -16,9 +16,8 @@ import fusionlab as fl
 from fusionlab.errors import RewriteError
 from fusionlab.graph.canonical import View
 from fusionlab.graph.order import SitesWaitError
-from fusionlab.graph.region import NotARegion, Region, cut, escapes
+from fusionlab.graph.region import NotARegion, Region, cut, escapes, region_signature
 from fusionlab.graph.rewrite import Replacement, to_jaxpr
-from fusionlab.graph.signature import region_signature
 from fusionlab.graph.trace import graph_of_jaxpr, trace
 
 KEYS = jax.random.split(jax.random.key(7), 2)

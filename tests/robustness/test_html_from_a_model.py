@@ -17,9 +17,10 @@ import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.viz.dot import to_dot
+from fusionlab.viz.export import save
 from fusionlab.viz.html import evidence_html, evidence_summary_html, graph_html, report_html
 from fusionlab.viz.inspecting import inspect
-from fusionlab.viz.render import save, to_svg
+from fusionlab.viz.render import to_svg
 from fusionlab.viz.tabs import evidence_tabs
 from fusionlab.viz.widget import Explorer
 

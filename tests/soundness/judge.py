@@ -22,7 +22,8 @@ import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.fusers import find_in, registry
 from fusionlab.graph.certify import Certifier
-from fusionlab.graph.evaluate import CannotEvaluate, evaluate, is_float, traced_once
+from fusionlab.graph.dtypes import is_float
+from fusionlab.graph.evaluate import CannotEvaluate, evaluate, traced_once
 from fusionlab.kernels import meaning_of
 from fusionlab.testing.tolerances import tolerance
 from tests.asked import by_default

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from fusionlab.graph.evaluate import is_float
+from fusionlab.graph.dtypes import is_float
 
 from . import near_attention, near_gemm, near_lerp, near_norm
 from .near_miss import FORMS as FORMS

@@ -14,7 +14,8 @@ from jax.extend import core as jex_core
 
 from fusionlab.graph.agreement import relative_error
 from fusionlab.graph.compat import scan_counts
-from fusionlab.graph.evaluate import evaluate, is_float, promote
+from fusionlab.graph.dtypes import is_float
+from fusionlab.graph.evaluate import evaluate, promote
 from fusionlab.kernels import meaning_of
 
 

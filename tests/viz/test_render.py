@@ -17,7 +17,8 @@ from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError
 from fusionlab.graph.trace import trace
 from fusionlab.viz import builtin, render
 from fusionlab.viz.dot import dom_id, dot_of_view, to_dot
-from fusionlab.viz.render import save, to_svg
+from fusionlab.viz.export import save
+from fusionlab.viz.render import to_svg
 from fusionlab.viz.view_model import view_model
 
 from .conftest import candidate, findings_of, linear_nodes, rejection

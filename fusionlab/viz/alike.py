@@ -1,0 +1,18 @@
+"""Sites that are told together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+Site = Mapping[str, Any]
+
+
+# Sites --------------------------------------------------------------------------------------------------------------
+def alike(sites: Iterable[Site], keys: Collection[str]) -> list[list[Site]]:
+    """Sites that agree in these keys, together; a model's 24 layers are one line of a report, not 24."""
+    together: dict[str, list[Site]] = {}
+    for site in sites:
+        together.setdefault(json.dumps([site[k] for k in keys], sort_keys=True), []).append(site)
+    return list(together.values())
