@@ -98,7 +98,7 @@ def measured(
     Device time on a CUDA device, elsewhere the host's, of one call each; of one of the `repeats` that a program consists of.
     """
     from fusionlab.device import Device
-    from fusionlab.evidence.device_clock import time_on_device
+    from fusionlab.evidence.instruments.device_clock import time_on_device
 
     if Device.current().platform == "cuda":
         timed = time_on_device(programs, samples=samples, calls=calls)
@@ -123,7 +123,7 @@ def ratio_to(base: str, its: Sequence[float], samples: Sequence[float]) -> dict[
     """How many times faster than the base."""
     import numpy as np
 
-    from fusionlab.evidence.timing import ratio_interval
+    from fusionlab.evidence.instruments.timing import ratio_interval
 
     ratio = float(np.median(its) / np.median(samples))
     return {"ratio_to": base, "ratio": ratio, "interval": list(ratio_interval(its, samples))}
@@ -191,7 +191,7 @@ def parser_of(benchmark: str, doc: str | None) -> argparse.ArgumentParser:
 
 def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     """What was run, where and with what."""
-    from fusionlab.evidence.record import environment
+    from fusionlab.evidence.instruments.record import environment
 
     here = environment().to_dict()
     if has_torch():
@@ -203,7 +203,7 @@ def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def finish(record: Mapping[str, Any], options: argparse.Namespace, on_cuda: bool) -> None:
     """Prints the record where JSON is asked for, and writes it where it was measured on a CUDA device or a file is named."""
-    from fusionlab.evidence.record import to_json
+    from fusionlab.evidence.instruments.record import to_json
 
     if options.json:
         print(to_json(record))
@@ -212,7 +212,7 @@ def finish(record: Mapping[str, Any], options: argparse.Namespace, on_cuda: bool
 
 
 def save(record: Mapping[str, Any], options: argparse.Namespace, on_cuda: bool) -> Path | None:
-    from fusionlab.evidence.record import save_json
+    from fusionlab.evidence.instruments.record import save_json
 
     if not (options.output or on_cuda):
         return None

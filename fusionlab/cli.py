@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .commands.loading import example_arguments, keyword_arguments, load_function
 from .errors import FusionLabError
-from .loading import example_arguments, keyword_arguments, load_function
 from .output import check_file, output_folder
 
 _FUNCTION = """\
@@ -190,14 +190,14 @@ def _print(options: argparse.Namespace, text: Any, data: dict[str, Any]) -> None
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from .doctor import doctor
+    from .commands.doctor import doctor
 
     found = doctor(measure=options.measure)
     _print(options, found, found.to_dict())
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import run_demo
+    from .commands.demo import run_demo
 
     result = run_demo(options.output, size=options.size)
     _print(options, result, result.to_dict())
@@ -218,7 +218,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
 def _trace(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    from .viz.view_model import view_model
+    from .viz.model.view_model import view_model
 
     function, args, kwargs, static = _load(options)
     graph = fl.trace(function, *args, **static, **kwargs)
@@ -265,7 +265,7 @@ def _diff_programs(options: argparse.Namespace) -> int:
 
     import fusionlab as fl
 
-    from .graph.text import graph_text
+    from .graph.program.text import graph_text
 
     function, args, kwargs, static = _load(options)
     found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
@@ -278,7 +278,7 @@ def _diff_programs(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    from .viz.export import save
+    from .viz.explorer.files import save
 
     check_file(options.output, None)
     function, args, kwargs, static = _load(options)
@@ -304,7 +304,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _load_with_data(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """`_load`, with random arrays for arguments of which only shapes are given."""
-    from .loading import with_data
+    from .commands.loading import with_data
 
     function, args, kwargs, static = _load(options)
     return function, *with_data((args, kwargs)), static

@@ -54,7 +54,7 @@ class Device:
       units: multiprocessors of a GPU; None where unknown, as of a simulated one.
       missing: which of `NEEDED` this process lacks, on CUDA; a simulated device lacks none.
       copy_bytes_per_s: bytes read and written by a large copy; `gemm_flop_per_s`: of a large product (bfloat16 on CUDA, float32 on a CPU).
-        Both None until `fusionlab.evidence.peaks.measure_peaks` measured them; devices that differ in them alone are equal.
+        Both None until `fusionlab.evidence.instruments.peaks.measure_peaks` measured them; devices that differ in them alone are equal.
     """
 
     platform: str

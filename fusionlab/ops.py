@@ -4,14 +4,14 @@ They behave as the plain `jax.numpy` code they stand for under jit, grad, vmap, 
 refuse a bad argument by its name. With `multi_transformer` come its layers' weights, `TransformerLayer`, and what lays those out.
 """
 
-from .kernels.dot_product_attention import dot_product_attention
-from .kernels.gated_matmul import gated_matmul
-from .kernels.gemm_epilogue import gemm_epilogue
-from .kernels.group_norm import group_norm
-from .kernels.layer_norm import layer_norm, layer_norm_and_sum
-from .kernels.lerp import lerp
-from .kernels.matmul import matmul
-from .kernels.multi_transformer import (
+from .kernels.ops.dot_product_attention import dot_product_attention
+from .kernels.ops.gated_matmul import gated_matmul
+from .kernels.ops.gemm_epilogue import gemm_epilogue
+from .kernels.ops.group_norm import group_norm
+from .kernels.ops.layer_norm import layer_norm, layer_norm_and_sum
+from .kernels.ops.lerp import lerp
+from .kernels.ops.matmul import matmul
+from .kernels.ops.multi_transformer import (
     TransformerLayer,
     multi_transformer,
     pack_keys,

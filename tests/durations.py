@@ -36,7 +36,7 @@ from tests.tiers import RECORD, function_of
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 10.0  # of a test on record in the default tier
 MOST_SECONDS_OF_A_SCREEN = 60.0  # of one that drives a browser or runs a notebook
-SCREENS = ("tests/browser/", "tests/test_notebooks.py")
+SCREENS = ("tests/browser/", "tests/house/test_notebooks.py")
 MOST_MINUTES = 13.0
 DEAR_FIXTURE = 2.0  # seconds: a fixture of a module or more that is listed
 WORTH_TELLING = 2.0  # seconds: what takes less may differ by any factor

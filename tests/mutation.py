@@ -526,7 +526,7 @@ def _drawn(sites: Sequence[Site], seed: str, count: int) -> list[Site]:
 
 # -- copies of the tree -----------------------------------------------------------------------------------------------
 
-OWN_TESTS = "tests/test_mutation.py"  # they judge the draw: a mutant changes that, which is no merit
+OWN_TESTS = "tests/house/test_mutation.py"  # they judge the draw: a mutant changes that, which is no merit
 
 
 def copy_tree(target: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, OutputError, UnknownNameError
-from fusionlab.saved import SavedLab
-from fusionlab.viz.saved import FORMAT
+from fusionlab.verbs.saved import SavedLab
+from fusionlab.viz.explorer.state_file import FORMAT
 
 RNG = np.random.default_rng(0)
 
@@ -37,7 +37,7 @@ def explorer(**options):
 @pytest.fixture(scope="module")
 def lab():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusionlab.viz.tabs._figures", lambda evidence: {})  # no plots: no file has any
+        patch.setattr("fusionlab.viz.html.tabs._figures", lambda evidence: {})  # no plots: no file has any
         lab = explorer()
         first = min(lab.enabled)
         lab.toggles[first] = False

@@ -22,13 +22,13 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.models import transformer
-from fusionlab.viz import pictures as pictures_module
-from fusionlab.viz import tabs
-from fusionlab.viz.dot import dot_of_view
-from fusionlab.viz.folding import fold
-from fusionlab.viz.pictures import Pictures
-from fusionlab.viz.render import to_svg
-from fusionlab.viz.widget import Explorer
+from fusionlab.viz.draw.dot import dot_of_view
+from fusionlab.viz.draw.render import to_svg
+from fusionlab.viz.explorer.widget import Explorer
+from fusionlab.viz.html import tabs
+from fusionlab.viz.model import pictures as pictures_module
+from fusionlab.viz.model.folding import fold
+from fusionlab.viz.model.pictures import Pictures
 
 LARGE = {6: 12, 24: 96}  # layers -> those of the program it is compared with
 # Bars, in units of what tracing the train step takes on the same machine: how fast that is says nothing of the search.

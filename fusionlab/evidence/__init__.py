@@ -1,10 +1,16 @@
-"""What is true: time, memory and errors of a function and its fused version."""
+"""What is true: time, memory and errors of a function and its fused version.
+
+Read `comparison` first (all of it on one pair), then `measuring` (step by step) and `original`. `instruments/` has what one
+program, `errors/` its numbers. `site_errors`, `subsets`, `bisection`, `attribution` and `reconcile` ask which site is behind a
+difference; `roofline` what would be best; `tuning` which implementation is fastest; `check` and `record_diff` compare two results.
+May import `graph`, `kernels`, `fusers` and `testing/tolerances.py`; draws nothing.
+"""
 
 from .comparison import Evidence, measure
-from .memory import Memory, ResidentGrowth, resident_growth
-from .numerics import Error, LeafNumerics, Numerics, compare_arrays
-from .record import Environment, environment, load_json, save_json
-from .timing import Runs, Timing, Verdict, time_pair
+from .errors.numerics import Error, LeafNumerics, Numerics, compare_arrays
+from .instruments.memory import Memory, ResidentGrowth, resident_growth
+from .instruments.record import Environment, environment, load_json, save_json
+from .instruments.timing import Runs, Timing, Verdict, time_pair
 
 __all__ = [
     "Environment",

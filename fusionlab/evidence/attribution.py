@@ -15,15 +15,16 @@ import jax
 
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Candidate, Findings
-from fusionlab.graph.emit import slice_jaxpr
-from fusionlab.graph.ir import Block, Graph, Node, Value
+from fusionlab.graph.program.equations import slice_jaxpr
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
 
-from .program import Program, compile_program
-from .progress import Progress, Reporter
+from .instruments.program import Program, compile_program
+from .instruments.progress import Progress, Reporter
+from .instruments.record import hardware
+from .instruments.timing import Runs, ratio_interval, runs_of, seconds
 from .reconcile import Reconciliation
-from .record import hardware
-from .timing import Runs, ratio_interval, runs_of, seconds
 
 SAMPLES = 40
 LONGER = "what the whole does besides: buffers between the parts, a larger working set"

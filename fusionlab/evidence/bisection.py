@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .progress import Progress, Reporter
+from .instruments.progress import Progress, Reporter
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import RewriteError
-from ..graph.parts import fixed_difference
+from ..graph.calls.parts import fixed_difference
 from ..testing.tolerances import tolerance
-from .numerics import compare_arrays
+from .errors.numerics import compare_arrays
 
 
 def check_same(before: Any, after: Any, name: str) -> None:

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from fusionlab.errors import ArgumentError, MissingDependencyError
-from fusionlab.graph.binding import Bound
-from fusionlab.graph.trace import bind_users
+from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.program.trace import bind_users
 
-from .clocks import Clocks
-from .devices import OverDevices
-from .kernels import KernelCounts, kernels_of
+from .errors.numerics import Error, LeafNumerics, Numerics
+from .instruments.clocks import Clocks
+from .instruments.kernel_counts import KernelCounts, kernels_of
+from .instruments.memory import CompiledMemory, Memory
+from .instruments.progress import Progress
+from .instruments.record import Environment, environment, load_json, save_json, to_json
+from .instruments.timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
 from .measuring import Measuring
-from .memory import CompiledMemory, Memory
-from .numerics import Error, LeafNumerics, Numerics
-from .progress import Progress
-from .record import Environment, environment, load_json, save_json, to_json
-from .timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
+from .over_devices import OverDevices
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.graph.trace import bind_users
+from fusionlab.graph.program.trace import bind_users
 
-from .program import compile_program, compiling
-from .record import hardware
-from .timing import seconds
+from .instruments.program import compile_program, compiling
+from .instruments.record import hardware
+from .instruments.timing import seconds
 
 WITHOUT_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fusionlab.errors import OutOfMemoryError, TraceError
-from fusionlab.graph.binding import Bound
+from fusionlab.graph.calls.binding import Bound
 from fusionlab.processes import several
 
-from .devices import OverDevices, over_devices
-from .instructions import instructions
-from .memory import memory_of
-from .numerics import Numerics, filled_notes, tolerance_notes
+from .errors.numerics import Numerics, filled_notes, tolerance_notes
+from .instruments.instructions import instructions
+from .instruments.memory import memory_of
+from .instruments.program import Program
+from .instruments.progress import Progress, Reporter
+from .instruments.timing import time_programs
 from .original import Original
-from .program import Program
-from .progress import Progress, Reporter
-from .timing import time_programs
+from .over_devices import OverDevices, over_devices
 
 
 class Measuring:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from fusionlab.graph.binding import Bound
-from fusionlab.graph.promote import Promoted, promote
-from fusionlab.kernels.op import meaning_of
+from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.interpret.promote import Promoted, promote
+from fusionlab.kernels.op.op import meaning_of
 
-from .numerics import (
+from .errors.numerics import (
     LeafNumerics,
     check_same_outputs,
     leaf_numerics,
@@ -22,10 +22,10 @@ from .numerics import (
     random_cotangents,
     value_and_gradients,
 )
-from .out_of_memory import out_of_memory
-from .program import Program, compile_program, compiling
-from .sums import Sums, sums_of
-from .timing import as_tuple
+from .errors.reduction_sizes import Sums, sums_of
+from .instruments.out_of_memory import out_of_memory
+from .instruments.program import Program, compile_program, compiling
+from .instruments.timing import as_tuple
 
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .timing import seconds
+from .instruments.timing import seconds
 
 WITHIN = 0.10  # a remainder below this needs no explanation
 

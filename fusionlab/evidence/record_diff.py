@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .comparison import Evidence
-from .memory import Memory
-from .numerics import LeafNumerics
-from .timing import MIN_EFFECT, Timing
+from .errors.numerics import LeafNumerics
+from .instruments.memory import Memory
+from .instruments.timing import MIN_EFFECT, Timing
 
 MEMORY_GROWTH = (
     0.01  # of the compiled peak, which does not vary from run to run: below, a version of XLA's differs by padding

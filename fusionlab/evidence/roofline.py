@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Findings
-from fusionlab.fusers.outcomes import Candidate
-from fusionlab.graph.clusters import Kernel, kernels_of
-from fusionlab.graph.cost import Cost, Costs, cost_of, quantity, total_of
-from fusionlab.graph.ir import Graph
+from fusionlab.fusers.engine.outcomes import Candidate
+from fusionlab.graph.cost.cost import Cost, Costs, cost_of, quantity, total_of
+from fusionlab.graph.cost.kernel_model import Kernel, kernels_of
+from fusionlab.graph.program.graph import Graph
 
+from .instruments.timing import Runs, seconds
 from .reconcile import Reconciliation
-from .timing import Runs, seconds
 
 UNMODELLED = "dispatch, and what the model does not know (caches, elementwise code below the peak rate)"
 FASTER = "bytes that came from a cache rather than from memory, or operations that were not done"
@@ -186,7 +186,7 @@ def attainable(cost: Cost, device: Device) -> tuple[float, str]:
 def _times(operations: int, moved: int, device: Device) -> tuple[float, float]:
     if not device.gemm_flop_per_s or not device.copy_bytes_per_s:
         raise ArgumentError(
-            f"device: the rates of {device} are not known, needed fusionlab.evidence.peaks.measure_peaks(), or a Device with "
+            f"device: the rates of {device} are not known, needed fusionlab.evidence.instruments.peaks.measure_peaks(), or a Device with "
             "copy_bytes_per_s and gemm_flop_per_s"
         )
     return operations / device.gemm_flop_per_s, moved / device.copy_bytes_per_s

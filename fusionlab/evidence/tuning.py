@@ -18,15 +18,16 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from fusionlab.device import Device
-from fusionlab.kernels import cublaslt, launch, plans
-from fusionlab.kernels.choices import CHOICES, Choice, Measured
-from fusionlab.kernels.composite import CompositePrimitive
-from fusionlab.kernels.primitive import FusedPrimitive
+from fusionlab.kernels.choose.choices import CHOICES, Choice, Measured
+from fusionlab.kernels.launch import cublaslt, plans
+from fusionlab.kernels.launch import ffi_call as launch
+from fusionlab.kernels.op.composite import CompositePrimitive
+from fusionlab.kernels.op.primitive import FusedPrimitive
 
-from .device_clock import time_on_device
-from .out_of_memory import out_of_memory
-from .progress import Progress, Reporter
-from .record import environment
+from .instruments.device_clock import time_on_device
+from .instruments.out_of_memory import out_of_memory
+from .instruments.progress import Progress, Reporter
+from .instruments.record import environment
 
 SAMPLES = 10
 _SHARED = ("activation", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")

@@ -1,18 +1,28 @@
-"""What may be fused: one pass a file, each with its examples, its conditions and the fused op it becomes."""
+"""What may be fused. A pass turns places in a graph into one fused op; each is a folder of `passes/`.
 
-from .base import Pass as Pass
+    engine/      what every pass does: from an anchor to a candidate, or to a rejection that says why not.
+    strategy.py  which passes run, with which options.
+    passes/      linear (GEMM epilogues), norm, lerp, attention, matmul (routes, gated pairs), transformer (whole layers), custom.
+    registry.py  the table of all passes, in the order in which they run.
+    report/      what a search found, as values to print and to assert on.
+    find.py      the search: every pass over every block, sites that overlap, backward passes.
+
+May import `graph` and `kernels`. How matching works is told in `graph/matching`.
+"""
+
+from .engine.base import Pass as Pass
+from .engine.outcomes import Backend as Backend
+from .engine.outcomes import Candidate as Candidate
+from .engine.outcomes import Rejection as Rejection
+from .engine.outcomes import Residual as Residual
 from .find import find_in as find_in
-from .findings import Backend as Backend
-from .findings import Candidate as Candidate
-from .findings import Findings as Findings
-from .findings import Rejection as Rejection
-from .findings import Residual as Residual
-from .own_pass import pattern_pass as pattern_pass
+from .passes.custom.own_pass import pattern_pass as pattern_pass
 from .registry import add_pass as add_pass
 from .registry import implementations as implementations
 from .registry import op_of as op_of
 from .registry import registry as registry
 from .registry import remove_pass as remove_pass
+from .report.findings import Findings as Findings
 from .strategy import Strategy as Strategy
 from .strategy import select as select
 from .strategy import site_names as site_names

@@ -11,22 +11,24 @@ from dataclasses import replace
 from typing import Any
 
 from ..device import Device, asked_about
-from ..graph.backward import Derivatives
-from ..graph.boundary import Fault, guarded
-from ..graph.canonical import View
-from ..graph.certify import Certifier
-from ..graph.compat import types_in
-from ..graph.ir import Block, Graph, Node
+from ..graph.backward.find import Derivatives
+from ..graph.canonical.blocks import views
+from ..graph.canonical.view import View
+from ..graph.certify.certify import Certifier
+from ..graph.jax_compat import types_in
+from ..graph.program.boundary import Fault, guarded
+from ..graph.program.graph import Graph
+from ..graph.program.ir import Block, Node
 from ..graph.settings import jax_defaults, wide_types
-from ..graph.views import views
 from ..kernels import plain_meaning_of
-from .base import GRADIENT, Pass, Search, faulty, found_at, has_gradient, is_whole
-from .findings import Candidate, Findings, Rejection
-from .linear_groups import grouped
-from .matmul_schedule import routes_of
-from .overlaps import settle, with_shares_left
-from .pairing import failed_on, is_differentiated, with_backward
+from .engine.base import GRADIENT, Pass, Search, faulty, found_at, has_gradient, is_whole
+from .engine.outcomes import Candidate, Rejection
+from .engine.overlaps import settle, with_shares_left
+from .engine.pairing import failed_on, is_differentiated, with_backward
+from .passes.linear.linear_groups import grouped
+from .passes.matmul.matmul_schedule import routes_of
 from .registry import op_of
+from .report.findings import Findings
 
 
 def find_in(

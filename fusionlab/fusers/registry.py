@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from ..errors import ArgumentError, unknown_name
 from ..kernels import OPS
-from ..kernels.op import Op
-from .base import Pass
-from .dot_product_attention import DotProductAttentionPass
-from .gemm_epilogue import GemmEpiloguePass
-from .layer_norm import LayerNormPass
-from .lerp import LerpPass
-from .matmul_schedule import MatmulSchedulePass
-from .multi_transformer import PASSES as LAYER_PASSES
+from ..kernels.op.op import Op
+from .engine.base import Pass
+from .passes.attention.dot_product_attention import DotProductAttentionPass
+from .passes.lerp.lerp import LerpPass
+from .passes.linear.gemm_epilogue import GemmEpiloguePass
+from .passes.matmul.matmul_schedule import MatmulSchedulePass
+from .passes.norm.layer_norm import LayerNormPass
+from .passes.transformer.multi_transformer import PASSES as LAYER_PASSES
 
 _BUILT_IN: tuple[Pass, ...] = (
     GemmEpiloguePass(),

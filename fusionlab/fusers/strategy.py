@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
-from .base import BY_DEFAULT, GRADIENT, Pass, check_options, has_gradient
+from .engine.base import BY_DEFAULT, GRADIENT, Pass, check_options, has_gradient
 
 
 class Strategy(Mapping[str, Any]):

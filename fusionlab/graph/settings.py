@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from .compat import enable_x64, types_in
+from .jax_compat import enable_x64, types_in
 
 # Setting -> (its default, the context manager that sets it).
 _SETTINGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {

@@ -11,21 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import lab
 from ..device import Device
 from ..errors import REJECTIONS, ArgumentError, unknown_name
-from ..evidence.device_clock import NAME as DEVICE_TIME
-from ..evidence.timing import Timing, Verdict
+from ..evidence.instruments.device_clock import NAME as DEVICE_TIME
+from ..evidence.instruments.timing import Timing, Verdict
 from ..fusers import Candidate, Findings, Rejection, registry
-from ..fusers.findings import RUNS_UNDER_GRAD
-from .messages import (
-    FusionAssertionError,
-    nearest,
-    nearest_lines,
-    site_lines,
-    sources_of,
-    survivor_lines,
-)
+from ..fusers.report.findings import RUNS_UNDER_GRAD
+from ..verbs import lab
+from .messages import FusionAssertionError, nearest, nearest_lines, site_lines, sources_of, survivor_lines
 from .survivors import ACTIVATION_KINDS, CONCEPTS, Survivor, survivors
 
 MARGIN = 0.05  # how much slower is still not slower: two compilations of one function differ by up to 3 %

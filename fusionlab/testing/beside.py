@@ -16,16 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import lab
 from ..errors import FusionLabError, RewriteError, SideEffectError
 from ..evidence.check import check_same
-from ..evidence.numerics import Numerics, compare_arrays
-from ..evidence.program import refuse_side_effects
-from ..graph.parts import is_array
+from ..evidence.errors.numerics import Numerics, compare_arrays
+from ..evidence.instruments.program import refuse_side_effects
+from ..graph.calls.parts import is_array
+from ..graph.calls.state import is_object
+from ..graph.calls.wrappers import jit_of
+from ..graph.program.trace import error_text
 from ..graph.settings import is_jit_disabled
-from ..graph.state import is_object
-from ..graph.trace import error_text
-from ..graph.wrappers import jit_of
+from ..verbs import lab
 
 
 @dataclass(frozen=True)

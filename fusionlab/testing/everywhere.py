@@ -34,9 +34,9 @@ import jax
 import numpy as np
 import pytest
 
-from ..graph.parts import is_array
-from ..graph.state import is_object
-from ..graph.wrappers import jit_of
+from ..graph.calls.parts import is_array
+from ..graph.calls.state import is_object
+from ..graph.calls.wrappers import jit_of
 from .beside import Given, Verdict, beside
 from .closures import put_back
 from .watching import Watch

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import lab
 from ..errors import ArgumentError, FusionLabError
 from ..fusers import Rejection, registry
 from ..output import write_file
-from ..viz.html import report_html
+from ..verbs import lab
+from ..viz.html.report import report_html
 from . import asserts
 from .messages import FusionAssertionError
 from .snapshots import DEVICE, check_snapshot, file_name, snapshot_path, snapshot_text

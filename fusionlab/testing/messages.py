@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..fusers import Candidate, Findings, Rejection
-from ..fusers.report import nameless, together, which
-from ..graph.scopes import Source
+from ..fusers.engine.grouping import nameless, together, which
+from ..graph.program.scopes import Source
 from .survivors import Survivor
 
 _MOST = 3  # near misses, sites or results that a message tells; the rest is counted

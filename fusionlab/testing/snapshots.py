@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import OutputError
 from ..fusers import Findings, Rejection
-from ..graph.text import graph_text
+from ..graph.program.text import graph_text
 from ..output import write_file
 from .asserts import fused_counts
 from .messages import FusionAssertionError, nearest_lines

@@ -14,14 +14,15 @@ from jax.extend import core as jex_core
 
 from ..errors import unknown_name
 from ..fusers import Candidate, Findings, Rejection
-from ..fusers.epilogues import KNOWN
-from ..graph.certify import Certifier
-from ..graph.fingerprint import NONLINEAR, between, cone, recognise
-from ..graph.ir import Graph, Node, Value
-from ..graph.scopes import Source, in_backward
-from ..graph.views import views
+from ..fusers.passes.linear.epilogues import KNOWN
+from ..graph.canonical.blocks import views
+from ..graph.certify.activations import NONLINEAR, between, cone, recognise
+from ..graph.certify.certify import Certifier
+from ..graph.program.graph import Graph
+from ..graph.program.ir import Node, Value
+from ..graph.program.scopes import Source, in_backward
 from ..kernels import plain_meaning_of
-from ..kernels.gemm_epilogue.activations import ACTIVATIONS
+from ..kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 
 ACTIVATION_KINDS = frozenset(ACTIVATIONS[name].kind for name in KNOWN)
 CONCEPTS = frozenset({"linear", "attention", "layer_norm", "rms_norm", "lerp", "softmax"})

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..graph.state import is_object
-from ..graph.wrappers import Jit, jit_of
+from ..graph.calls.state import is_object
+from ..graph.calls.wrappers import Jit, jit_of
 
 # What is told of a call: (the function to fuse, what runs it, arguments by position, by name) -> the result.
 Told = Callable[[Callable, Callable, tuple, dict], Any]

@@ -1,0 +1,10 @@
+"""What people look at: pictures, plots, the explorer and the report. Nothing below imports it.
+
+palette.py, markup.py   colours; pieces of escaped HTML.
+model/                  all that a picture shows, as plain data: no drawing.
+draw/                   from that data to DOT, SVG, PNG and PDF.
+plots.py, roofline_plots.py, route_plots.py, gpu_record.py   matplotlib's figures.
+html/                   the report and the panes that the explorer shares with it.
+explorer/               the widget, its session, and what it is saved as.
+assets/                 scripts and styles of the browser.
+"""

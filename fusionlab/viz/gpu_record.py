@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from fusionlab.evidence.timing import ratio_interval, seconds
+from fusionlab.evidence.instruments.timing import ratio_interval, seconds
 
 from .markup import table
 from .plots import AFTER, AS_IT_IS, BEFORE, figure_svg, new_axes

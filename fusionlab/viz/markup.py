@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from fusionlab.graph.ir import Graph, Node, Value
-from fusionlab.graph.scopes import Source
-from fusionlab.graph.text import node_text
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Node, Value
+from fusionlab.graph.program.scopes import Source
+from fusionlab.graph.program.text import node_text
 
 Fact = tuple[str, str]  # name, HTML
 _PICKS, _MORE = 12, 60

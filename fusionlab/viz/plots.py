@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.numerics import ULP_EDGES, LeafNumerics
-from fusionlab.evidence.timing import Runs, Timing
+from fusionlab.evidence.errors.numerics import ULP_EDGES, LeafNumerics
+from fusionlab.evidence.instruments.timing import Runs, Timing
 
-from .evidence_view import numerics_of, timing_text, timings_of
 from .markup import short
+from .model.evidence_view import numerics_of, timing_text, timings_of
 
 BEFORE, AFTER, LIMIT = "#7b8794", "#0072b2", "#d55e00"
 AS_IT_IS: dict[str, Any] = {"parse_math": False}  # for texts with names: a dollar sign in one begins no formula

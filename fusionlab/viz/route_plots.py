@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusionlab.errors import ArgumentError
-from fusionlab.fusers.route_table import TAGS, ProductRoute, Routes
-from fusionlab.kernels.matmul.routes import ROUTES
+from fusionlab.fusers.passes.matmul.route_table import TAGS, ProductRoute, Routes
+from fusionlab.kernels.ops.matmul.routes import ROUTES
 
 from .markup import short
 from .plots import AFTER, AS_IT_IS, BEFORE, new_axes

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.kernels.dot_product_attention import cuda
-from fusionlab.kernels.kernel_plan import KernelPlan
-from fusionlab.kernels.plans import Prepared
+from fusionlab.kernels.launch.kernel_plan import KernelPlan
+from fusionlab.kernels.launch.plans import Prepared
+from fusionlab.kernels.ops.dot_product_attention.own import backend as cuda
 from fusionlab.ops import dot_product_attention
 from tests.fusers.checks import normal
 from tests.kernels.emulated import attention_on_the_cpu, poisoned

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention import SHAPES, STEPS
-from fusionlab.evidence.record import newest_record
+from benchmarks.ops.attention import SHAPES, STEPS
+from fusionlab.evidence.instruments.record import newest_record
 
 pytestmark = pytest.mark.whole
 

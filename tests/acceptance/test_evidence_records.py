@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.timing_method import ALARMS, DETECTED, RUNS, rates
-from fusionlab.evidence.record import newest_record
+from benchmarks.method.timing_method import ALARMS, DETECTED, RUNS, rates
+from fusionlab.evidence.instruments.record import newest_record
 
 pytestmark = pytest.mark.whole
 

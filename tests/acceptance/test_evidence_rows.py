@@ -24,8 +24,8 @@ def model(x, w, b):
 @pytest.fixture(scope="module")
 def lab():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusionlab.viz.tabs._figures", lambda evidence: {})  # no plots: the row is about numbers
-        patch.setattr("fusionlab.evidence.timing.PATIENCE_S", 0.0)  # no more samples than a verdict needs
+        patch.setattr("fusionlab.viz.html.tabs._figures", lambda evidence: {})  # no plots: the row is about numbers
+        patch.setattr("fusionlab.evidence.instruments.timing.PATIENCE_S", 0.0)  # no more samples than a verdict needs
         yield fl.explore(model, X, W, B, implementation="xla_blockwise", passes="dot_product_attention")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.models import transformer
-from tests.fusers.layer_misses import MISSES
+from tests.fusers.transformer.layer_misses import MISSES
 
 PASSES = tuple(f"multi_transformer_{kind}{fused}" for kind in ("encoder", "decoder") for fused in ("", "_fuse_qkv"))
 FULL = (2, 128, 1024, 16, 64, 4096)  # B, S, E, H, D, F of the original

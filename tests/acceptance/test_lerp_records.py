@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lerp import CASES, PARTS, RIVALS, Case
-from fusionlab.evidence.record import newest_record
+from benchmarks.ops.lerp import CASES, PARTS, RIVALS, Case
+from fusionlab.evidence.instruments.record import newest_record
 
 pytestmark = pytest.mark.whole
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.matmul_schedule import cases
-from fusionlab.evidence.record import newest_record
+from benchmarks.ops.matmul_schedule import cases
+from fusionlab.evidence.instruments.record import newest_record
 
 pytestmark = pytest.mark.whole
 

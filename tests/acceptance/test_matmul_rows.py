@@ -10,7 +10,7 @@ from jax.extend import core as jex_core
 
 import fusionlab as fl
 from fusionlab import ops
-from fusionlab.kernels.matmul import support
+from fusionlab.kernels.ops.matmul import support
 from tests.acceptance.reference import VALUE
 from tests.kernels.emulated_blas import products_on_the_cpu
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.graph.scopes import in_backward
+from fusionlab.graph.program.scopes import in_backward
 from fusionlab.models import multi_fc
 
 KEY = jax.random.key(11)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fusionlab.errors import ArgumentError
-from fusionlab.kernels.multi_transformer import MULTI_TRANSFORMER
+from fusionlab.kernels.ops.multi_transformer import MULTI_TRANSFORMER
 from fusionlab.ops import (
     TransformerLayer,
     multi_transformer,

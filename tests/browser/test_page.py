@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 import fusionlab as fl
-from fusionlab.viz.html import report_html
+from fusionlab.viz.html.report import report_html
 from tests.browser.explorer import Explorer
 
 LAYERS = 6

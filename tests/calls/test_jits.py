@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import fusionlab as fl
-from fusionlab import fused as fused_module
 from fusionlab.errors import ArgumentError, ExportWarning
-from fusionlab.graph.wrappers import jit_of
+from fusionlab.graph.calls.wrappers import jit_of
+from fusionlab.verbs import fused as fused_module
 
 from .cells import activated, data, layer, params, repeated, update
 

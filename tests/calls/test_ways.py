@@ -16,9 +16,9 @@ from flax import nnx
 from jax import export
 
 import fusionlab as fl
-from fusionlab import fused as fused_module
 from fusionlab.errors import ArgumentError
 from fusionlab.testing import assert_equivalent
+from fusionlab.verbs import fused as fused_module
 
 from .cells import data, params
 

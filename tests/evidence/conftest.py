@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from fusionlab.device import Device
-from fusionlab.evidence.program import Program
-from fusionlab.kernels import clock
+from fusionlab.evidence.instruments.program import Program
+from fusionlab.kernels.ops import clock
 
 
 class SimulatedGpu:

@@ -15,12 +15,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
-from fusionlab.graph.collectives import Traffic
-from fusionlab.shown import Comparison
-from fusionlab.viz.html import report_html
-from fusionlab.viz.inspecting import inspect
-from fusionlab.viz.tabs import evidence_tabs
-from fusionlab.viz.view_model import view_model
+from fusionlab.graph.xla.collectives import Traffic
+from fusionlab.verbs.shown import Comparison
+from fusionlab.viz.html.inspector import inspect
+from fusionlab.viz.html.report import report_html
+from fusionlab.viz.html.tabs import evidence_tabs
+from fusionlab.viz.model.view_model import view_model
 
 TRIALS: dict[str, Callable[[], None]] = {}
 SPECS = (P("data"), P(None, "tensor"), P("tensor"), P())

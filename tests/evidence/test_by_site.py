@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab import lab
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.bisection import bisect_sites
 from fusionlab.kernels import OPS
+from fusionlab.verbs import lab
 
 LAYERS = 24
 WIDTHS = range(8, 9 + LAYERS)  # layer i multiplies WIDTHS[i] features
@@ -191,7 +191,8 @@ def test_a_fused_function_says_itself_what_is_fused(arguments, planted):
 
 def test_of_time(arguments, monkeypatch):
     """The clock is made up: what is slow is what the test says is slow."""
-    from fusionlab.evidence import timing, trials
+    from fusionlab.evidence import subsets as trials
+    from fusionlab.evidence.instruments import timing
 
     def timed(what, before, after, **_):
         slow = {p.name: 1e-3 for p in (before, after)}

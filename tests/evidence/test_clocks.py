@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
-from fusionlab.evidence import clocks
-from fusionlab.evidence.clocks import Clocks, parse_smi, read_clocks
 from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.instruments import clocks
+from fusionlab.evidence.instruments.clocks import Clocks, parse_smi, read_clocks
 
 
 def test_a_line_of_nvidia_smi_is_read():

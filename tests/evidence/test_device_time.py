@@ -10,10 +10,11 @@ from jax import numpy as jnp
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.evidence import Evidence, device_clock, peaks, time_pair
-from fusionlab.evidence import timing as timing_module
-from fusionlab.evidence.turns import take_turns
-from fusionlab.kernels import clock
+from fusionlab.evidence import Evidence, time_pair
+from fusionlab.evidence.instruments import device_clock, peaks
+from fusionlab.evidence.instruments import timing as timing_module
+from fusionlab.evidence.instruments.turns import take_turns
+from fusionlab.kernels.ops import clock
 
 
 def f(x):

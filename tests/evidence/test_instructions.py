@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax import numpy as jnp
 
-from fusionlab.evidence.instructions import instructions
+from fusionlab.evidence.instruments.instructions import instructions
 
 X, W, B = jnp.ones((4, 16)), jnp.ones((16, 8)), jnp.ones(8)
 

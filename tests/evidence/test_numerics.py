@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import measure
-from fusionlab.evidence.numerics import (
+from fusionlab.evidence.errors.numerics import (
     ULP_EDGES,
     compare_arrays,
     leaf_numerics,
@@ -20,7 +20,7 @@ from fusionlab.evidence.numerics import (
     tolerance_notes,
     ulp_size,
 )
-from fusionlab.evidence.sums import Sums, reduction_size, sums_of
+from fusionlab.evidence.errors.reduction_sizes import Sums, reduction_size, sums_of
 from fusionlab.testing.tolerances import TOLERANCES, tolerance
 
 

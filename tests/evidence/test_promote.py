@@ -12,8 +12,8 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec
 
 from fusionlab.errors import ArgumentError, TraceError
-from fusionlab.graph.compat import enable_x64
-from fusionlab.graph.promote import promote
+from fusionlab.graph.interpret.promote import promote
+from fusionlab.graph.jax_compat import enable_x64
 
 
 def normal(seed, *shape, dtype=jnp.float32):

@@ -10,8 +10,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.instruments.timing import Runs, timing_of
 from fusionlab.evidence.record_diff import diff_records
-from fusionlab.evidence.timing import Runs, timing_of
 
 
 @pytest.fixture(scope="module")

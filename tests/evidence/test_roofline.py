@@ -13,12 +13,12 @@ from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.attribution import parts_of, sites_of, stretches
 from fusionlab.evidence.comparison import Evidence
-from fusionlab.evidence.memory import device_peak, memory_of
-from fusionlab.evidence.program import compile_program
+from fusionlab.evidence.instruments.memory import device_peak, memory_of
+from fusionlab.evidence.instruments.program import compile_program
+from fusionlab.evidence.instruments.record import environment
 from fusionlab.evidence.reconcile import Reconciliation
-from fusionlab.evidence.record import environment
 from fusionlab.evidence.roofline import attainable, roofline
-from fusionlab.graph.cost import Cost, cost_of
+from fusionlab.graph.cost.cost import Cost, cost_of
 from fusionlab.models import transformer
 from tests.fusers.checks import normal
 

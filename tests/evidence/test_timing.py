@@ -11,8 +11,8 @@ import pytest
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError, SideEffectError, TraceError
-from fusionlab.evidence import timing
-from fusionlab.evidence.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
+from fusionlab.evidence.instruments import timing
+from fusionlab.evidence.instruments.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
 
 
 def runs(name, samples):

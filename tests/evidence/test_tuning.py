@@ -13,10 +13,12 @@ import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.evidence import tuning
-from fusionlab.evidence.device_clock import DeviceTimes
-from fusionlab.kernels import choices, cublaslt, launch
-from fusionlab.kernels.gemm_epilogue import choosing
-from fusionlab.kernels.gemm_epilogue import cublaslt as by_cublaslt
+from fusionlab.evidence.instruments.device_clock import DeviceTimes
+from fusionlab.kernels.choose import choices
+from fusionlab.kernels.launch import cublaslt
+from fusionlab.kernels.launch import ffi_call as launch
+from fusionlab.kernels.ops.gemm_epilogue import choosing
+from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
 
 S = jax.ShapeDtypeStruct
 LAYER = (S((64, 32), jnp.bfloat16), S((32, 128), jnp.bfloat16), S((128,), jnp.bfloat16))
@@ -46,7 +48,7 @@ def bench(tmp_path, monkeypatch):
     file, made = tmp_path / "mine" / "plans.json", Bench()
     monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(file))
     known = choices.Choices()
-    for module in (choosing, by_cublaslt, tuning, fl.tuning):
+    for module in (choosing, by_cublaslt, tuning, fl.verbs.tuning):
         monkeypatch.setattr(module, "CHOICES", known)
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(Device, "current", classmethod(lambda cls: Device.of("sm_90")))

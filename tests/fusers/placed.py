@@ -20,15 +20,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
-from fusionlab.graph.collectives import MOVES, Traffic, traffic, traffic_text
+from fusionlab.graph.xla.collectives import MOVES, Traffic, traffic, traffic_text
 from fusionlab.kernels import OPS
-from fusionlab.kernels.composite import CompositeOp
+from fusionlab.kernels.op.composite import CompositeOp
 from fusionlab.models import transformer
 from tests.asked import by_name
 
-from . import layer_parts as parts
 from .checks import close, floats, jit, normal
 from .spread import HEADS, LLAMA, weights
+from .transformer import layer_parts as parts
 
 Array = jax.Array
 NAMED = tuple(f"multi_transformer_{kind}{fused}" for kind in ("encoder", "decoder") for fused in ("", "_fuse_qkv"))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from fusionlab.fusers.base import Plan, Search, propose, reject
-from fusionlab.graph.ir import Value
-from fusionlab.graph.region import NotARegion, cut, escapes
+from fusionlab.fusers.engine.base import Plan, Search, propose, reject
+from fusionlab.graph.matching.region import NotARegion, cut, escapes
+from fusionlab.graph.program.ir import Value
 
 
 def gate(x, w, b, y):

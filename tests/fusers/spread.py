@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 
-from . import layer_parts as parts
-from .layer_parts import SMAX, STEP, B, E, Params, Parts, T
+from .transformer import layer_parts as parts
+from .transformer.layer_parts import SMAX, STEP, B, E, Params, Parts, T
 
 Array = jax.Array
 HEADS = 16  # so that there is one for each of 8 devices, and two queries to a key

@@ -8,21 +8,21 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, OutOfMemoryError, UnknownNameError
-from fusionlab.fusers import (
-    base,
-    dot_product_attention,
-    epilogues,
-    find,
-    gemm_epilogue,
-    layer_norm,
-    lerp,
-    multi_transformer,
-    norms,
-    pairing,
-)
-from fusionlab.fusers import findings as findings_module
-from fusionlab.graph import boundary, canonical, certify, fingerprint, views
-from fusionlab.kernels.op import Op
+from fusionlab.fusers import find
+from fusionlab.fusers.engine import base, pairing
+from fusionlab.fusers.passes.attention import dot_product_attention
+from fusionlab.fusers.passes.lerp import lerp
+from fusionlab.fusers.passes.linear import epilogues, gemm_epilogue
+from fusionlab.fusers.passes.norm import layer_norm
+from fusionlab.fusers.passes.norm import surroundings as norms
+from fusionlab.fusers.passes.transformer import multi_transformer
+from fusionlab.fusers.report import findings as findings_module
+from fusionlab.graph.canonical import blocks as views
+from fusionlab.graph.canonical import view as canonical
+from fusionlab.graph.certify import activations as fingerprint
+from fusionlab.graph.certify import certify
+from fusionlab.graph.program import boundary
+from fusionlab.kernels.op.op import Op
 
 
 def layer(x, p):

@@ -14,9 +14,9 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
-from fusionlab.fusers.base import reject
+from fusionlab.fusers.engine.base import reject
+from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import _number, find_in
-from fusionlab.fusers.overlaps import settle
 from fusionlab.fusers.registry import registry
 
 from .checks import forward_counts, normal, primitives

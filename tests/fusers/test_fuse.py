@@ -262,7 +262,7 @@ def test_a_second_shape_is_found_anew():
 
 
 def test_a_repeated_call_does_not_search_again(monkeypatch):
-    import fusionlab.fused as fused_module
+    import fusionlab.verbs.fused as fused_module
 
     searches = []
     original = fused_module.find_in

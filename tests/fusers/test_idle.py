@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.demo import _choices
-from fusionlab.fusers.overlaps import settle
-from fusionlab.viz.html import report_html
-from fusionlab.viz.view_model import view_model
+from fusionlab.commands.demo import _choices
+from fusionlab.fusers.engine.overlaps import settle
+from fusionlab.viz.html.report import report_html
+from fusionlab.viz.model.view_model import view_model
 from tests.asked import by_default, by_name
 
 
@@ -118,7 +118,7 @@ def test_a_blend_is_fused_on_a_gpu_where_something_near_it_was_measured_faster(s
 
 
 def test_tune_measures_what_is_left_as_it_is():
-    from fusionlab import tuning
+    from fusionlab.verbs import tuning
 
     assert set(tuning._named(None)) == {p.name for p in by_default()}
     assert tuning._named("lerp") == "lerp"

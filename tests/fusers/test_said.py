@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
-from fusionlab.fusers.declining import FUSE_FIRST, anchor_text, reason_to_tell
-from fusionlab.fusers.outcomes import Rejection
+from fusionlab.fusers.engine.declining import FUSE_FIRST, anchor_text, reason_to_tell
+from fusionlab.fusers.engine.outcomes import Rejection
 
 from .checks import normal
 

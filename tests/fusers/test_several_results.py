@@ -12,19 +12,19 @@ from jax import lax
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.dump import write_dump
-from fusionlab.evidence.regions import local_errors
-from fusionlab.fusers.base import Search
+from fusionlab.evidence.site_errors import local_errors
+from fusionlab.fusers.engine.base import Search
+from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import find_in
-from fusionlab.fusers.overlaps import settle
 from fusionlab.fusers.registry import registry
-from fusionlab.graph.canonical import View
-from fusionlab.graph.certify import Certifier
-from fusionlab.graph.trace import trace
+from fusionlab.graph.canonical.view import View
+from fusionlab.graph.certify.certify import Certifier
+from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import plain_meaning_of
-from fusionlab.viz.html import report_html
-from fusionlab.viz.inspecting import inspect
-from fusionlab.viz.view_model import view_model
+from fusionlab.verbs.dump import write_dump
+from fusionlab.viz.html.inspector import inspect
+from fusionlab.viz.html.report import report_html
+from fusionlab.viz.model.view_model import view_model
 
 from .checks import normal
 from .several import GatePass, gate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusionlab.ops import dot_product_attention
-from tests.kernels.attention_suite import CASES, AttentionSuite, Case
+from tests.kernels.attention.attention_suite import CASES, AttentionSuite, Case
 from tests.kernels.saturated import SaturatedSuite
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.kernels.launch import RECORDING_TARGET, TARGET
+from fusionlab.kernels.launch.ffi_call import RECORDING_TARGET, TARGET
 from tests.loops.loops import LOOPS, STEPS, batches
 from tests.loops.test_loops import assert_as_near, in_float64, trained
 
@@ -53,7 +53,7 @@ def test_an_exported_function_carries_the_kernels_and_the_loading_process_import
     (tmp_path / "layer.bin").write_bytes(exported.serialize())
     program = """
 import sys, numpy as np, jax
-import fusionlab.kernels.launch
+import fusionlab.kernels.launch.ffi_call
 from tests.gpu.test_calls import operands, layer
 with open(sys.argv[1], "rb") as file:
     exported = jax.export.deserialize(bytearray(file.read()))

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.decoding import Case as Sizes
-from benchmarks.decoding import by_op, caches_of, layers_of, plain
 from benchmarks.measuring import normal
-from fusionlab.kernels.multi_transformer import cuda, persistent
-from tests.kernels.decode_suite import CASES, check, operands_of, run
+from benchmarks.programs.decoding import Case as Sizes
+from benchmarks.programs.decoding import by_op, caches_of, layers_of, plain
+from fusionlab.kernels.ops.multi_transformer.decode import backend as cuda
+from fusionlab.kernels.ops.multi_transformer.decode.persistent import plan as persistent
+from tests.kernels.transformer.decode_suite import CASES, check, operands_of, run
 
 from .activity import activity
 

@@ -8,7 +8,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.device import Device
-from fusionlab.evidence import peaks, time_pair
+from fusionlab.evidence import time_pair
+from fusionlab.evidence.instruments import peaks
 
 
 def product(x):

@@ -12,9 +12,9 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.evidence import time_pair
-from fusionlab.evidence.clocks import read_clocks
+from fusionlab.evidence.instruments.clocks import read_clocks
 from fusionlab.evidence.kernel_times import kernel_times
-from fusionlab.graph.hlo_text import kernel_counts
+from fusionlab.graph.xla.hlo_text import kernel_counts
 from fusionlab.models import transformer
 
 

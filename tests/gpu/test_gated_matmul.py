@@ -11,9 +11,9 @@ import pytest
 
 import fusionlab as fl
 from fusionlab import ops
-from fusionlab.kernels.gated_matmul.plan import CODES
-from fusionlab.kernels.gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from tests.kernels.gated_suite import GatedSuite
+from fusionlab.kernels.ops.gated_matmul.plan import CODES
+from fusionlab.kernels.ops.gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from tests.kernels.matmul.gated_suite import GatedSuite
 
 
 class TestCuda(GatedSuite):

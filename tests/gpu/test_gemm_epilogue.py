@@ -14,7 +14,7 @@ import pytest
 import fusionlab as fl
 from fusionlab import ops
 from fusionlab.models import multi_fc
-from tests.kernels.gemm_suite import GemmEpilogueSuite
+from tests.kernels.linear.gemm_suite import GemmEpilogueSuite
 
 
 class TestCublaslt(GemmEpilogueSuite):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusionlab.ops import group_norm
-from tests.kernels.group_norm_suite import CASES, LARGE, GroupNormSuite, turns
+from tests.kernels.norm.group_norm_suite import CASES, LARGE, GroupNormSuite, turns
 
 OFF = {"xla_gpu_enable_command_buffer": ""}
 

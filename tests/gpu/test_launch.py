@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.kernels import clock, launch, plans
-from fusionlab.kernels.gemm_epilogue import cuda
+from fusionlab.kernels.launch import ffi_call as launch
+from fusionlab.kernels.launch import plans
+from fusionlab.kernels.ops import clock
+from fusionlab.kernels.ops.gemm_epilogue import cuda
 
 OFF = {"xla_gpu_enable_command_buffer": ""}
 

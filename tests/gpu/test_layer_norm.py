@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.kernels import launch
+from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.ops import layer_norm, layer_norm_and_sum
-from tests.kernels.norm_suite import CASES, LARGE, NormSuite, turns
+from tests.kernels.norm.norm_suite import CASES, LARGE, NormSuite, turns
 
 OFF = {"xla_gpu_enable_command_buffer": ""}
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.kernels import launch
+from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.ops import lerp
 from tests.gpu.activity import activity
-from tests.kernels.lerp_suite import CASES, LARGE, LerpSuite, beyond_32_bits, turns
+from tests.kernels.lerp.lerp_suite import CASES, LARGE, LerpSuite, beyond_32_bits, turns
 
 OFF = {"xla_gpu_enable_command_buffer": ""}
 BY_CUDA = functools.partial(lerp, implementation="cuda")

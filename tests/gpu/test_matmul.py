@@ -11,7 +11,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab import ops
-from tests.kernels.matmul_suite import BEHIND, PRODUCTS, MatmulSuite
+from tests.kernels.matmul.matmul_suite import BEHIND, PRODUCTS, MatmulSuite
 
 ON, OFF = (fl.Strategy(matmul_schedule={"library": on}) for on in (True, False))
 

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from fusionlab.graph.canonical import ONE, CNode, Coef, Operand, Ref, View
-from fusionlab.graph.compat import enable_x64
+from fusionlab.graph.canonical.nodes import ONE, CNode, Coef, Operand, Ref
+from fusionlab.graph.canonical.view import View
 from fusionlab.graph.dtypes import is_float
-from fusionlab.graph.ir import Atom, Block, Literal, Node, Value
-from fusionlab.graph.widen import CONSTANT, RANDOM, Val, plain
+from fusionlab.graph.interpret.widen import CONSTANT, RANDOM, Val, plain
+from fusionlab.graph.jax_compat import enable_x64
+from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value
 
 from .raw_values import RawBlock, Unknown, is_key, to_numpy
 

@@ -1,6 +1,6 @@
 """Every value of a block of the raw graph, in float64: what the canonical view is measured against.
 
-The values come from one equation after the other, with every float widened: by `fusionlab.graph.evaluate` where it knows the
+The values come from one equation after the other, with every float widened: by `fusionlab.graph.interpret.evaluate` where it knows the
 primitive, else (or everywhere, where a test asks for it) bound by JAX. What is made of literals alone is computed by JAX in the
 program's own dtype, and so is what is drawn at random where JAX computes it.
 """
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from fusionlab.graph.compat import enable_x64, split_closed
-from fusionlab.graph.evaluate import CannotEvaluate, evaluate, promote
-from fusionlab.graph.ir import Atom, Block, Literal, Node, Value
-from fusionlab.graph.widen import CONSTANT, PLAIN, RANDOM, Interpreter, Val, plain
+from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate, promote
+from fusionlab.graph.interpret.widen import CONSTANT, PLAIN, RANDOM, Interpreter, Val, plain
+from fusionlab.graph.jax_compat import enable_x64, split_closed
+from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value
 
 # These mean something only inside a program that runs on every device of a mesh.
 OF_MANY_DEVICES = frozenset("psum psum_invariant pmax pmin all_gather all_to_all ppermute axis_index shard_map".split())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.graph.trace import trace
+from fusionlab.graph.program.trace import trace
 
 from .every_primitive import EXCLUDED, NOT_DIFFERENTIABLE, Program, primitive_names, programs
 

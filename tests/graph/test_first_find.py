@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.fusers import attention_forms, blend_examples, linear_parts, norm_examples
-from fusionlab.graph import pattern
-from fusionlab.graph.certify import with_gradients, with_vjp
-from fusionlab.graph.constants import computed
-from fusionlab.graph.evaluate import evaluate
-from fusionlab.graph.keys import bits_by_entry, threefry2x32
-from fusionlab.graph.manual import make_jaxpr
+from fusionlab.fusers.passes.attention import forms as attention_forms
+from fusionlab.fusers.passes.lerp import examples as blend_examples
+from fusionlab.fusers.passes.linear import linear_parts
+from fusionlab.fusers.passes.norm import examples as norm_examples
+from fusionlab.graph.certify.certify import with_gradients, with_vjp
+from fusionlab.graph.interpret.constants import computed
+from fusionlab.graph.interpret.evaluate import evaluate
+from fusionlab.graph.interpret.random_bits import bits_by_entry, threefry2x32
+from fusionlab.graph.matching import pattern
+from fusionlab.graph.program.in_shard_map import make_jaxpr
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

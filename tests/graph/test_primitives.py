@@ -12,7 +12,7 @@ import pytest
 
 import fusionlab
 import fusionlab as fl
-from fusionlab.graph.cost_rules import EXPANDED, RULES, TRANSCENDENTAL
+from fusionlab.graph.cost.rules import EXPANDED, RULES, TRANSCENDENTAL
 from fusionlab.graph.primitives import FAMILIES, families_of, having
 
 PACKAGE = Path(fusionlab.__file__).parent

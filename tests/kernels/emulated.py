@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.kernels import launch
-from fusionlab.kernels.compile import KERNELS
-from fusionlab.kernels.dot_product_attention import cuda
-from fusionlab.kernels.kernel_plan import KernelPlan
-from fusionlab.kernels.plans import PlanBook, Prepared
+from fusionlab.kernels.launch import ffi_call as launch
+from fusionlab.kernels.launch.compile import KERNELS
+from fusionlab.kernels.launch.kernel_plan import KernelPlan
+from fusionlab.kernels.launch.plans import PlanBook, Prepared
+from fusionlab.kernels.ops.dot_product_attention.own import backend as cuda
 from tests.caches import cached_file
 
 SHIM = Path(__file__).parent / "cuda_shim"

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fusionlab.kernels import launch
-from fusionlab.kernels.cublaslt import WITH_BIAS, WRITES_AUX, MatmulPlan
-from fusionlab.kernels.plans import PlanBook, Prepared
+from fusionlab.kernels.launch import ffi_call as launch
+from fusionlab.kernels.launch.cublaslt import WITH_BIAS, WRITES_AUX, MatmulPlan
+from fusionlab.kernels.launch.plans import PlanBook, Prepared
 
 _DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 FORWARD = {

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from fusionlab.device import Device
-from fusionlab.kernels.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
+from fusionlab.kernels.ops.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
 from fusionlab.ops import dot_product_attention
 from fusionlab.testing.tolerances import tolerance
-from tests.kernels.attention_suite import exact
+from tests.kernels.attention.attention_suite import exact
 
 MASKS: dict[str, dict[str, Any]] = {"none": {}, "causal": {"is_causal": True}, "window": {"window": (3, 3)}}
 DTYPES = ("float32", "bfloat16")

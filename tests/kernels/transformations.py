@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from fusionlab.graph.addends import without_sums
+from fusionlab.graph.rewriting.fold_sums import without_sums
 
 
 def loss(f: Callable) -> Callable:

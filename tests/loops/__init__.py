@@ -1,0 +1,1 @@
+"""Train loops as tutorials of libraries write them, twenty steps against float64."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.graph.promote import promote
-from fusionlab.kernels.op import meaning_of
+from fusionlab.graph.interpret.promote import promote
+from fusionlab.kernels.op.op import meaning_of
 
 from .loops import LOOPS, STEPS, batches, keras_data, keras_fit, keras_model, keras_state
 

@@ -1,0 +1,1 @@
+"""Several processes, as on several hosts."""

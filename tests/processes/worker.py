@@ -91,8 +91,8 @@ def layers(folder: Path, count: int = 2) -> None:
 
     Against one device. Then a comparison, whose loops end by the clock, and its file.
     """
-    from fusers import layer_parts as parts
     from fusers.spread import HEADS, PRE, encoder
+    from fusers.transformer import layer_parts as parts
 
     import fusionlab as fl
 

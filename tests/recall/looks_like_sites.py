@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusionlab.fusers.findings import Findings
-from fusionlab.graph.ir import Graph, Node, Value
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Node, Value
 
 from .raw import PLAIN, Raw, is_elementwise, is_float, is_plain
 

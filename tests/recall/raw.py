@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fusionlab.graph.compat import scan_counts
-from fusionlab.graph.ir import Graph, Literal, Node, Value
+from fusionlab.graph.jax_compat import scan_counts
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Literal, Node, Value
 
 # What shows a value again: as it is, elsewhere, in another dtype or shape, or under a name.
 PLAIN = frozenset(

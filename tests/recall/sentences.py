@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from zoo.catalogue import Program, programs
 
 import fusionlab as fl
-from fusionlab.fusers.findings import Rejection
-from fusionlab.fusers.report import nameless
+from fusionlab.fusers.engine.grouping import nameless
+from fusionlab.fusers.engine.outcomes import Rejection
 
 # A node as a sentence names it, "%7:f32[8,4] = add (model.py:41)", or an operand with what reads it.
 NODE = re.compile(r"%\d+\S* = [\w-]+ \([^()]+:\d+\)")

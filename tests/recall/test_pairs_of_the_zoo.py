@@ -10,9 +10,9 @@ import pytest
 from zoo.catalogue import programs
 
 import fusionlab as fl
-from benchmarks.cotangents import check_cotangents
-from benchmarks.pair_fates import sites_of
-from benchmarks.pairs import Outcome, arrays, equality, row
+from benchmarks.programs.pair_fates import sites_of
+from benchmarks.programs.pairs import Outcome, arrays, equality, row
+from benchmarks.search.cotangents import check_cotangents
 
 PROGRAMS = {p.model.id: p for p in programs() if p.dtype == "f32" and p.variant == "train"}
 # Models of which every site is paired.

@@ -11,7 +11,7 @@ import pytest
 from zoo.catalogue import Program, programs
 
 import fusionlab as fl
-from benchmarks.recall import Outcome, counted
+from benchmarks.search.recall import Outcome, counted
 from tests.asked import by_default
 
 from .looks_like_sites import silent

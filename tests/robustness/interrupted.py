@@ -14,8 +14,8 @@ from jax import numpy as jnp
 from tqdm.auto import tqdm
 
 import fusionlab as fl
-from fusionlab.evidence.timing import time_pair
-from fusionlab.kernels.choices import CHOICES
+from fusionlab.evidence.instruments.timing import time_pair
+from fusionlab.kernels.choose.choices import CHOICES
 
 X, W, B = jnp.ones((64, 64)), jnp.ones((64, 64)) / 64, jnp.zeros(64)
 LONG = {"samples": 1_000_000, "budget_s": 100.0}

@@ -19,9 +19,10 @@ from jax import numpy as jnp
 import fusionlab as fl
 from fusionlab import output
 from fusionlab.errors import ArgumentError, CacheWarning, OutputError
-from fusionlab.kernels import choices, disk, native
-from fusionlab.kernels.choices import Choice, Choices, Measured, case_text, read, write
-from fusionlab.kernels.compile import CompileCache
+from fusionlab.kernels.choose import choices
+from fusionlab.kernels.choose.choices import Choice, Choices, Measured, case_text, read, write
+from fusionlab.kernels.launch import disk, native
+from fusionlab.kernels.launch.compile import CompileCache
 
 KEY = "0123abcd" * 8
 CASE = case_text("gemm_epilogue", "call", rows=8, columns=16)
@@ -117,7 +118,7 @@ def test_what_is_known_of_another_architecture_says_nothing_here_and_is_kept(pla
 ADDING = """
 import sys
 from pathlib import Path
-from fusionlab.kernels.choices import Choice, Measured, case_text, write
+from fusionlab.kernels.choose.choices import Choice, Measured, case_text, write
 
 path, name, count, start = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 print("ready", flush=True)
@@ -188,7 +189,8 @@ def test_where_there_are_no_locks_it_is_written_with_a_warning(plans, monkeypatc
 
 
 def test_a_process_that_died_with_the_lock_stops_nobody(plans):
-    code = f"import os\nfrom pathlib import Path\nfrom fusionlab.kernels.disk import locked\nwith locked(Path({str(plans)!r})): os._exit(0)"
+    code = "import os\nfrom pathlib import Path\nfrom fusionlab.kernels.launch.disk import locked\n"
+    code += f"with locked(Path({str(plans)!r})): os._exit(0)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (plans.parent / ".plans.json.lock").exists()
     with warnings.catch_warnings():

@@ -16,13 +16,13 @@ from jax import numpy as jnp
 import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.evidence.comparison import Evidence
-from fusionlab.viz.dot import to_dot
-from fusionlab.viz.export import save
-from fusionlab.viz.html import evidence_html, evidence_summary_html, graph_html, report_html
-from fusionlab.viz.inspecting import inspect
-from fusionlab.viz.render import to_svg
-from fusionlab.viz.tabs import evidence_tabs
-from fusionlab.viz.widget import Explorer
+from fusionlab.viz.draw.dot import to_dot
+from fusionlab.viz.draw.render import to_svg
+from fusionlab.viz.explorer.files import save
+from fusionlab.viz.explorer.widget import Explorer
+from fusionlab.viz.html.inspector import inspect
+from fusionlab.viz.html.report import evidence_html, evidence_summary_html, graph_html, report_html
+from fusionlab.viz.html.tabs import evidence_tabs
 
 EVIL = (
     "</script><script>alert(1)</script>"

@@ -16,14 +16,16 @@ from jax import numpy as jnp
 from tqdm.auto import tqdm
 
 import fusionlab as fl
-from fusionlab import cli, tuning
+from fusionlab import cli
 from fusionlab.device import Device
-from fusionlab.evidence import device_clock
 from fusionlab.evidence import tuning as measuring
-from fusionlab.evidence.device_clock import DeviceTimes
-from fusionlab.evidence.turns import take_turns
-from fusionlab.kernels import choices, clock
-from fusionlab.viz.widget import Explorer
+from fusionlab.evidence.instruments import device_clock
+from fusionlab.evidence.instruments.device_clock import DeviceTimes
+from fusionlab.evidence.instruments.turns import take_turns
+from fusionlab.kernels.choose import choices
+from fusionlab.kernels.ops import clock
+from fusionlab.verbs import tuning
+from fusionlab.viz.explorer.widget import Explorer
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 X, W, B = jnp.ones((8, 16)), jnp.ones((16, 4)) / 16, jnp.zeros(4)
@@ -66,7 +68,7 @@ def test_turns_leave_the_garbage_collector_as_it_was(collecting, at):
 @pytest.mark.parametrize("part", ["samples", "numerics", "memory"])
 def test_a_comparison_interrupted_anywhere_closes_its_bars_and_works_again(part, monkeypatch):
     from fusionlab.evidence import measuring as steps
-    from fusionlab.evidence import timing
+    from fusionlab.evidence.instruments import timing
 
     where = {"samples": (timing, "take_turns"), "numerics": (steps.Original, "errors"), "memory": (steps, "memory_of")}
     bars, closed = [], []

@@ -15,8 +15,8 @@ import fusionlab as fl
 from fusionlab.cli import main
 from fusionlab.errors import ArgumentError, FusionLabError
 from fusionlab.evidence.comparison import Evidence
-from fusionlab.evidence.record import load_json, newest_record
-from fusionlab.kernels import choices
+from fusionlab.evidence.instruments.record import load_json, newest_record
+from fusionlab.kernels.choose import choices
 from fusionlab.testing import snapshots
 
 PACKAGE = Path(fl.__file__).parent
@@ -28,7 +28,7 @@ CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 ATTRIBUTES = {"load_module", "exec_module", "deserialize_and_load", "literal_eval_unsafe", "system", "popen"}
 SWITCHES = {"allow_pickle", "shell"}
 # Where the user's own code is run, because that is what was asked for: the function and the `--args` of the command line.
-ALLOWED = {("fusionlab/loading.py", "eval"), ("fusionlab/loading.py", "exec_module")}
+ALLOWED = {("fusionlab/commands/loading.py", "eval"), ("fusionlab/commands/loading.py", "exec_module")}
 
 
 def running(code: str) -> Iterator[tuple[str, int]]:

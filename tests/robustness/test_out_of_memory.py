@@ -13,12 +13,13 @@ from jax import numpy as jnp
 import fusionlab as fl
 from fusionlab.cli import main
 from fusionlab.errors import FusionLabError, OutOfMemoryError
-from fusionlab.evidence import device_clock, tuning
-from fusionlab.evidence import program as programs
+from fusionlab.evidence import tuning
+from fusionlab.evidence.instruments import device_clock
+from fusionlab.evidence.instruments import program as programs
+from fusionlab.evidence.instruments.out_of_memory import out_of_memory
+from fusionlab.evidence.instruments.timing import time_pair
 from fusionlab.evidence.original import Original
-from fusionlab.evidence.out_of_memory import out_of_memory
-from fusionlab.evidence.timing import time_pair
-from fusionlab.viz.widget import Explorer
+from fusionlab.viz.explorer.widget import Explorer
 
 X, W, B = jnp.ones((8, 16)), jnp.ones((16, 4)) / 16, jnp.zeros(4)
 EFFORT = {"samples": 4, "budget_s": 5.0}
@@ -165,7 +166,7 @@ def test_the_error_keeps_no_array_of_the_failed_run_alive():
 
 @pytest.mark.parametrize("part", ["values", "gradients"])
 def test_where_the_float64_reference_does_not_fit_the_rest_is_measured_and_the_notes_say_so(part, monkeypatch):
-    from fusionlab.graph.promote import Promoted
+    from fusionlab.graph.interpret.promote import Promoted
 
     monkeypatch.setattr(Promoted, part, exhausted)
     found = fl.compare(layer, same, X, W, B, **EFFORT)

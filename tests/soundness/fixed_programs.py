@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .generator import Program
-from .piece import Param
+from .pieces.piece import Param
 
 
 def _exponentials(s: Array) -> Array:

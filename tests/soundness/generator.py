@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .attention_sites import attention
-from .glue import glue
-from .linear_sites import linear
-from .norm_sites import norm
-from .piece import Array, Draft, Param, Piece, chain, elements, joined, wider
-from .wrappers import WRAPPERS
+from .pieces.attention_sites import attention
+from .pieces.glue import glue
+from .pieces.linear_sites import linear
+from .pieces.norm_sites import norm
+from .pieces.piece import Array, Draft, Param, Piece, chain, elements, joined, wider
+from .pieces.wrappers import WRAPPERS
 
 SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
 DTYPES = (

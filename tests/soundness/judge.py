@@ -21,9 +21,9 @@ from jax.extend import core as jex_core
 import fusionlab as fl
 from fusionlab.device import Device
 from fusionlab.fusers import find_in, registry
-from fusionlab.graph.certify import Certifier
+from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.dtypes import is_float
-from fusionlab.graph.evaluate import CannotEvaluate, evaluate, traced_once
+from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate, traced_once
 from fusionlab.kernels import meaning_of
 from fusionlab.testing.tolerances import tolerance
 from tests.asked import by_default

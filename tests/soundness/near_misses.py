@@ -11,9 +11,9 @@ from jax import lax
 
 from fusionlab.graph.dtypes import is_float
 
-from . import near_attention, near_gemm, near_lerp, near_norm
-from .near_miss import FORMS as FORMS
-from .near_miss import NearMiss
+from .near import near_attention, near_gemm, near_lerp, near_norm
+from .near.near_miss import FORMS as FORMS
+from .near.near_miss import NearMiss
 
 CORPUS: tuple[NearMiss, ...] = (*near_gemm.CORPUS, *near_attention.CORPUS, *near_norm.CORPUS, *near_lerp.CORPUS)
 
@@ -39,17 +39,17 @@ NOTORIOUS = (
 UNREACHED: dict[str, str] = {
     "value": "a net under the examples and predicates: it would take a match whose values are wrong",
     "region": "needs a mesh: a site in a shard_map that checks which mesh axes values vary along",
-    "sharding": "needs a mesh: a layout that is said, or explicit axes (tests/fusers/test_explicit_axes.py)",
+    "sharding": "needs a mesh: a layout that is said, or explicit axes (tests/fusers/devices/test_explicit_axes.py)",
     "uncertified": "a net under the matcher: whatever an example holds can be evaluated",
     "gelu_form": "given where a user asks for one GELU and the model has the other, which no pass lets them do yet",
-    "implementation": "given where an option names one that cannot run the call (tests/fusers/test_devices_asked.py)",
-    "slower": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
-    "unmeasured": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
-    "device": "given on a GPU, real or simulated (tests/kernels/test_attention_cuda.py)",
+    "implementation": "given where an option names one that cannot run the call (tests/fusers/devices/test_devices_asked.py)",
+    "slower": "given on a GPU, real or simulated (tests/kernels/attention/test_attention_cuda.py)",
+    "unmeasured": "given on a GPU, real or simulated (tests/kernels/attention/test_attention_cuda.py)",
+    "device": "given on a GPU, real or simulated (tests/kernels/attention/test_attention_cuda.py)",
     "symbolic": "given to programs of symbolic sizes (tests/calls/test_jits.py)",
     "skipped": "given to sites that a user switched off, not to programs",
     "order": "given to sites of several results (tests/fusers/test_several_results.py)",
-    "rotary": "given to whole layers, whose passes are asked by name (tests/fusers/layer_rotary.py)",
+    "rotary": "given to whole layers, whose passes are asked by name (tests/fusers/transformer/layer_rotary.py)",
 }
 
 

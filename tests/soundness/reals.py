@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
-from fusionlab.graph.agreement import relative_error
-from fusionlab.graph.compat import scan_counts
+from fusionlab.graph.certify.verdict import relative_error
 from fusionlab.graph.dtypes import is_float
-from fusionlab.graph.evaluate import evaluate, promote
+from fusionlab.graph.interpret.evaluate import evaluate, promote
+from fusionlab.graph.jax_compat import scan_counts
 from fusionlab.kernels import meaning_of
 
 

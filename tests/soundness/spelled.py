@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.fusers import test_attention_layout as layouts
-from tests.fusers import test_attention_sinks as sinks
-from tests.fusers import test_attention_spellings as attentions
-from tests.fusers import test_convolutions as convolutions
-from tests.fusers import test_group_norms as groups
-from tests.fusers import test_known_numbers as numbers
-from tests.fusers import test_layer_norm as norms
-from tests.fusers import test_layer_streams as streams
-from tests.fusers import test_modulated_norms as modulated
-from tests.fusers import test_reshaped_linear as reshaped
-from tests.fusers import test_whole_layers_spelled_otherwise as layers
-from tests.fusers import test_wide_epilogues as epilogues
+from tests.fusers.attention import test_attention_layout as layouts
+from tests.fusers.attention import test_attention_sinks as sinks
+from tests.fusers.attention import test_attention_spellings as attentions
+from tests.fusers.engine import test_known_numbers as numbers
+from tests.fusers.linear import test_convolutions as convolutions
+from tests.fusers.linear import test_reshaped_linear as reshaped
+from tests.fusers.linear import test_wide_epilogues as epilogues
+from tests.fusers.norm import test_group_norms as groups
+from tests.fusers.norm import test_layer_norm as norms
+from tests.fusers.norm import test_modulated_norms as modulated
+from tests.fusers.transformer import test_layer_streams as streams
+from tests.fusers.transformer import test_whole_layers_spelled_otherwise as layers
 
 from .generator import Program
-from .piece import Param
+from .pieces.piece import Param
 
 
 def spelled() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:

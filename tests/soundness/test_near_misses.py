@@ -13,13 +13,13 @@ from jax.extend import core as jex_core
 import fusionlab as fl
 from fusionlab.errors import REJECTIONS
 from fusionlab.fusers import find_in
-from fusionlab.fusers.findings import Findings
-from fusionlab.graph.agreement import TOLERANCE
-from fusionlab.graph.certify import Certifier
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.certify.certify import Certifier
+from fusionlab.graph.certify.verdict import TOLERANCE
 from fusionlab.kernels import meaning_of
 from tests.asked import by_default
 
-from .near_miss import NearMiss
+from .near.near_miss import NearMiss
 from .near_misses import CORPUS, FORMS, NOTORIOUS, UNREACHED, in_form
 from .reals import differences, values_and_gradients
 

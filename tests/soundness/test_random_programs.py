@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core as jex_core
 
-from fusionlab.graph.rewrite import to_jaxpr
+from fusionlab.graph.rewriting.rewrite import to_jaxpr
 
 from .fixed_programs import GELUS_BY_SIGMOID, unbounded
 from .generator import Program, program, transformed
 from .judge import judge
-from .piece import Param
+from .pieces.piece import Param
 
 START, COUNT = (int(n) for n in os.environ.get("FUSIONLAB_SEEDS", "0:60").split(":"))
 BATCH = 10

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.graph.evaluate import evaluate
+from fusionlab.graph.interpret.evaluate import evaluate
 
 from .fixed_programs import FLATTENED, flattened_norm
 from .generator import Program
 from .judge import judge
-from .optimisers import KINDS
-from .piece import Param
+from .pieces.optimisers import KINDS
+from .pieces.piece import Param
 from .train_steps import train_step
 
 START, COUNT = (int(n) for n in os.environ.get("FUSIONLAB_TRAIN_STEPS", "0:30").split(":"))

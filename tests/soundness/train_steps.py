@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from .generator import Program, program, transformed
-from .losses import Loss, loss_of
-from .optimisers import Arrays, Optimiser, optimiser
-from .piece import Array, Param
+from .pieces.losses import Loss, loss_of
+from .pieces.optimisers import Arrays, Optimiser, optimiser
+from .pieces.piece import Array, Param
 
 _NEXT = 1_000_003  # from a seed whose program has no gradient to the one whose program is taken instead
 

@@ -13,8 +13,8 @@ import pytest
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
 from fusionlab.evidence.comparison import Evidence
-from fusionlab.evidence.record import environment
-from fusionlab.evidence.timing import Runs, timing_of
+from fusionlab.evidence.instruments.record import environment
+from fusionlab.evidence.instruments.timing import Runs, timing_of
 from fusionlab.models import multi_fc
 from fusionlab.testing import (
     FusionAssertionError,
@@ -333,12 +333,12 @@ def test_shapes_are_not_enough_to_compare_values():
 
 
 def test_a_comparison_without_a_reference_is_no_pass(monkeypatch):
-    real = fl.lab.compare
+    real = fl.verbs.lab.compare
 
     def without(*args, **options):
         return dataclasses.replace(real(*args, **options), numerics=None, notes=("no reference",))
 
-    monkeypatch.setattr(fl.lab, "compare", without)
+    monkeypatch.setattr(fl.verbs.lab, "compare", without)
     assert "nothing to judge by: no reference" in failure(assert_equivalent, layer, arrays())
 
 
@@ -370,7 +370,7 @@ def on_a_gpu(monkeypatch):
     """A process that believes to have a GPU, and a comparison that says what the test says."""
     monkeypatch.setattr(asserts, "Device", type("Device", (), {"current": staticmethod(lambda: fl.Device.of("sm_90"))}))
     said = {}
-    monkeypatch.setattr(fl.lab, "compare", lambda *a, **o: said["evidence"])
+    monkeypatch.setattr(fl.verbs.lab, "compare", lambda *a, **o: said["evidence"])
     return lambda *a, **o: said.update(evidence=timed(*a, **o))
 
 

@@ -1,0 +1,1 @@
+"""Tests of `fusionlab/viz`, a folder for each of its own."""

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fusionlab.fusers.findings import Backend, Candidate, Findings, Rejection, Residual
-from fusionlab.graph.ir import Graph, Node
-from fusionlab.graph.trace import trace
+from fusionlab.fusers.engine.outcomes import Backend, Candidate, Rejection, Residual
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Node
+from fusionlab.graph.program.trace import trace
 
 
 def candidate(graph: Graph, site_id: str, nodes: list[Node], formula: str = "x @ w + b") -> Candidate:

@@ -7,20 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from . import (
-    attention,
-    controls,
-    equinox_models,
-    haiku_models,
-    handwritten,
-    hf,
-    jaxnn,
-    linen,
-    nnx,
-    norms,
-    parallel,
-    structured,
-)
+from .kinds import attention, controls, handwritten, norms, parallel, structured
+from .libraries import equinox_models, haiku_models, hf, jaxnn, linen, nnx
 from .model import DTYPES, Built, Model, concrete
 from .train import initial_state, train_step
 from .truths import Truth, Variant, truth

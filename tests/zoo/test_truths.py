@@ -19,7 +19,7 @@ import pytest
 
 from .catalogue import DTYPES, LEFT_OUT, MODELS, DtypeName, Model, Program, programs
 from .config import GROUPED, Sizes
-from .flow import learned_products
+from .kinds.flow import learned_products
 from .truths import CONCEPTS, KINDS, Truth, tally, truth
 
 HERE = Path(__file__).parent

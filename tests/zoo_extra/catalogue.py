@@ -15,15 +15,7 @@ from zoo import catalogue
 from zoo.catalogue import DTYPES, VARIANTS, Program
 from zoo.model import Model
 
-from . import (
-    equinox_models,
-    haiku_models,
-    keras_models,
-    linen_models,
-    nnx_models,
-    penzai_models,
-    transformers_models,
-)
+from . import equinox_models, haiku_models, keras_models, linen_models, nnx_models, penzai_models, transformers_models
 from .pins import PINS, reason
 
 __all__ = ["DTYPES", "EVERY", "LEFT_OUT", "MODELS", "PINS", "VARIANTS", "Model", "Program", "programs"]

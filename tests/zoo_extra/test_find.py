@@ -13,7 +13,7 @@ from zoo.catalogue import Program
 from zoo.test_truths import primitives
 
 import fusionlab as fl
-from benchmarks.recall import outcome
+from benchmarks.search.recall import outcome
 
 from . import equinox_models, keras_models, linen_models, nnx_models, transformers_models
 from .catalogue import EVERY, LEFT_OUT

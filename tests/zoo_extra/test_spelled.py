@@ -11,11 +11,11 @@ from collections import Counter
 import jax
 import pytest
 from zoo.catalogue import DTYPES, DtypeName, Model, Program
-from zoo.flow import learned_products
+from zoo.kinds.flow import learned_products
 from zoo.test_truths import PRIMITIVES, implied, primitives
 
 import fusionlab as fl
-from benchmarks.recall import LAYER_PASSES, Outcome, counted
+from benchmarks.search.recall import LAYER_PASSES, Outcome, counted
 
 from .catalogue import EVERY
 from .spelled.catalogue import MODELS, programs

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from zoo.catalogue import DTYPES, DtypeName, Model, Program
-from zoo.flow import learned_products
+from zoo.kinds.flow import learned_products
 from zoo.test_truths import PRIMITIVES, implied, imports, primitives
 from zoo.truths import CONCEPTS, KINDS, truth
 

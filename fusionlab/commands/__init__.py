@@ -1,0 +1,1 @@
+"""Parts of the command line: `demo`, `doctor`, and `loading` (a function and its arguments from text)."""

@@ -1,0 +1,232 @@
+"""The demo: a transformer block found, fused, verified and timed on this machine, written up as one web page."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..evidence.errors.numerics import Error, LeafNumerics
+from ..evidence.instruments.record import newest_record
+from ..evidence.instruments.timing import Timing, seconds
+from ..models import transformer
+from ..output import output_folder, write_file
+from ..verbs import lab
+
+# Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
+# the features per head, 64, are those of common models.
+EMBED, HEADS = 128, 2
+ELSEWHERE = "sm_90"
+# Bounds each of the two timings on a slow machine; one that is cut short says so and gives no verdict.
+BUDGET_S = 20.0
+# Records of benchmarks on a GPU: the repository's own where this is a checkout; else the same files, which pyproject.toml puts into a wheel
+# here, so that there is no second copy to keep equal.
+GPU_RECORDS = (
+    Path(__file__).parents[2] / "benchmarks" / "results" / "h200",
+    Path(__file__).parents[1] / "records" / "h200",
+)
+
+
+def gpu_record() -> dict[str, Any] | None:
+    """The newest record of `python -m benchmarks gemm_epilogue` that comes with FusionLab; None where none came along."""
+    folder = next((f for f in GPU_RECORDS if f.is_dir()), None)
+    return newest_record(folder, "gemm_epilogue") if folder is not None else None
+
+
+def transformer_block(params: Any, x: jax.Array) -> jax.Array:
+    """The block the demo looks at."""
+    return transformer.block(params, x, heads=HEADS)
+
+
+@dataclass(frozen=True, eq=False)
+class Demo:
+    """What the demo found and measured; prints as a short table.
+
+    Attributes:
+      size: sequence length.
+      found: what may be fused on this machine.
+      elsewhere: what may be fused on `ELSEWHERE`, judged without running there.
+      result: time, memory and errors, before and after, on this machine.
+      record: what was measured on a GPU, elsewhere and earlier (`gpu_record`); None without one.
+      folder, files: where the report is.
+      seconds: of the whole demo.
+    """
+
+    size: int
+    found: lab.Findings
+    elsewhere: lab.Findings
+    result: lab.Comparison
+    record: dict[str, Any] | None
+    folder: str
+    files: tuple[str, ...]
+    seconds: float
+
+    @property
+    def title(self) -> str:
+        return f"transformer block, B1 S{self.size} E{EMBED} H{HEADS} float32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able data; every measurement stands under the hardware it was made on."""
+        measured = self.result.to_dict()
+        return {
+            "title": self.title,
+            "sequence": self.size,
+            "hardware": self.result.environment.hardware,
+            "counts": self.found.counts(),
+            "found": self.found.to_dict(),
+            "elsewhere": self.elsewhere.to_dict(),
+            **measured,
+            "gpu_record": None if self.record is None else {k: self.record[k] for k in ("command", "environment")},
+            "files": list(self.files),
+            "seconds": round(self.seconds, 1),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        environment = self.result.environment
+        versions = environment.versions
+        yield f"{self.title}, jax {versions['jax']}, Python {versions['python']}"
+        yield f"\nFound on {self.found.device}"
+        yield from (f"  {line}" for line in str(self.found).splitlines())
+        yield "\nRuns there, and why"
+        yield from (f"  {row}" for row in _table(list(_choices(self.found))))
+        yield f"\nMeasured on {environment.hardware}: jax.jit of the block -> the same with its sites fused"
+        yield from (f"  {row}" for row in _table([["", "before", "after", "before/after", "verdict"], *self._rows()]))
+        yield from (f"  note: {note}" for note in self.result.all_notes)
+        yield f"\nWould run on {self.elsewhere.device}; judged, not run"
+        yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
+        yield from (f"  {line}" for line in self.elsewhere.reasons())
+        if self.record is not None:
+            from ..viz.gpu_record import summary, where
+
+            yield f"\nOn record from a GPU ({where(self.record)})"
+            yield f"  {summary(self.record)}"
+        yield f"\n{self.seconds:.0f} s in all. Open {os.path.join(self.folder, 'report.html')}"
+
+    def _rows(self) -> Iterator[list[str]]:
+        yield from (_timing_row(timing) for timing in self.result.timings)
+        if not self.result.timings:
+            yield ["time", "", "", "", f"not measured: {self.result.verdict}"]
+        for what, memory in (("forward", self.result.memory), ("forward + backward", self.result.memory_grad)):
+            if memory is not None:
+                before, after = memory.before.temp, memory.after.temp
+                ratio = f"{before / after:.2f}x" if after else ""
+                yield [f"compiled temporaries, {what}", mebibytes(before), mebibytes(after), ratio, ""]
+        leaves = self.result.numerics.leaves if self.result.numerics else ()
+        for kind in ("output", "gradient"):
+            of_kind = [leaf for leaf in leaves if leaf.kind == kind]
+            if of_kind:
+                worst = [max(e.max_abs for e in errors) for errors in _errors(of_kind)]
+                verdict = "ok" if all(leaf.ok for leaf in of_kind) else "WORSE"
+                name = f"largest error against float64, {len(of_kind)} {kind}" + ("s" if len(of_kind) > 1 else "")
+                yield [name, f"{worst[0]:.1e}", f"{worst[1]:.1e}", "", verdict]
+
+
+def _errors(leaves: list[LeafNumerics]) -> tuple[list[Error], list[Error]]:
+    return [leaf.before for leaf in leaves], [leaf.after for leaf in leaves]
+
+
+def mebibytes(n: float) -> str:
+    return f"{n / 2**20:.1f} MiB"
+
+
+def _timing_row(t: Timing) -> list[str]:
+    low, high = t.interval
+    n = min(len(t.before.samples_s), len(t.after.samples_s))
+    ratio = f"{t.ratio:.2f}x [{low:.2f}, {high:.2f}]"
+    medians = [seconds(t.before.median_s), seconds(t.after.median_s)]
+    return [f"time, {t.what}, median of {n}", *medians, ratio, str(t.verdict)]
+
+
+def _choices(found: lab.Findings) -> Iterator[list[str]]:
+    """A line for each different (pass, backend, reason), with the number of sites that share it."""
+    shared: dict[tuple[str, str, str], int] = {}
+    for candidate in found.candidates:
+        if candidate.idle:
+            key = candidate.pass_name, "left as it is", candidate.idle
+            shared[key] = shared.get(key, 0) + 1
+            continue
+        for backend in candidate.backends:
+            if backend.verdict in ("chosen", "same code"):
+                key = candidate.pass_name, f"{backend.name} ({backend.verdict})", backend.reason
+                shared[key] = shared.get(key, 0) + 1
+    for (name, backend, reason), sites in shared.items():
+        yield [name, f"{sites} site" + ("s" if sites > 1 else ""), backend, reason]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Rows as text in aligned columns."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(rows[0]) if rows else 0)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool = True) -> Demo:
+    """Finds, fuses, verifies and times a transformer block, and writes `report.html`, pictures and `report.json`.
+
+    Args:
+      folder: where to; checked first, and its files appear together at the end.
+      size: sequence length.
+      progress: bars on standard error.
+
+    Raises:
+      OutputError: `folder` cannot be written to; nothing is left half-written.
+    """
+    start = time.perf_counter()
+    with output_folder(folder) as work:
+        params = transformer.init_block(jax.random.key(0), EMBED)
+        x = transformer.inputs(jax.random.key(1), seq=size, embed=EMBED, dtype=jnp.float32)
+        found = lab.find(transformer_block, params, x)
+        elsewhere = lab.find(found.graph, device=ELSEWHERE)
+        fused = lab.fuse(transformer_block)
+        result = lab.compare(transformer_block, fused, params, x, grad=True, progress=progress, budget_s=BUDGET_S)
+        record = gpu_record()
+        _write(work, found, elsewhere, result, record)
+        files = (*sorted(p.name for p in work.iterdir()), "report.json")
+        done = Demo(size, found, elsewhere, result, record, str(folder), files, time.perf_counter() - start)
+        write_file(work / "report.json", json.dumps(done.to_dict(), indent=1) + "\n")
+    return done
+
+
+def _write(
+    work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab.Comparison, record: dict[str, Any] | None
+) -> None:
+    """The page and the pictures."""
+    from ..viz.explorer.files import save
+    from ..viz.html.report import report_html
+    from ..viz.plots import evidence_figures, figure_svg
+
+    after, formulas = found.apply(), {p.name: p.formula for p in lab.passes()}
+    environment = result.environment
+    shown = {"hardware": environment.hardware, **environment.versions, "measured": environment.time}
+    page = report_html(
+        found.graph,
+        found,
+        enabled=None,
+        evidence=result,
+        after=after,
+        environment=shown,
+        formulas=formulas,
+        record=record,
+    )
+    write_file(work / "report.html", page)
+    simulated = report_html(
+        elsewhere.graph,
+        elsewhere,
+        formulas=formulas,
+        title=f"FusionLab: {elsewhere.graph.name} on {elsewhere.device}; judged, not run",
+    )
+    write_file(work / f"report-{ELSEWHERE}.html", simulated)
+    save(found.graph, work / "overview.svg", found, max_nodes=16)
+    save(found.graph, work / "found.svg", found)
+    save(after, work / "fused.svg")
+    for name, figure in evidence_figures(result):
+        write_file(work / f"{name.lower()}.svg", figure_svg(figure))

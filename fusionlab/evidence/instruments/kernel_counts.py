@@ -1,0 +1,43 @@
+"""How many kernels a program was compiled to, before and after: counted in XLA's optimised HLO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fusionlab.graph.xla.hlo_text import kernel_counts
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """Kind of kernel -> how many, in each version's forward call.
+
+    Kinds are those of `fusionlab.graph.xla.modules.Kernel`: "fusion", "library", "custom", "copy", "collective", "unfused". The
+    body of a loop is counted once however often it runs; what a fused op's own custom call launches counts as one.
+    """
+
+    before: Mapping[str, int] = field(default_factory=dict)
+    after: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def versions(self) -> tuple[tuple[str, Mapping[str, int]], ...]:
+        return ("before", self.before), ("after", self.after)
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """All kinds together, before and after."""
+        return sum(self.before.values()), sum(self.after.values())
+
+    def __str__(self) -> str:
+        """ "XLA kernels: 14 -> 9 (fusion 10 -> 4, library 4 -> 4, custom 0 -> 1), loop bodies counted once"."""
+        kinds = dict.fromkeys((*self.before, *self.after))
+        told = ", ".join(f"{kind} {self.before.get(kind, 0)} -> {self.after.get(kind, 0)}" for kind in kinds)
+        before, after = self.total
+        return f"XLA kernels: {before} -> {after}{f' ({told})' if told else ''}, loop bodies counted once"
+
+
+def kernels_of(hlo: Mapping[str, str]) -> KernelCounts | None:
+    """The counts of a comparison's HLO texts; None where there are none."""
+    if not all(hlo.get(name) for name in ("before", "after")):
+        return None
+    return KernelCounts(kernel_counts(hlo["before"]), kernel_counts(hlo["after"]))

@@ -1,0 +1,199 @@
+"""Peak memory: what the compiler planned, and what a fresh process really grew by."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fusionlab.errors import ArgumentError, BackendError
+
+from ..units import size
+from .out_of_memory import out_of_memory
+from .program import Program
+from .record import hardware
+
+
+@dataclass(frozen=True)
+class CompiledMemory:
+    """The compiler's plan for one program, in bytes.
+
+    `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
+    `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
+    XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
+    `resident_growth` sees both.
+    """
+
+    name: str
+    argument: int
+    output: int
+    temp: int
+    alias: int
+    code: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Compiled memory of both versions; `hardware` is where they were compiled for.
+
+    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`); None
+    where the device keeps no such count, as a CPU does not, and in records from before it was measured.
+    """
+
+    before: CompiledMemory
+    after: CompiledMemory
+    hardware: str
+    device_peak: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.text}, on {self.hardware}"
+
+    @property
+    def text(self) -> str:
+        """The line without the hardware, for where that is said once for all."""
+        b, a = self.before, self.after
+        ratio = b.peak / a.peak if a.peak else 1.0
+        change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
+        return (
+            f"compiled peak memory: {size(b.peak)} -> {size(a.peak)}{change} "
+            f"(temporaries {size(b.temp)} -> {size(a.temp)}){self._peak}"
+        )
+
+    @property
+    def _peak(self) -> str:
+        return (
+            ""
+            if self.device_peak is None
+            else f", device peak {size(self.device_peak[0])} -> {size(self.device_peak[1])}"
+        )
+
+
+def compiled_memory(program: Program) -> CompiledMemory | None:
+    """What the compiler planned for it; None where the backend does not say."""
+    stats = program.compiled.memory_analysis()
+    if stats is None:
+        return None
+    parts = {k: int(getattr(stats, f"{k}_size_in_bytes", 0)) for k in ("argument", "output", "temp", "alias")}
+    peak = parts["argument"] + parts["output"] + parts["temp"] - parts["alias"]
+    return CompiledMemory(program.name, **parts, code=int(getattr(stats, "generated_code_size_in_bytes", 0)), peak=peak)
+
+
+def memory_of(before: Program, after: Program) -> Memory | None:
+    """Compiled memory of both, or None where the backend does not say; on a GPU the device's peak around a run of each as well."""
+    first, second = compiled_memory(before), compiled_memory(after)
+    if first is None or second is None:
+        return None
+    # The count of a process only grows: of two runs the one that needs less has to come first to be seen.
+    second_first = second.peak < first.peak
+    peaks = [device_peak(p) for p in ((after, before) if second_first else (before, after))]
+    found = peaks[::-1] if second_first else peaks
+    both = None if found[0] is None or found[1] is None else (found[0], found[1])
+    return Memory(first, second, hardware(), both)
+
+
+def device_peak(program: Program) -> int | None:
+    """Bytes in use at most during one run beyond those in use before it, arguments among the latter.
+
+    None where the device keeps no count (a CPU), where the program runs on several devices, and where the process has had more in use
+    before: the count is of the whole process and never falls, so that a smaller peak cannot be seen.
+    """
+    devices = tuple(program.devices)
+    if len(devices) != 1 or (stats := devices[0].memory_stats()) is None or "peak_bytes_in_use" not in stats:
+        return None
+    with out_of_memory(f"{program.name}: its peak of memory"):
+        return _peak_of_a_run(program, devices[0])
+
+
+def _peak_of_a_run(program: Program, device: Any) -> int | None:
+    args = program.fresh_args()
+    in_use, highest = (device.memory_stats()[k] for k in ("bytes_in_use", "peak_bytes_in_use"))
+    jax.block_until_ready(program.compiled(*args, **program.kwargs))
+    peak = device.memory_stats()["peak_bytes_in_use"]
+    return int(peak - in_use) if peak > highest else None
+
+
+@dataclass(frozen=True)
+class ResidentGrowth:
+    """Resident memory of a fresh process around one run, in bytes.
+
+    Attributes:
+      target: what was run.
+      before: resident set with the arguments made and the function compiled.
+      peak: highest resident set during the run; `growth` is the difference.
+      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process, so that
+        `growth` is at most what it says when compiling took more).
+    """
+
+    target: str
+    before: int
+    peak: int
+    method: str
+
+    @property
+    def growth(self) -> int:
+        return max(0, self.peak - self.before)
+
+
+_CHILD = """
+import importlib, json, sys
+import jax
+target, arguments = sys.argv[1], json.loads(sys.argv[2])
+module, _, name = target.partition(":")
+made = getattr(importlib.import_module(module), name)(*arguments)
+fn, args = made
+compiled = jax.jit(fn).lower(*args).compile()
+jax.block_until_ready(args)
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+try:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before, method = status("VmRSS"), "VmHWM"
+except OSError:
+    import resource
+    unit = 1 if sys.platform == "darwin" else 1024
+    before, method = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "ru_maxrss"
+jax.block_until_ready(compiled(*args))
+peak = status("VmHWM") if method == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+print("fusionlab-resident", json.dumps([before, peak, method]))
+"""
+
+
+def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
+    """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
+
+    Args:
+      target: "module:function"; the function takes `arguments` and returns (fn, args): what to compile and run.
+      arguments: JSON-able values.
+      timeout_s: seconds until the process is given up.
+
+    Raises:
+      ArgumentError: `target` is not "module:function".
+      BackendError: the process failed or took too long; its last line is in the message.
+    """
+    if ":" not in target:
+        raise ArgumentError(f"target: got {target!r}, needed 'module:function'")
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    command = [sys.executable, "-c", _CHILD, target, json.dumps(list(arguments))]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": path}
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(f"{target} did not finish in {timeout_s} s in a process of its own") from error
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fusionlab-resident ")]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BackendError(f"{target} failed in a process of its own (exit {done.returncode}): {last}")
+    before, peak, method = json.loads(lines[-1].partition(" ")[2])
+    return ResidentGrowth(target, before, peak, method)

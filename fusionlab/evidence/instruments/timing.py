@@ -1,0 +1,382 @@
+"""Interleaved timing of two functions, and what may be said of it.
+
+On a CUDA device, device time (device_clock.py): the host's dispatch is the same for both and hides behind other work in a real program.
+Elsewhere, and for what runs on several devices, wall time of a call, blocked on all its outputs; a sample repeats a short function until
+it lasts a millisecond. The two run in turns (A B B A, then B A A B), so that drift of clocks and neighbours falls on both; compile time is
+apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from fusionlab.errors import ArgumentError
+from fusionlab.graph.program.trace import bind_users
+from fusionlab.processes import from_process_0, several
+
+from . import device_clock
+from .clocks import Clocks, read_clocks
+from .out_of_memory import out_of_memory
+from .program import Program, compile_program, compiling
+from .progress import Progress, Reporter
+from .record import hardware
+from .turns import take_turns
+
+WALL = "wall time"
+VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
+PATIENCE_S = 10.0  # for more samples than were asked for
+WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
+MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
+SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
+MAX_REPEATS = 10_000
+DISPATCHING_S = 0.02  # spent on seeing what a dispatch takes, in at most five calls
+
+
+class Verdict(enum.StrEnum):
+    """What a timing allows to say of "after" against "before"."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NO_DIFFERENCE = "no difference"
+    SAME_CODE = "same code"
+    INCONCLUSIVE = f"inconclusive: fewer than {VERDICT_SAMPLES} samples"
+    NOT_TIMED = "not timed"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All samples of one function.
+
+    Attributes:
+      name: "before" or "after".
+      samples_s: seconds per call, one a sample, in the order taken.
+      repeats: calls a sample averages over.
+      trace_s, lower_s, compile_s: seconds, once each.
+      clock: "wall time" or "device time".
+      cold: whether caches were flushed before each call; else a call finds what the one before it left there.
+      dispatch_s: seconds until a call gives the host back, its results still to come; None in older records. Where the host computes
+        (a CPU), small programs are done by then.
+    """
+
+    name: str
+    samples_s: tuple[float, ...]
+    repeats: int
+    trace_s: float
+    lower_s: float
+    compile_s: float
+    clock: str = WALL
+    cold: bool = False
+    dispatch_s: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.samples_s))
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        low, high = np.percentile(self.samples_s, (25, 75))
+        return float(low), float(high)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.samples_s)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Two functions timed in turns.
+
+    Attributes:
+      what: "forward" or "forward + backward".
+      before, after: all samples of each.
+      ratio: median of before / median of after; above 1 "after" is faster.
+      interval: 95 % bootstrap interval of the ratio.
+      verdict: what may be said of it.
+      hardware: where it was measured.
+      stopped: "", "time budget" or "cancelled".
+      clocks: readings before and after, as far as they can be had.
+    """
+
+    what: str
+    before: Runs
+    after: Runs
+    ratio: float
+    interval: tuple[float, float]
+    verdict: Verdict
+    hardware: str
+    stopped: str = ""
+    clocks: tuple[Clocks, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text}, on {self.hardware}"
+
+    @property
+    def clock(self) -> str:
+        """What was timed: "wall time" or "device time"."""
+        return self.before.clock
+
+    @property
+    def text(self) -> str:
+        """The line without the hardware, for where that is said once for all."""
+        low, high = self.interval
+        n = min(len(self.before.samples_s), len(self.after.samples_s))
+        cold = ", cold caches" if self.before.cold else ""
+        return (
+            f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
+            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock}{cold})"
+        )
+
+
+def seconds(value: float) -> str:
+    """Three digits with a unit that reads well: "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def ratio_interval(
+    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of median(before) / median(after).
+
+    Samples with the same index were taken next to each other, so they are drawn together: what slowed the machine then
+    slowed both. The draws are seeded, so the same samples always give the same interval.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    """
+    n = min(len(before), len(after))
+    index = np.random.default_rng(0).integers(0, n, (resamples, n))
+    ratios = np.median(np.asarray(before)[:n][index], axis=1) / np.median(np.asarray(after)[:n][index], axis=1)
+    low, high = np.percentile(ratios, (50 * (1 - confidence), 50 * (1 + confidence)))
+    return float(low), float(high)
+
+
+def judge(ratio: float, interval: tuple[float, float], samples: int) -> Verdict:
+    """The verdict on a ratio of medians, its interval, and the number of samples of each function."""
+    if samples < VERDICT_SAMPLES:
+        return Verdict.INCONCLUSIVE
+    if interval[0] <= 1 <= interval[1] or abs(ratio - 1) < MIN_EFFECT:
+        return Verdict.NO_DIFFERENCE
+    return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
+
+
+def timing_of(what: str, before: Runs, after: Runs, stopped: str = "", clocks: Sequence[Clocks] = ()) -> Timing:
+    """Statistics and verdict over samples taken."""
+    ratio = before.median_s / after.median_s
+    interval = ratio_interval(before.samples_s, after.samples_s)
+    verdict = judge(ratio, interval, min(len(before.samples_s), len(after.samples_s)))
+    return Timing(what, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
+
+
+def time_pair(
+    before: Callable,
+    after: Callable,
+    *args: Any,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    cold: bool = False,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    **kwargs: Any,
+) -> Timing:
+    """Times two functions in turns on the same arguments, both under `jax.jit`.
+
+    Args:
+      before, after: what to compare; "before" is the baseline.
+      *args, **kwargs: arrays, used as given; donated ones are copied for each run, outside the timed region.
+      samples: of each; at least 40 for a verdict, and then up to ten times as many, for some seconds, where these
+        leave the ratio open by more than 6 %.
+      budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
+      donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
+      static_argnums, static_argnames: as in `jax.jit`.
+      cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      cancel: asked before each round; when it says True, what was taken so far is returned.
+
+    Raises:
+      ArgumentError: a shape instead of an array, `samples` < 2 or no time.
+      SideEffectError: a function prints or calls back into Python; named with its source line.
+      TraceError: a function does not trace.
+    """
+    check_effort(samples, budget_s)
+    calls = [bind_users(fn, args, kwargs, static_argnums, static_argnames) for fn in (before, after)]
+    donated = calls[0].dynamic(as_tuple(donate_argnums), "donate_argnums") or calls[0].donated
+    told = {"donate_argnums": donated, "compiling": compiling(calls[0])}
+    named = zip(("before", "after"), calls, strict=True)
+    programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **told) for name, c in named]
+    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
+    return time_programs("forward", programs[0], programs[1], **effort)
+
+
+def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def check_effort(samples: int, budget_s: float) -> None:
+    """Raises ArgumentError for fewer than two samples, or no time."""
+    if samples < 2:
+        raise ArgumentError(f"samples: got {samples}, needed at least 2, and {VERDICT_SAMPLES} for a verdict")
+    if not budget_s > 0:
+        raise ArgumentError(f"budget_s: got {budget_s}, needed a number of seconds above 0")
+
+
+def time_programs(
+    what: str,
+    before: Program,
+    after: Program,
+    *,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    cold: bool = False,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+) -> Timing:
+    """`time_pair` for programs compiled already; each runs at least twice, whatever the budget.
+
+    Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, for `PATIENCE_S` and within the
+    budget. That hangs on the interval's width alone and not on where it lies, so it makes no verdict likelier than another.
+    """
+    patient_until = time.perf_counter() + min(budget_s, PATIENCE_S)
+
+    def narrow(taken: Mapping[str, Sequence[float]]) -> bool:
+        low, high = ratio_interval(taken[before.name], taken[after.name])
+        return high <= (1 + WIDEST) * low or time.perf_counter() > patient_until
+
+    enough = narrow if samples >= VERDICT_SAMPLES else None
+    platform = next(iter(before.devices)).platform
+    clocks = [read_clocks(platform)]
+    with Reporter(progress, f"timing {what}", samples) as reporter:
+        (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold, enough)
+    return timing_of(what, first, second, stopped, (*clocks, read_clocks(platform)))
+
+
+def runs_of(
+    programs: Sequence[Program],
+    samples: int,
+    budget_s: float = math.inf,
+    step: Callable[[int], None] | None = None,
+    cancel: Callable[[], bool] | None = None,
+    cold: bool = False,
+    enough: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
+) -> tuple[list[Runs], str]:
+    """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
+    devices = frozenset().union(*(p.devices for p in programs))
+    clock = device_clock.NAME if device_clock.can_time(devices) else WALL
+    made = {p.name: _sampler(p, clock, cold) for p in programs}
+    taken, stopped = take_turns(
+        {name: sample for name, (sample, _) in made.items()},
+        samples,
+        budget_s=budget_s,
+        step=step,
+        cancel=cancel,
+        enough=enough,
+        agreed=(lambda own: bool(from_process_0(np.int32(own), "timing"))) if several(devices) else bool,
+    )
+    return [
+        Runs(
+            p.name,
+            tuple(taken[p.name]),
+            made[p.name][1],
+            p.trace_s,
+            p.lower_s,
+            p.compile_s,
+            clock,
+            cold,
+            _dispatch_s(p),
+        )
+        for p in programs
+    ], stopped
+
+
+def _dispatch_s(program: Program) -> float:
+    """The least of some calls, as what else the host did is no part of it; one call is enough of a program that takes long."""
+    least, spent = math.inf, 0.8 * DISPATCHING_S if several(program.devices) else 0.0  # as many calls in every process
+    while spent < DISPATCHING_S:
+        args = program.fresh_args()
+        start = time.perf_counter()
+        out = program.compiled(*args, **program.kwargs)
+        least = min(least, time.perf_counter() - start)
+        jax.block_until_ready(out)
+        spent += max(time.perf_counter() - start, DISPATCHING_S / 5)
+    return least
+
+
+def _sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
+    """What takes one sample of a program, warmed up, and how many calls that is.
+
+    Raises:
+      OutOfMemoryError: the device has too little memory for a run, or for as many as are queued; so does a sample.
+    """
+    with out_of_memory(f"{program.name}: timing it"):
+        sample, repeats = _warm_sampler(program, clock, cold)
+
+    def guarded() -> float:
+        with out_of_memory(f"{program.name}: timing it"):
+            return sample()
+
+    return guarded, repeats
+
+
+def _warm_sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
+    if clock == device_clock.NAME:
+        # Each call queued holds a copy of what it consumes; and XLA queues only so many programs.
+        calls = 1 if program.donated else device_clock.CALLS // 2 if cold else device_clock.CALLS
+        return device_clock.sampler(program.ready, calls, flush=cold), calls
+    if cold:
+        program.run()
+        return functools.partial(_cold_sample, program), 1
+    repeats = _warm_up(program)
+    return functools.partial(_sample, program, repeats), repeats
+
+
+def _cold_sample(program: Program) -> float:
+    """Wall seconds of one call after more has been written than caches hold."""
+    args = program.fresh_args()
+    np.add(_flushed(), 1, out=_flushed())
+    start = time.perf_counter()
+    jax.block_until_ready(program.compiled(*args, **program.kwargs))
+    return time.perf_counter() - start
+
+
+@functools.cache
+def _flushed() -> np.ndarray:
+    return np.zeros(device_clock.FLUSH_BYTES, np.uint8)
+
+
+def _warm_up(program: Program) -> int:
+    """Runs it, discards the times, and says how many calls make a sample."""
+    program.run()
+    quickest = min(_sample(program, 1) for _ in range(3))
+    repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))
+    return int(from_process_0(np.int32(repeats), "timing")) if several(program.devices) else repeats
+
+
+def _sample(program: Program, repeats: int) -> float:
+    """Wall seconds per call."""
+    compiled, args, kwargs = program.compiled, program.args, program.kwargs
+    if program.donated:
+        return sum(_donated_call(program) for _ in range(repeats)) / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        jax.block_until_ready(compiled(*args, **kwargs))
+    return (time.perf_counter() - start) / repeats
+
+
+def _donated_call(program: Program) -> float:
+    args = program.fresh_args()
+    start = time.perf_counter()
+    jax.block_until_ready(program.compiled(*args, **program.kwargs))
+    return time.perf_counter() - start

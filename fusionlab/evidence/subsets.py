@@ -1,0 +1,120 @@
+"""The program with some of its sites fused, against the original: what single sites do to its errors and its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fusionlab.graph.calls.binding import Bound
+
+from .bisection import Bisection, bisect_sites
+from .errors.numerics import LeafNumerics
+from .instruments.progress import Progress, Reporter
+from .instruments.timing import Timing, Verdict, time_programs
+from .original import Original
+
+Fuser = Callable[[tuple[str, ...]], Callable]  # site ids -> the function with these alone fused
+
+
+@dataclass(frozen=True)
+class SiteErrors:
+    """Errors that one site makes, fused, and no other.
+
+    Attributes:
+      site: its id.
+      leaves: every output and gradient, original ("before") and with that site fused ("after"), against float64: of the program, or of
+        the site alone.
+      drawn: of the site alone, and on values drawn at random, as those that reach it differ from round to round.
+    """
+
+    site: str
+    leaves: tuple[LeafNumerics, ...]
+    drawn: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return all(leaf.ok for leaf in self.leaves)
+
+    @property
+    def worst(self) -> LeafNumerics:
+        return worst_of(self.leaves)
+
+    def __str__(self) -> str:
+        return f"{self.site}: {self.worst}{' (on values drawn at random)' if self.drawn else ''}"
+
+
+def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
+    """The leaf that got worst: regressions first, then by how far the error grew, against what is tolerated."""
+    return max(
+        leaves, key=lambda leaf: (not leaf.ok, (leaf.after.max_abs - leaf.before.max_abs) / (leaf.atol or 1e-300))
+    )
+
+
+class Trials:
+    """Versions of one original, each with some of its sites fused."""
+
+    def __init__(self, call: Bound, fused: Fuser, grad: bool) -> None:
+        self.original, self.fused, self.grad = Original(call, (), None, grad), fused, grad
+
+    def errors(self, sites: tuple[str, ...]) -> tuple[LeafNumerics, ...]:
+        """Errors of outputs and gradients with these sites fused.
+
+        Raises:
+          TraceError: the program has no float64 form, or (with `grad`) no gradient.
+        """
+        version = self._version(sites)
+        backward = self.original.backward_of(version) if self.grad else None
+        return tuple(self.original.errors(self.original.forward_of(version), backward))
+
+    def timing(self, sites: tuple[str, ...], samples: int, budget_s: float) -> Timing:
+        """Time with these sites fused: of value and gradient, with `grad`."""
+        version, original = self._version(sites), self.original
+        effort = {"samples": samples, "budget_s": budget_s}
+        if self.grad:
+            return time_programs("forward + backward", original.backward, original.backward_of(version), **effort)
+        return time_programs("forward", original.forward, original.forward_of(version), **effort)
+
+    def _version(self, sites: tuple[str, ...]) -> Bound:
+        return replace(self.original.call, fn=self.fused(sites))
+
+
+def each_site(
+    sites: Sequence[str],
+    errors: Callable[[str], SiteErrors],
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+) -> tuple[SiteErrors, ...]:
+    """The errors of every site, in order; fewer where `cancel` said True."""
+    found = []
+    with Reporter(progress, "errors site by site", len(sites)) as reporter:
+        for site in sites:
+            if cancel is not None and cancel():
+                break
+            found.append(errors(site))
+            reporter.step()
+    return tuple(found)
+
+
+def bisect(
+    trials: Trials,
+    name: str,
+    of: str,
+    sites: Sequence[str],
+    *,
+    samples: int,
+    budget_s: float,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+) -> Bisection:
+    """The smallest sets of sites that make an output or gradient worse than before ("error"), or the program slower ("time")."""
+
+    def wrong(chosen: tuple[str, ...]) -> tuple[bool, str]:
+        leaf = worst_of(trials.errors(chosen))
+        return not leaf.ok, str(leaf)
+
+    def slow(chosen: tuple[str, ...]) -> tuple[bool, str]:
+        timing = trials.timing(chosen, samples, budget_s)
+        return timing.verdict == Verdict.SLOWER, timing.text
+
+    attempt = wrong if of == "error" else slow
+    return bisect_sites(name, of, sites, attempt, progress=progress, cancel=cancel)

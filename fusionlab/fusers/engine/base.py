@@ -1,0 +1,419 @@
+"""What a pass is, and what it needs to search a block."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ...device import Device, asked_about
+from ...errors import unknown_name
+from ...graph.backward.find import Derivatives
+from ...graph.canonical.view import View
+from ...graph.certify.certify import Certifier, Verdict, misplaced, weak_gradients
+from ...graph.dtypes import is_float, narrows
+from ...graph.matching.region import Region, region_signature
+from ...graph.matching.wide import arithmetic_of, wider_in
+from ...graph.primitives import SUMS_OVER_DEVICES
+from ...graph.program.boundary import guarded
+from ...graph.program.explicit_axes import Misplaced, placing, told, typed_shapes
+from ...graph.program.graph import Graph
+from ...graph.program.in_shard_map import Sums, has_mesh, make_jaxpr
+from ...graph.program.ir import Block, Node
+from ...graph.program.ir import all_nodes as all_nodes
+from ...graph.program.trace import block_of_jaxpr
+from ...graph.rewriting.rewrite import Replacement
+from ...graph.settings import unwrapped
+from ...kernels import OPS
+from ...kernels.op.op import Op
+from .declining import anchor_text as anchor_text
+from .declining import escape_text as escape_text
+from .declining import examined as examined
+from .declining import faulty as faulty
+from .declining import reason_to_tell as reason_to_tell
+from .declining import reject as reject
+from .other_numbers import notes_of
+from .outcomes import Backend, Candidate, Rejection, Residual
+
+BY_DEFAULT = "_default"  # likewise, that nobody named the pass
+IDLE = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
+WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
+# What to do where explicit axes stand in the way.
+AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
+GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
+
+
+class Pass(Protocol):
+    """One fusion pass: a name, words for people, and a search over one block.
+
+    Attributes:
+      name: as in `passes=[...]` and `Strategy`.
+      op: the fused op it rewrites to.
+      formula: what it fuses, in one line.
+      needs: its conditions, in one line.
+      options: option name -> (default, meaning), or (default, meaning, choices).
+      whole: where it is there and true, the pass is searched after those that have none, whatever the order they were asked in.
+      named_only: where it is there and true, the pass is asked only by name.
+      forward_only: likewise, that it has no `_grad`.
+      check(options): where it is there, raises ArgumentError or UnknownNameError for the value of an option that it does not take. Any
+        other error, and one raised during the search, is told as a rejection `uncertified`.
+      sample(): a small function and arguments in which it finds a site (for the before/after picture).
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def formula(self) -> str: ...
+    @property
+    def needs(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, tuple[Any, ...]]: ...
+
+    def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A small function and arguments with one site."""
+        ...
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        """Every site of the block: a candidate, or a rejection that says why not."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """One pass over one block.
+
+    Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse),
+    `derivatives` (of regions, where there is a backward pass in the program), `shared` (for passes to keep what they found: one for all
+    passes and blocks of a search).
+    """
+
+    graph: Graph
+    view: View
+    device: Device
+    certifier: Certifier
+    options: Mapping[str, Any] = field(default_factory=dict)
+    implementation: str | None = None
+    derivatives: Derivatives | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def block(self) -> Any:
+        return self.view.block
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether there is a backward pass in the program."""
+        return self.derivatives is not None
+
+    @property
+    def gradient(self) -> bool:
+        """Whether the pass's `_grad` is on: else the gradient is JAX's own of the reference."""
+        return self.options.get(GRADIENT, True)
+
+    @property
+    def by_default(self) -> bool:
+        """Whether neither the pass nor an implementation was named."""
+        return bool(self.options.get(BY_DEFAULT, False)) and self.implementation is None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a region becomes a call of a fused op.
+
+    Attributes:
+      op, attrs: the fused op and its attributes.
+      operands: region inputs -> the op's operands (None for an absent one).
+      finish: the op's result -> the region's root; a tuple of its roots, where it has several.
+      formula: what it computes at this site.
+      arithmetic: as of a Candidate.
+      device: what the op is bound for; None: the device at hand.
+    """
+
+    op: Op
+    attrs: Mapping[str, Any]
+    operands: Callable[..., tuple[Any, ...]]
+    finish: Callable[[Any], Any]
+    formula: str
+    arithmetic: str = ""
+    device: Device | None = None
+
+    def call(self, *inputs: Any) -> Any:
+        return self.calling(*inputs)[1]
+
+    def calling(self, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
+        """The op's operands, and what it gives of them."""
+        operands = self.operands(*inputs)
+        with contextlib.nullcontext() if self.device is None else asked_about(self.device):
+            return operands, self.finish(self.op.call(*operands, **self.attrs))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What certification of a site yields, shared by all sites of the same signature. `refused`: why the implementation that was named
+    cannot run it on the device asked about; then nothing else is known."""
+
+    verdict: Verdict
+    program: Block | None = None  # of a site that is none, nothing but why
+    residuals: tuple[Residual, ...] = ()
+    backends: tuple[Backend, ...] = ()
+    left_alone: tuple[str, str] | None = None
+    idle: str = ""
+    refused: str = ""
+
+
+def propose(
+    search: Search,
+    name: str,
+    region: Region,
+    plan: Plan,
+    anchor: Node,
+    notes: Sequence[str] = (),
+    concepts: Sequence[str] = (),
+    proof: Verdict | None = None,
+    sums: bool = False,
+) -> Any:
+    """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`.
+
+    `proof` is the outcome of certification where the region is put together of others that were certified; with `sums` the plan sums over
+    devices where the region does.
+    """
+    plan = replace(plan, device=search.device)
+    if not search.gradient:
+        plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
+    problem = _unfit(region, sums)
+    if problem is not None:
+        return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
+    arithmetic = arithmetic_of(region.root.dtype)
+    wide = wider_in(region, arithmetic)
+    if wide is not None:
+        sentence, edit = wider_text(wide, arithmetic), WIDER_EDIT.format(jnp.dtype(arithmetic).name)
+        return reject(search, name, "dtype", sentence, anchor, [wide], region.nodes, None, edit, concepts)
+    key = (
+        "site",
+        region_signature(region),
+        plan.op.name,
+        tuple(sorted(plan.attrs.items())),
+        search.implementation,
+        search.device,
+    )
+    facts = guarded(
+        lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
+        lambda fault: faulty(search, name, fault, anchor, region.nodes),
+    )
+    if isinstance(facts, Rejection):
+        return facts
+    if facts.refused:
+        return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
+    if not facts.verdict.ok:
+        sentence = (
+            f"{anchor_text(anchor)} ends what looks like {plan.formula} and is another function: {facts.verdict.detail}"
+        )
+        code, edit = facts.verdict.code or "value", None
+        if code in ("sharding", "uncertified"):
+            sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
+        if code == "sharding":
+            sentence, edit = f"{sentence}{_asked(region)}", AUTO_AXES
+        return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)
+    said = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
+    if isinstance(said, str):
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {said}"
+        return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
+    if facts.left_alone is not None:
+        code, why = facts.left_alone
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {why}"
+        edit = f"name one to have it all the same: {_named(facts.backends)}"
+        nodes = region.nodes
+        return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+    assert facts.program is not None
+    plan_call, idle = plan.call, facts.idle if search.by_default else ""
+    place = region.block.path, region.nodes, region.root, region.inputs
+    replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
+    return Candidate(
+        id=f"{name}@{anchor.scope}",
+        pass_name=name,
+        op=plan.op.name,
+        attrs={k: v for k, v in plan.attrs.items() if k != "implementation" and v is not None},
+        node_ids=region.node_ids,
+        root=region.root,
+        others=region.others,
+        leaves=dict(region.leaves),
+        block_path=region.block.path,
+        nodes_before=len(region.nodes),
+        nodes_after=len(facts.program.nodes),
+        source=anchor.source,
+        formula=plan.formula,
+        arithmetic=plan.arithmetic,
+        residuals=facts.residuals,
+        backends=facts.backends,
+        idle=idle,
+        notes=(*said, IDLE + idle) if idle else said,
+        concepts=tuple(concepts),
+        program=facts.program,
+        site=replacement,
+        region=region,
+        plan=plan,
+    )
+
+
+def _refused(
+    search: Search, name: str, plan: Plan, facts: _Facts, anchor: Node, nodes: Sequence[Node], concepts: Sequence[str]
+) -> Rejection:
+    """The rejection where the implementation that was named cannot run a site on the device asked about."""
+    asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
+    sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
+    edit = f"name one that can: {_named(facts.backends)}"
+    return reject(search, name, "implementation", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+
+
+def _named(backends: Sequence[Backend]) -> str:
+    """The implementations that can run, as a user names them."""
+    able = reversed([b.name for b in backends if b.verdict != "unavailable"])
+    return ", ".join(f"implementation={name!r}" for name in able)
+
+
+def _asked(region: Region) -> str:
+    """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
+    asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
+    told_of = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
+    return f" ({'; '.join(told_of)}, which the fused op's own product cannot be asked for)" if asking else ""
+
+
+def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
+    """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
+    values = *region.inputs, *region.roots
+    floats = [v.dtype for v in values if is_float(v.dtype)]
+    if any(0 in v.shape for v in values):
+        return "axes", f"{region.root!r} or one of its operands is empty"
+    odd = next((v for v in region.roots if not is_float(v.dtype)), None) if region.others else None
+    if odd is not None:
+        return "dtype", f"{odd!r}, a result of the site, is no float"
+    summed = next((n for n in all_nodes(region.nodes) if n.primitive in SUMS_OVER_DEVICES), None)
+    if summed is not None and not sums:
+        return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
+    if not all(has_mesh(v.aval) for v in values):
+        return (
+            "region",
+            f"{region.root!r} or one of its operands varies along an axis of no mesh around it, or is still to be summed along one",
+        )
+    for node in all_nodes(region.nodes):
+        made = node.outputs[0].dtype
+        read = [a.dtype for a in node.inputs if is_float(a.dtype)]
+        if not is_float(made) or not read:
+            continue
+        # A cast may round to what the site's operands have anyway; a product that rounds its own sum is another matter.
+        against = floats if node.primitive == "convert_element_type" else read
+        if all(narrows(made, dtype) for dtype in against):
+            return (
+                "dtype",
+                f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there",
+            )
+    return None
+
+
+def wider_text(node: Node, dtype: Any) -> str:
+    """The sentence for a node that computes wider than the fused op would, in `dtype`."""
+    made = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
+    return f"{anchor_text(node)} computes in {made} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
+
+
+def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
+    avals, asked = [v.aval for v in region.inputs], search.implementation
+    attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+
+    def backends(operands: Sequence[Any]) -> tuple[Backend, ...]:
+        return plan.op.backends(*operands, device=search.device, implementation=asked, **attrs)
+
+    try:
+        with placing(avals):
+            if asked is not None:  # and cannot be bound where it cannot run
+                able = backends(typed_shapes(plan.operands, avals))
+                if refusal := next((b.reason for b in able if b.name == asked and b.verdict == "unavailable"), None):
+                    return _Facts(Verdict(None), backends=able, refused=refusal)
+            traced = functools.cache(lambda: _program(plan, avals, region.sums))
+            what = (plan.op.name, tuple(sorted(plan.attrs.items())))
+            verdict = proof or _proved(search, region, plan, what, lambda: traced()[0])
+            if not verdict.ok:
+                return _Facts(verdict)
+            program, operands = traced()
+    except Misplaced as error:
+        return _Facts(misplaced(error))
+    saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
+    alone = plan.op.left_alone(*operands, device=search.device, **attrs) if asked is None else None
+    idle = plan.op.idle(*operands, device=search.device, **attrs)
+    return _Facts(verdict, program, saved, backends(operands), alone, idle)
+
+
+def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[Any]]:
+    """What would stand for a site, and the types of the op's operands in it."""
+    types: list[Any] = []
+
+    def call(*inputs: Any) -> Any:
+        operands, given = plan.calling(*inputs)
+        types.extend(None if x is None else jax.typeof(x) for x in operands)
+        return given
+
+    with unwrapped():
+        return block_of_jaxpr(make_jaxpr(call, avals, sums=sums)), types
+
+
+def _proved(search: Search, region: Region, plan: Plan, what: Any, program: Callable[[], Block]) -> Verdict:
+    """Whether a plan, which is traced to `program`, gives every root of a region, in values and in gradients."""
+    derivative = search.derivatives.jaxpr if search.derivatives is not None else None
+    ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
+    if not region.others:
+        return search.certifier.region(region, plan.call, what, derivative, program if ours else None)
+    lost: dict[str, None] = {}
+    edge = regained = False
+    for i, root in enumerate(region.roots):
+
+        def one(*inputs: Any, i: int = i) -> Any:
+            return plan.call(*inputs)[i]
+
+        verdict = search.certifier.region(region.of(root), one, (*what, i, len(region.roots)))
+        if not verdict.ok:
+            return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
+        lost.update(dict.fromkeys(verdict.lost))
+        edge, regained = edge or verdict.edge, regained or verdict.regained
+    return Verdict(None, lost=tuple(lost), edge=edge, regained=regained)
+
+
+def is_whole(pass_: Pass) -> bool:
+    """Whether a pass's sites are made of what other passes find, and it is to be searched after them."""
+    return getattr(pass_, "whole", False)
+
+
+def option(search: Search, pass_: Pass, key: str) -> Any:
+    """An option's value: as given, or the default."""
+    return search.options.get(key, pass_.options[key][0])
+
+
+def has_gradient(pass_: Pass) -> bool:
+    """Whether a pass brings a `_grad` with it: one of a forward op that dissolves under `jax.grad` does not."""
+    return not getattr(pass_, "forward_only", False)
+
+
+def found_at(pass_name: str, view: View) -> tuple[str, str, str]:
+    """Where `Search.shared` has what a pass found in a block."""
+    return "found", pass_name, view.block.path
+
+
+def choices_of(pass_: Pass, name: str) -> list[Any] | None:
+    """The values an option of a pass can have; None where they are not told."""
+    default, _, *choices = pass_.options[name]
+    if choices:
+        return list(choices[0])
+    return [False, True] if isinstance(default, bool) else None
+
+
+def check_options(pass_: Pass, options: Mapping[str, Any]) -> None:
+    """Raises UnknownNameError for an option the pass does not have."""
+    for key in options:
+        if key not in pass_.options:
+            raise unknown_name(f"option of pass {pass_.name}", key, pass_.options)

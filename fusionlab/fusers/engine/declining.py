@@ -1,0 +1,98 @@
+"""How a pass declines a place: the rejection, the words in it, and what stands for a place that the search failed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...graph.matching.region import Escape
+from ...graph.program.boundary import Fault, guarded
+from ...graph.program.ir import Node
+from .outcomes import LEFT_TO_XLA, Candidate, Rejection
+
+if TYPE_CHECKING:
+    from .base import Search
+
+# Codes that stand before what else reads a site's inner values: whoever that is, it is not fused.
+_BEFORE = LEFT_TO_XLA | {"implementation", "dtype"}
+_RESULTS = 3  # results of one node that a sentence names
+FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
+
+
+def reject(
+    search: Search,
+    name: str,
+    code: str,
+    sentence: str,
+    anchor: Node,
+    guilty: Iterable[Node],
+    site: Iterable[Node],
+    progress: tuple[int, int] | None = None,
+    edit: str | None = None,
+    concepts: Sequence[str] = (),
+) -> Rejection:
+    """A Rejection at `anchor`; `progress` defaults to all of the site's nodes having matched."""
+    site_ids = frozenset(n.id for n in site) | {anchor.id}
+    matched, total = progress or (len(site_ids), len(site_ids))
+    guilty_ids = tuple(n.id for n in guilty)
+    return Rejection(
+        f"{name}@{anchor.scope}",
+        name,
+        code,
+        sentence,
+        guilty_ids,
+        site_ids,
+        matched,
+        total,
+        anchor.source,
+        edit,
+        concepts=tuple(concepts),
+    )
+
+
+def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
+    """The rejection of a place that FusionLab failed at."""
+    told = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
+    return replace(told, origin=fault.origin)
+
+
+def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
+    """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
+
+    def found() -> list[Candidate | Rejection]:
+        made = examine()
+        if made is None:
+            return []
+        return [made] if isinstance(made, Candidate | Rejection) else list(made)
+
+    return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
+
+
+def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
+    """Why a site is none whose inner values are read outside (`problem`), where it would be none if the backward pass were what reads them
+    (`outcome`): that stands before the other where an implementation was named that cannot run it, its dtypes stand in the way of
+    any fusion, XLA's code is what runs on the device, or the search failed on it. Else it is said behind the other, which an edit
+    may remove, and in place of the edit that leads to it.
+    """
+    if problem is None or outcome.code in _BEFORE or outcome.origin:
+        return outcome
+    if outcome is problem or outcome.sentence in problem.sentence:
+        return problem
+    edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
+    return replace(
+        problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit
+    )
+
+
+def anchor_text(node: Node) -> str:
+    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node; of many results the first ones."""
+    more = len(node.outputs) - _RESULTS
+    outs = ", ".join(map(repr, node.outputs[:_RESULTS])) + (f" and {more} more" if more > 0 else "")
+    return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
+
+
+def escape_text(escape: Escape) -> str:
+    """ "%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
+    reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
+    return f"{anchor_text(escape.node)} {reader}"

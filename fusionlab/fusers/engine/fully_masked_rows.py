@@ -1,0 +1,135 @@
+"""Query rows that see no key. A program whose mask is -inf has NaN there, the fused op has 0 (see `kernels/dot_product_attention`):
+no site is rewritten whose program goes on to ask where the NaN are, since the answer would be another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...graph.canonical.nodes import ONE
+from ...graph.canonical.view import View
+from ...graph.dtypes import is_float
+from ...graph.matching.region import VIEWS, constant_array
+from ...graph.program.ir import Block, Node, Value
+from ...graph.program.signature import Memo
+
+NOTE = "a query row that sees no key is 0 in the fused op, where the program has NaN"
+_MAKERS = 8  # steps from a bias back to what it is made of
+_ADD_UP = 32  # numbers above this share of the largest may be -inf together, or in float16 with a score
+_CHOOSES = frozenset({"select", "sum", "cast"})
+_LOOPS = frozenset({"scan", "while"})
+
+
+def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str], alone: bool, memo: Memo) -> bool:
+    """Whether the sum of these biases may be -inf at an entry. Only a constant that is not, and a choice between finite numbers, are
+    known not to be; where they are not `alone` in hiding keys, numbers that may add up to -inf count as that.
+    """
+    several = not alone or len(names) > 1
+    return any(_may_be_infinite(view, leaves[n], several, memo) for n in names)
+
+
+def _may_be_infinite(view: View, bias: Value, several: bool, memo: Memo) -> bool:
+    largest = float(
+        jnp.finfo(bias.dtype).max
+    )  # a larger literal is infinite once it is cast; the view has 12 digits of one
+    most = largest / _ADD_UP if several or bias.dtype == np.float16 else largest * (1 + 1e-9)
+    array = constant_array(view, bias, memo, True)
+    if array is not None:
+        return not bool((np.abs(array.astype(np.float64)) <= most).all())
+    level, inside = [view.ref[bias.id].nid], [view.ref[bias.id].coef]
+    for _ in range(_MAKERS):
+        for nid in level:
+            node = view.nodes[nid]
+            shown = view.values_of.get(nid)
+            if node.op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype)):
+                return True
+            inside += [o.coef for o in node.operands]
+        if any(abs(float(c)) > most for c in inside):
+            return True
+        level = list(
+            dict.fromkeys(o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
+        )
+        if not level:
+            return False
+    return True
+
+
+def nan_test(view: View, root: Value) -> Node | None:
+    """The first node that asks whether a number is NaN of what is made of `root` entry by entry, or by products; None if none does.
+
+    Followed also out of the block, from all results of the node that holds it; into a loop's body or a branch one that asks anywhere in
+    it counts. Not followed through reductions: a maximum that is asked whether it is finite is how a logarithm of a sum starts.
+    """
+    starts = [view.ref[root.id].nid]
+    here: View | None = view
+    while here is not None:
+        found = _among_users(here, starts)
+        if found is not None:
+            return found
+        if here.outer is None:
+            return None
+        here, holder = here.outer
+        if holder.primitive in _LOOPS:  # what a turn makes the next one may ask
+            found = next(_questions(holder), None)
+            if found is not None:
+                return found
+        starts = [here.ref[v.id].nid for v in holder.outputs if v.id in here.ref]
+    return None
+
+
+def nan_test_between(view: View, start: int, end: Node) -> Node | None:
+    """The first node that asks which numbers made of a canonical node are NaN, if it stands before `end`."""
+    return _among_users(view, [start], end.id)
+
+
+def _among_users(view: View, starts: list[int], before: float = math.inf) -> Node | None:
+    seen, stack = set(starts), list(starts)
+    while stack:
+        for user in view.users.get(stack.pop(), ()):
+            node = view.nodes[user]
+            if user in seen or node.op.startswith("reduce_"):
+                continue
+            seen.add(user)
+            raw = next((n for v in view.values_of.get(user, ()) if (n := view.block.producer.get(v.id))), None)
+            if raw is not None and raw.id >= before:
+                continue
+            stack.append(user)
+            if raw is None:
+                continue
+            if node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1):
+                return raw
+            inside = next(_questions(raw), None)
+            if inside is not None:
+                return inside
+    return None
+
+
+def _questions(holder: Node) -> Iterator[Node]:
+    """The nodes of a node's blocks that ask whether a number is NaN, but those that ask it of a maximum."""
+    for block in holder.blocks:
+        for node in block.nodes:
+            yield from _questions(node)
+            if not _asks(node):
+                continue
+            maker = _maker(block, node)
+            while maker is not None and maker.primitive in VIEWS | {"max"}:  # of -inf and the maximum, in a logsumexp
+                maker = _maker(block, maker)
+            if maker is None or not maker.primitive.startswith("reduce_"):
+                yield node
+
+
+def _maker(block: Block, node: Node) -> Node | None:
+    """What makes the first operand of a node that is no literal, in the block."""
+    first = next((a for a in node.inputs if isinstance(a, Value)), None)
+    return None if first is None else block.producer.get(first.id)
+
+
+def _asks(node: Node) -> bool:
+    if node.primitive == "is_finite":
+        return True
+    pair = node.inputs[:2]
+    return node.primitive in ("ne", "eq") and all(isinstance(a, Value) for a in pair) and pair[0] == pair[1]

@@ -1,0 +1,41 @@
+"""How findings are told: alike sites together, and everything about one site in sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .outcomes import Candidate
+
+
+def together(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Items with the same key together, in order of first appearance."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def nameless(sentence: str) -> str:
+    """A sentence without the names of values and the lines of nodes, in which alike sites differ."""
+    return re.sub(r"%\d+|\([^\s()]+:\d+\)", "", sentence)
+
+
+def which(alike: list[Any], what: str = "sites") -> str:
+    """ "gemm_epilogue@mlp#1 at model.py:12"; "12 sites, gemm_epilogue@layer_0#1 and more at model.py:12, ..."."""
+    sources = list(dict.fromkeys(str(item.source) for item in alike if item.source))
+    at = f" at {', '.join(sources[:3])}{', ...' if len(sources) > 3 else ''}" if sources else ""
+    return f"{alike[0].id}{at}" if len(alike) == 1 else f"{len(alike)} {what}, {alike[0].id} and more{at}"
+
+
+def counted(codes: list[str]) -> list[str]:
+    """["rank", "bias x2"]: each code once, in order of first appearance."""
+    return [c if (n := codes.count(c)) == 1 else f"{c} x{n}" for c in dict.fromkeys(codes)]
+
+
+def columns_of(c: Candidate) -> dict[str, str]:
+    """A candidate's backends and notes, a text each."""
+    backends = "; ".join(f"{b.name}: {b.verdict}, {b.reason}" for b in c.backends)
+    return {"backend": c.backend.name if c.backend else "", "backends": backends, "notes": "; ".join(c.notes)}

@@ -1,0 +1,177 @@
+"""From axis letters to arrays: bringing a site's operands into the fused op's layout, and its result back.
+
+An axis of a raw value is described by its class number in the match (equal classes are the same axis), or None for a unit axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...graph.canonical.view import View
+from ...graph.matching.match import Match
+from ...graph.matching.region import VIEWS, NotARegion, Region
+from ...graph.program.ir import Node, Value
+
+Axes = tuple[int | None, ...]
+Groups = Sequence[Sequence[int]]  # of the axes of an op's operand: the classes that each merges, in order
+
+BROADCAST = -1  # in place of a class: the value repeats itself along this axis
+
+
+def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast: bool = False) -> Axes:
+    """The class of each axis of `value`, which shows the target node bound to `pattern_node`.
+
+    Raises:
+      NotARegion: the value is broadcast along an axis its node does not have, and `broadcast` does not allow it.
+    """
+    dims = iter(view.ref[value.id].dims)
+    out: list[int | None] = []
+    for size in value.shape:
+        if size == 1:
+            out.append(None)
+            continue
+        d = next(dims)
+        if d < 0 and broadcast:
+            out.append(BROADCAST)
+            continue
+        if d < 0:
+            raise NotARegion(f"{value!r} is broadcast along an axis of size {size}")
+        out.append(match.axes[pattern_node, d])
+    return tuple(out)
+
+
+def axes_beside(match: Match, view: View, region: Region, leaf: str) -> Axes:
+    """The axes of a leaf's raw value, where it repeats itself those of what it meets in the site.
+
+    A mask `a & b` of an `a` that repeats over the batch and a `b` that repeats over the rows has an array of its own, all of which the
+    site reads; a value that is broadcast where the site reads it has not, and keeps `BROADCAST` there.
+    """
+    value = region.leaves[leaf]
+    if regrouped_as(match, view, leaf, value) is not None:
+        return axes_of_leaf(match, view, leaf)
+    axes = axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
+    of_node = {t: p for p, t in match.nodes.items()}
+    inside = {n.id for n in (*region.nodes, *region.support)}
+    return tuple(_met(match, view, inside, of_node, value, d) if c == BROADCAST else c for d, c in enumerate(axes))
+
+
+def regrouped_as(match: Match, view: View, leaf: str, value: Value) -> Callable[[Any], Any] | None:
+    """How a leaf is made of `value`, of which the program shows no such reshape (see `graph.regroup`); None where it shows the leaf.
+
+    What is made so has the axes of the leaf's node, in their order (`axes_of_leaf`).
+
+    Raises:
+      NotARegion: the value repeats itself along an axis.
+    """
+    node, ref = view.nodes[match.leaves[leaf]], view.ref[value.id]
+    if ref.nid == node.id or node.op != "reshape":
+        return None
+    if min(ref.dims, default=0) < 0:
+        raise NotARegion(f"{value!r} repeats itself along an axis, and is reshaped in the site")
+    (edge,) = node.operands
+    present = [a for a in edge.axes if a >= 0]
+
+    def made(x: Any) -> Any:
+        whole = x[tuple(0 if n == 1 else slice(None) for n in x.shape)]
+        whole = whole.transpose([ref.dims.index(a) for a in present])
+        sizes = iter(whole.shape)
+        thin = whole.reshape([next(sizes) if a >= 0 else 1 for a in edge.axes])
+        as_array = np if isinstance(x, np.ndarray) else jnp
+        full = as_array.broadcast_to(thin, [n if a >= 0 else ~a for a, n in zip(edge.axes, thin.shape, strict=True)])
+        return full.reshape(node.shape)
+
+    return made
+
+
+def axes_of_leaf(match: Match, view: View, leaf: str) -> Axes:
+    """The class of each axis of a leaf's node."""
+    pid = match.leaf_id(leaf)
+    return tuple(match.axes[pid, d] for d in range(len(view.nodes[match.nodes[pid]].shape)))
+
+
+def told_beside(match: Match, view: View, leaf: str, value: Value, array: np.ndarray) -> tuple[np.ndarray, Axes]:
+    """A constant that a leaf is, bound to `value`, as an array with its axes."""
+    made = regrouped_as(match, view, leaf, value)
+    if made is not None:
+        return made(array), axes_of_leaf(match, view, leaf)
+    return array, axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
+
+
+def _met(match: Match, view: View, inside: set[int], of_node: Mapping[int, int], value: Value, axis: int) -> int | None:
+    """The class of the axis that an axis of `value` meets where the site reads it, through views; else `BROADCAST`."""
+    for node in view.block.users.get(value.id, ()):
+        made = node.outputs[0]
+        if node.id not in inside:
+            continue
+        if node.primitive in VIEWS:
+            at = moved(node, axis)
+            met = BROADCAST if at is None else _met(match, view, inside, of_node, made, at)
+        else:
+            pattern_node = of_node.get(view.ref[made.id].nid)
+            alike = pattern_node is not None and made.shape == value.shape
+            met = axes_of(match, view, pattern_node, made, broadcast=True)[axis] if alike else BROADCAST  # type: ignore[arg-type]
+        if met != BROADCAST:
+            return met
+    return BROADCAST
+
+
+def moved(node: Node, axis: int) -> int | None:
+    """Where a view puts an axis of its operand; None for a reshape that makes other axes."""
+    if node.primitive == "broadcast_in_dim":
+        return int(node.params["broadcast_dimensions"][axis])
+    if node.primitive == "transpose":
+        return [int(p) for p in node.params["permutation"]].index(axis)
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if [s for s in before if s != 1] != [s for s in after if s != 1]:
+        return None
+    number = sum(s != 1 for s in before[:axis])
+    return [d for d, s in enumerate(after) if s != 1][number]
+
+
+def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
+    """The classes, in the order they have in `axes`; those it lacks come last."""
+    present = [c for c in axes if c is not None and c in classes]
+    return tuple(present + [c for c in classes if c is not None and c not in present])
+
+
+def permutes(have: Axes, groups: Groups) -> bool:
+    """Whether `arrange` and `restore` transpose an array with axes `have`; classes it lacks are broadcast where they stand."""
+    kept = [c for c in have if c is not None]
+    return kept != [c for group in groups for c in group if c in kept]
+
+
+def arrange(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
+    """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
+    order = [c for group in groups for c in group]
+    kept = [c for c in have if c is not None]
+    merged = [math.prod(sizes[c] for c in group) for group in groups]
+    if kept == order:
+        return jnp.reshape(x, merged)
+    x = jnp.reshape(x, [s for s, c in zip(x.shape, have, strict=True) if c is not None])
+    x = jnp.transpose(x, [kept.index(c) for c in order if c in kept])
+    missing = [c for c in order if c not in kept]
+    if missing:
+        x = jnp.reshape(x, [1 if c in missing else sizes[c] for c in order])
+        x = jnp.broadcast_to(x, [sizes[c] for c in order])
+    return jnp.reshape(x, merged)
+
+
+def arrange_thin(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
+    """As `arrange`, with an axis of 1 for each group of which `x` has no class: it broadcasts where it is used."""
+    x = x[tuple(0 if c is None or c == BROADCAST else slice(None) for c in have)]
+    kept = tuple(c for c in have if c is not None and c != BROADCAST)
+    return arrange(x, kept, [group if any(c in kept for c in group) else () for group in groups], sizes)
+
+
+def restore(x: Any, groups: Groups, want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
+    """The inverse: from one axis per group to the axes `want` with `shape`."""
+    order = [c for group in groups for c in group]
+    wanted = [c for c in want if c is not None]
+    if order != wanted:
+        x = jnp.transpose(jnp.reshape(x, [sizes[c] for c in order]), [order.index(c) for c in wanted])
+    return jnp.reshape(x, shape)

@@ -1,0 +1,112 @@
+"""What a near miss says: what stands in the program, what was needed in its place, and where. Not a word of the matcher's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ...graph.canonical.nodes import ONE
+from ...graph.canonical.view import View
+from ...graph.matching.match import Miss
+from ...graph.program.ir import Node, Value
+from .declining import anchor_text
+
+# What a canonical node is to a reader, where no pass has a better word.
+_WORDS = {
+    "dot": "a product of matrices",
+    "sum": "a sum or difference",
+    "prod": "a product or quotient of entries",
+    "select": "a selection by a mask (jnp.where)",
+    "reduce_max": "a maximum over an axis",
+    "reduce_sum": "a sum over an axis",
+    "one": "a number written in the program",
+}
+
+
+def sentence_of(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
+    """The sentence for the nearest miss of a site at `anchor`; `words`: what the pass calls nodes and leaves of its patterns."""
+    words = {**_WORDS, **words}
+    if miss.leaves is not None:
+        return _axis(view, miss, anchor, words)
+    if miss.factor is not None and miss.at is not None:
+        return _factor(view, miss, anchor)
+    if miss.wanted is None:
+        return f"{anchor_text(anchor)}: {miss.reason}"
+    target, bound = shown(view, miss.target, anchor), miss.known.get(miss.wanted)
+    if bound is not None:
+        return f"{target} and {shown(view, bound, anchor)} are two values, read where one is needed in both places{_at(view, miss, anchor)}"
+    reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
+    if reader is None:
+        return f"{target} stands where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
+    return (
+        f"{shown(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
+    )
+
+
+def _at(view: View, miss: Miss, anchor: Node) -> str:
+    """The anchor, for a sentence that would have no line of the program else."""
+    reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
+    return "" if maker_of(view, miss.target) or (reader and maker_of(view, reader)) else f", for {anchor_text(anchor)}"
+
+
+def _needed(miss: Miss, words: Mapping[str, str]) -> str:
+    """What the pattern has there: the number that it captures, or what kind of node it is."""
+    wanted = miss.pattern.nodes[miss.wanted or ONE]
+    edge = miss.pattern.edges.get(miss.at) if miss.at is not None else None
+    if wanted.id == ONE and edge is not None:
+        return f"{words.get(edge.scalar, edge.scalar)} as {words['one']}"
+    if wanted.op == "dot" and wanted.id == miss.pattern.root:
+        return words.get("result", words["dot"])
+    return words.get(wanted.op, f"the operation {wanted.op}")
+
+
+def _factor(view: View, miss: Miss, anchor: Node) -> str:
+    """For what is read with another factor than the pattern's."""
+    assert miss.factor is not None
+    assert miss.at is not None
+    (coef, operand), (pid, i) = miss.factor, miss.at
+    edge = miss.pattern.edges.get((pid, i))
+    wanted = f"{float(miss.pattern.nodes[pid].operands[i].coef):g}"
+    if edge is not None:
+        wanted = miss.reason.rpartition("pattern has ")[2]
+    reads = "has the number" if operand == ONE else f"reads {shown(view, operand, anchor)} times"
+    return f"{shown(view, miss.target, anchor)} {reads} {coef:g}, where {wanted} is needed"
+
+
+def _axis(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
+    """For an axis that some operands have together and others lack."""
+    assert miss.leaves is not None
+    names, size = miss.leaves
+    of = {name: miss.known[pid] for pid, name in miss.pattern.leaf_of.items() if pid in miss.known}
+
+    def told(some: Iterable[str]) -> str:
+        return " and ".join(f"{words.get(n.rstrip('0123456789'), n)} {value_of(view, of[n])}" for n in some if n in of)
+
+    having, lacking = told(names), told(n for n in of if n not in names)
+    if not having:
+        return f"{anchor_text(anchor)} has an axis of {size} entries that none of its operands has"
+    return f"{anchor_text(anchor)}: an axis of {size} entries is one of {having}" + (
+        f", and not of {lacking}" if lacking else ""
+    )
+
+
+def value_of(view: View, nid: int) -> str:
+    """A value that a canonical node shows, by its name and type."""
+    values = view.values_of.get(nid)
+    return repr(values[0]) if values else "of no name"
+
+
+def shown(view: View, nid: int, anchor: Node) -> str:
+    """A canonical node as the program has it: the operation that makes it, with its line, or the value that is given."""
+    if nid == ONE:
+        return "a number"
+    maker = maker_of(view, nid)
+    if maker is not None:
+        return anchor_text(maker)
+    values: list[Value] = view.values_of.get(nid, [])
+    return repr(values[0]) if values else f"an operand of {anchor_text(anchor)}"
+
+
+def maker_of(view: View, nid: int) -> Node | None:
+    """The operation of the program that makes a canonical node's value; none of an array that is given, nor of a number."""
+    values = () if nid == ONE else view.values_of.get(nid, ())
+    return next((m for v in values if (m := view.block.producer.get(v.id)) is not None), None)

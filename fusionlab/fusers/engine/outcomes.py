@@ -1,0 +1,197 @@
+"""What a search says of one site: a candidate, or a rejection that says why not. Declining is data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...graph.matching.region import Region
+from ...graph.program.ir import Block, Value
+from ...graph.program.scopes import Source
+from ...kernels.op.implementation import BackendVerdict as Backend
+from ...kernels.op.implementation import Residual as Residual
+from .pairs import Pair
+
+LEFT_TO_XLA = frozenset(
+    {"device", "unmeasured", "slower"}
+)  # codes of sites that are whole, and that XLA's code is left to
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A site that matched and was certified; it can be replaced by one fused op.
+
+    Attributes:
+      id: stable name, "gemm_epilogue@encoder/layer_3/mlp#1" (pass, scope, ordinal within the scope).
+      pass_name, op: the pass that found it; the fused op it becomes.
+      attrs: the fused op's attributes at this site (activation, scale, is_causal, ...), JSON-able.
+      node_ids: raw nodes the fused op replaces.
+      root: the raw value it produces, or the first of several.
+      others: the further ones.
+      leaves: the raw values it reads, by argument name.
+      block_path: the block it stands in ("" = top).
+      nodes_before, nodes_after: node count of the site and of what replaces it.
+      source: the user's line of its anchor.
+      formula: what it computes, in words of this site ("gelu_tanh(x @ w + b)").
+      arithmetic: what its products are computed in on the device asked about ("bfloat16, summed in float32"); "" where that is its dtype.
+      residuals: what the fused forward saves for backward when differentiated.
+      backends: every implementation with its verdict.
+      idle: why it is left as it is unless it or its pass is asked for; "" where it is fused.
+      notes: sentences worth reading (fallbacks taken, ...).
+      concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
+      program: what replaces the site, as a function of its leaves' values in the order the site reads them.
+      site: the rewriter's own record (opaque to readers).
+      region: the site's nodes and values (opaque to readers).
+      plan: how the region becomes a call of the op (opaque to readers).
+      backward: its backward pass, in a program that is differentiated already.
+      plain: the site without what the op does beside it (the sum a norm is taken of), where there is such a part.
+      otherwise: what stands here if it cannot be fused with its backward pass, which reads its inner values (during a search only).
+    """
+
+    id: str
+    pass_name: str
+    op: str
+    attrs: Mapping[str, Any]
+    node_ids: frozenset[int]
+    root: Value
+    leaves: Mapping[str, Value]
+    block_path: str
+    nodes_before: int
+    nodes_after: int
+    source: Source | None
+    formula: str
+    arithmetic: str = ""
+    residuals: tuple[Residual, ...] = ()
+    backends: tuple[Backend, ...] = ()
+    idle: str = ""
+    notes: tuple[str, ...] = ()
+    concepts: tuple[str, ...] = ()
+    program: Block | None = dataclasses.field(default=None, repr=False)
+    site: Any = dataclasses.field(default=None, repr=False)
+    region: Region | None = dataclasses.field(default=None, repr=False)
+    plan: Any = dataclasses.field(default=None, repr=False)
+    backward: Pair | None = None
+    otherwise: Callable[[], Iterable[Candidate | Rejection]] | None = dataclasses.field(default=None, repr=False)
+    others: tuple[Value, ...] = ()
+    plain: Candidate | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def seen(self) -> Candidate:
+        """As who looks for larger structures sees it."""
+        return self.plain or self
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All the raw values it produces."""
+        return self.root, *self.others
+
+    @property
+    def scope(self) -> str:
+        return self.id.partition("@")[2].rpartition("#")[0]
+
+    @property
+    def all_node_ids(self) -> frozenset[int]:
+        """`node_ids`, and those of its backward pass that are fused with it."""
+        return self.node_ids | (self.backward.node_ids if self.backward else frozenset())
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend it would run on, with the reason; None where no backend was judged."""
+        return next((b for b in self.backends if b.verdict in ("chosen", "same code")), None)
+
+    @property
+    def same_code(self) -> bool:
+        """True when the chosen backend is what XLA runs anyway."""
+        return self.backend is not None and self.backend.verdict == "same code"
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.id}: {self.formula}{where}, {self.nodes_before} nodes -> {self.nodes_after}"
+
+    __repr__ = __str__  # a list of them is to be read, and their nodes are many
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {
+            "id": self.id,
+            "pass": self.pass_name,
+            "op": self.op,
+            "formula": self.formula,
+            "arithmetic": self.arithmetic,
+            "attrs": {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.attrs.items()},
+            "nodes": sorted(self.node_ids),
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+            "source": str(self.source) if self.source else None,
+            "residuals": [dataclasses.asdict(r) for r in self.residuals],
+            "idle": self.idle,
+            "backends": [dataclasses.asdict(b) for b in self.backends],
+            "notes": list(self.notes),
+            "concepts": list(self.concepts),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Rejection:
+    """A site with a pass's anchor that was declined, and why.
+
+    Attributes:
+      id, pass_name, source: as for a candidate.
+      code: a key of `fusionlab.errors.REJECTIONS`.
+      sentence: the particulars; names node, value and source line.
+      node_ids: the guilty nodes.
+      site_ids: all the nodes matched so far (what a picture outlines).
+      matched, total: how far the match got ("17 of 19").
+      edit: the source edit that would make it match, or None.
+      winner: for `overlap`, the id of the candidate that took the nodes.
+      concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
+      region: of a site that is whole but for what reads its inner values: its nodes and values (opaque to readers).
+      backward: its backward pass, which is not fused either.
+      origin: of `uncertified`, where in FusionLab or in the user's code an error came from that the search went on after; else "".
+    """
+
+    id: str
+    pass_name: str
+    code: str
+    sentence: str
+    node_ids: tuple[int, ...]
+    site_ids: frozenset[int]
+    matched: int
+    total: int
+    source: Source | None
+    edit: str | None = None
+    winner: str | None = None
+    concepts: tuple[str, ...] = ()
+    region: Region | None = dataclasses.field(default=None, repr=False)
+    backward: Pair | None = None
+    origin: str = ""
+
+    @property
+    def scope(self) -> str:
+        return self.id.partition("@")[2].rpartition("#")[0]
+
+    def __str__(self) -> str:
+        edit = f" Edit: {self.edit}" if self.edit else ""
+        return f"{self.id} declined [{self.code}]: {self.sentence} ({self.matched} of {self.total} matched){edit}"
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able; `nodes` are the guilty ones, `site` those matched so far."""
+        return {
+            "id": self.id,
+            "pass": self.pass_name,
+            "code": self.code,
+            "sentence": self.sentence,
+            "nodes": list(self.node_ids),
+            "site": sorted(self.site_ids),
+            "matched": self.matched,
+            "total": self.total,
+            "source": str(self.source) if self.source else None,
+            "edit": self.edit,
+            "winner": self.winner,
+            "origin": self.origin or None,
+            "concepts": list(self.concepts),
+        }

@@ -1,0 +1,192 @@
+"""Sites that overlap: which one stands, and what the others become."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from ...graph.backward.gradients import first_gradients
+from ...graph.program.order import SitesWaitError, in_order
+from .outcomes import Candidate, Rejection
+
+
+def with_shares_left(
+    found: Sequence[Candidate | Rejection], last: Collection[tuple[str, str]] = ()
+) -> list[Candidate | Rejection]:
+    """The sites, those that would take nodes of others beside what their op is for (`Candidate.plain`) without them.
+
+    A sum that two norms are taken of is the first one's. An idle site, or one of a pass named in `last`, takes nothing from any.
+    """
+    firm = _Claims()
+    for c in found:
+        if isinstance(c, Candidate) and not c.idle and (c.pass_name, c.op) not in last:
+            firm.add(c, c.seen)
+    left: list[Candidate | Rejection] = []
+    for c in found:
+        if isinstance(c, Candidate) and c.plain is not None:
+            if firm.others(c, c) != firm.others(c, c.plain):
+                left.append(c.plain)
+                continue
+            firm.add(c, c)
+        left.append(c)
+    return left
+
+
+class _Claims:
+    """What sites take, several maybe the same."""
+
+    def __init__(self) -> None:
+        self.takes: dict[tuple[str, int], set[int]] = defaultdict(set)  # what is taken -> the sites (their ids)
+        self.reads: dict[int, set[int]] = defaultdict(set)  # value -> the sites that read it
+
+    def add(self, c: Candidate, form: Candidate) -> None:
+        """A site, in a form it may have."""
+        for key in _taken_by(form):
+            self.takes[key].add(id(c))
+        for v in form.site.leaves:
+            self.reads[v.id].add(id(c))
+
+    def others(self, c: Candidate, form: Candidate) -> set[int]:
+        """The sites that one, in this form, cannot stand beside."""
+        hits = [self.takes.get(key, set()) for key in _taken_by(form)]
+        hits += [self.takes.get(("value", v.id), set()) for v in form.site.leaves]
+        hits += [self.reads.get(i, set()) for i in _inner_values(form)]
+        return set[int]().union(*hits) - {id(c)}
+
+
+def _taken_by(c: Candidate) -> Iterator[tuple[str, int]]:
+    yield from (("node", n) for n in c.node_ids)
+    yield from (("value", i) for i in _inner_values(c))
+
+
+def settle(
+    found: list[Candidate | Rejection], last: Collection[tuple[str, str]] = ()
+) -> tuple[list[Candidate], list[Rejection]]:
+    """Where candidates overlap the one with more nodes wins, over one that is idle any; the loser becomes a rejection naming the winner.
+
+    They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
+    is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
+    what they would only leave to XLA.
+
+    Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other. One
+    that can do with one result (`Candidate.plain`) does.
+    """
+    stuck: dict[int, Rejection] = {}
+    while True:
+        candidates, rejections = _settled([f for f in found if id(f) not in stuck], last)
+        waiting = _waiting(candidates)
+        if waiting is None:
+            return candidates, [*rejections, *stuck.values()]
+        given_up, others = waiting
+        if given_up.plain is not None:
+            found = [given_up.plain if f is given_up else f for f in found]
+        else:
+            stuck[id(given_up)] = _stuck(given_up, others)
+
+
+def _settled(
+    found: list[Candidate | Rejection], last: Collection[tuple[str, str]]
+) -> tuple[list[Candidate], list[Rejection]]:
+    """`settle`, but for what waits."""
+    taken, lost = _Taken(), {}
+    candidates = [c for c in found if isinstance(c, Candidate)]
+    for c in sorted(candidates, key=lambda c: (bool(c.idle), (c.pass_name, c.op) in last, -c.nodes_before)):
+        others = taken.overlapping(c)
+        if others and ((c.pass_name, c.op) not in last or c.same_code or not all(o.same_code for o in others)):
+            lost[id(c)] = others[0]
+            continue
+        for other in others:
+            taken.remove(other)
+            lost[id(other)] = c
+        taken.add(c)
+    rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= taken.owner.keys()]
+    return _with_losers(candidates, lost, rejections)
+
+
+class _Taken:
+    """What candidates that stand so far take."""
+
+    def __init__(self) -> None:
+        self.owner: dict[int, Candidate] = {}  # node -> the winner it belongs to
+        self.inner: dict[int, Candidate] = {}  # value that only exists inside a winner -> the winner
+        self.read: dict[int, list[Candidate]] = {}  # value a winner reads -> the winners that do
+
+    def add(self, c: Candidate) -> None:
+        self.owner.update(dict.fromkeys(c.node_ids, c))
+        self.inner.update(dict.fromkeys(_inner_values(c), c))
+        for v in c.site.leaves:
+            self.read.setdefault(v.id, []).append(c)
+
+    def remove(self, c: Candidate) -> None:
+        for table in (self.owner, self.inner):
+            for key in [k for k, o in table.items() if o is c]:
+                del table[key]
+        for v in c.site.leaves:
+            self.read[v.id] = [o for o in self.read[v.id] if o is not c]
+
+    def overlapping(self, c: Candidate) -> list[Candidate]:
+        """Those it cannot stand beside, each once: first those it shares nodes with."""
+        hits = [self.owner[n] for n in c.node_ids if n in self.owner]
+        hits += [self.inner[v.id] for v in c.site.leaves if v.id in self.inner]
+        hits += [o for i in _inner_values(c) for o in self.read.get(i, ())]
+        return list({id(o): o for o in hits}.values())
+
+
+def _inner_values(c: Candidate) -> list[int]:
+    """The values that a candidate's nodes make, without those it gives."""
+    given = {v.id for v in c.roots}
+    return [v.id for n in c.site.nodes for v in n.outputs if v.id not in given]
+
+
+def _with_losers(
+    candidates: list[Candidate], lost: Mapping[int, Candidate], rejections: list[Rejection]
+) -> tuple[list[Candidate], list[Rejection]]:
+    kept = [c for c in candidates if id(c) not in lost]
+    return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
+
+
+def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] | None:
+    """A candidate of several results that cannot be replaced with the others, and those of several results that it and they wait for."""
+    for block in {c.region.block.path: c.region.block for c in candidates if c.others and c.region}.values():
+        here = [c for c in candidates if c.block_path == block.path]
+        parts = (c.site.backward for c in candidates)
+        pairs = [(i, part) for i, part in enumerate(parts) if part is not None and part.block_path == block.path]
+        try:
+            in_order(block, first_gradients(block, pairs), [c.site for c in here])
+        except SitesWaitError as error:
+            round_ = sorted((here[i] for i in error.numbers), key=lambda c: (not c.idle, c.nodes_before))
+            return round_[0], round_[1:]
+    return None
+
+
+def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
+    whose = f"results of {', '.join(o.formula for o in others)}" if others else "the gradients of another site"
+    sentence = f"{c.formula} reads what is made of {whose}, which in turn waits for a result of this one"
+    size = c.nodes_before
+    nodes = c.node_ids
+    return Rejection(
+        c.id, c.pass_name, "order", sentence, tuple(nodes), nodes, size, size, c.source, concepts=c.concepts
+    )
+
+
+def _lost(c: Candidate, winner: Candidate) -> Rejection:
+    why = "which is larger" if winner.nodes_before > c.nodes_before else "which comes first"
+    edit = None
+    if c.idle and not winner.idle:
+        why = f"which is fused by default while this is left as it is: {c.idle}"
+        edit = f"name the pass: passes=[{c.pass_name!r}]"
+    size = c.nodes_before
+    return Rejection(
+        c.id,
+        c.pass_name,
+        "overlap",
+        f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, {why}",
+        tuple(c.node_ids & winner.node_ids),
+        c.node_ids,
+        size,
+        size,
+        c.source,
+        edit,
+        winner=str(id(winner)),
+        concepts=c.concepts,
+    )

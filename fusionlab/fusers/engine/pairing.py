@@ -1,0 +1,175 @@
+"""Forward sites of a differentiated program, each with its backward pass.
+
+A site whose inner values the backward pass reads can be fused only together with that pass; any other can be fused with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ...graph.backward.find import Backward, Derivatives, Sums, find_backward
+from ...graph.backward.gradients import BackwardPart, first_gradients
+from ...graph.backward.joined_blocks import joined_views
+from ...graph.backward.pair import Pairer, Pairing, Unpaired
+from ...graph.canonical.view import View
+from ...graph.certify.certify import Certifier
+from ...graph.matching.region import Region
+from ...graph.program.boundary import Fault, guarded
+from ...graph.program.graph import Graph
+from ...graph.program.ir import Block
+from ...graph.program.order import PairsWaitError, in_order
+from ...graph.program.scopes import in_backward
+from .outcomes import Candidate, Rejection
+from .pairs import Pair
+from .site import FUSE_FIRST
+
+
+def is_differentiated(graph: Graph) -> bool:
+    """Whether a program has a backward pass in it."""
+    return any(map(in_backward, graph.nodes()))
+
+
+def with_backward(
+    graph: Graph,
+    views: Iterable[View],
+    found: Sequence[Candidate | Rejection],
+    certifier: Certifier,
+    derivatives: Derivatives,
+) -> list[Candidate | Rejection]:
+    """The sites of a differentiated program, each with its backward pass; what needs one and has none is declined."""
+    search = _Search(graph, views, certifier, derivatives)
+    result: dict[int, list[Candidate | Rejection]] = {}
+    # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
+    for i in sorted(range(len(found)), key=lambda i: _place(found[i]), reverse=True):
+        result[i] = guarded(
+            lambda i=i: list(search.resolved(found[i])), lambda fault, i=i: [failed_on(found[i], fault)]
+        )
+    for block in graph.blocks():
+        search.untangle(block, result)
+    settled = (item for i in range(len(found)) for item in result[i])
+    return [replace(item, otherwise=None) if isinstance(item, Candidate) else item for item in settled]
+
+
+def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
+    """What stands for a site that FusionLab failed on after it was found."""
+    if isinstance(item, Rejection):
+        return item
+    ids, size = item.node_ids, item.nodes_before
+    where = f" ({item.source})" if item.source else ""
+    sentence = f"{item.formula}{where} is a site: {fault}"
+    told = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
+    return Rejection(*told, concepts=item.concepts, origin=fault.origin)
+
+
+def _part(item: Candidate | Rejection, path: str) -> BackwardPart | None:
+    """The backward pass that is replaced with a site, if it stands in the block of this path."""
+    part = item.site.backward if isinstance(item, Candidate) else None
+    return part if part is not None and part.block_path == path else None
+
+
+def _place(item: Candidate | Rejection) -> tuple[int, int]:
+    region = item.region
+    return (region.nodes[-1].id, len(region.nodes)) if region is not None else (-1, 0)
+
+
+class _Search:
+    """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
+
+    def __init__(
+        self, graph: Graph, found_views: Iterable[View], certifier: Certifier, derivatives: Derivatives
+    ) -> None:
+        self.derivatives = derivatives
+        self.pairer = Pairer(graph, certifier)
+        self.views: dict[str, list[View]] = {}
+        plain = list(found_views)
+        for path, view in (*((v.block.path, v) for v in plain), *joined_views(plain)):
+            self.views.setdefault(path, []).append(view)
+        self.sums: dict[int, Sums] = {}
+        self.taken: set[int] = set()  # terms of gradients that a site has already
+        # (view, canonical node of an operand) -> the canonical node of its gradient: what makes that operand has this cotangent
+        self.expected: dict[tuple[int, int], int] = {}
+
+    def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
+        """A site with its backward pass; what stands in its place where it needs one and there is none."""
+        region = item.region
+        if region is not None and region.others:
+            yield from self.without(item, "it has several results")
+            return
+        found = None if region is None else self.backward(region)
+        if region is None or found is None:
+            yield from self.without(item, "no backward pass of it was found")
+            return
+        given = {name: share.value for name, share in found.gradients.items()}
+        pair = Pair("", found.cotangent, given, found.absent)
+        if isinstance(item, Rejection):
+            yield replace(item, backward=replace(pair, stays="the site is not fused"))
+            return
+        try:
+            pairing = self.paired(item, region, found)
+        except Unpaired as reason:
+            yield from self.without(item, str(reason), pair)
+            return
+        pair = replace(pair, gradients=pairing.gradients, node_ids=pairing.node_ids)
+        yield replace(item, backward=pair, site=replace(item.site, backward=pairing.part))
+
+    def paired(self, item: Candidate, region: Region, found: Backward) -> Pairing:
+        what = item.op, tuple(sorted((k, str(v)) for k, v in item.attrs.items())), item.formula
+        pairing = self.pairer.plan(region, item.site.fn, what, found)
+        own = [i for _, share in pairing.part.gradients for i in share.own]
+        if not self.taken.isdisjoint(own):
+            raise Unpaired("another site's gradient is the same value")
+        self.taken.update(own)
+        view = found.view
+        for i, share in pairing.part.gradients:
+            self.expected[id(view), view.ref[region.inputs[i].id].nid] = view.ref[share.value.id].nid
+        return pairing
+
+    def without(
+        self, item: Candidate | Rejection, why: str, pair: Pair | None = None
+    ) -> Iterator[Candidate | Rejection]:
+        """A site whose backward pass stays as it is: alone where nothing reads its inner values, else what it gives way to."""
+        kept = None if pair is None else replace(pair, stays=why)
+        if isinstance(item, Rejection) or item.otherwise is None:
+            yield replace(item, backward=kept) if kept else item
+            return
+        for other in item.otherwise():
+            if isinstance(other, Rejection) and other.code == "escapes":
+                # Where the reader is the user's own code, the backward pass is not what stands in the way.
+                more = f"; it cannot be fused with that either: {why}" if other.edit == FUSE_FIRST else ""
+                yield replace(other, sentence=other.sentence + more, backward=kept)
+            else:
+                yield from self.resolved(other)
+
+    def backward(self, region: Region) -> Backward | None:
+        found = (self.backward_in(view, region) for view in self.views[region.block.path])
+        return max((b for b in found if b is not None), key=lambda b: len(b.gradients), default=None)
+
+    def backward_in(self, view: View, region: Region) -> Backward | None:
+        expected = self.expected.get((id(view), view.ref[region.root.id].nid))
+        return find_backward(view, region, self.derivatives, self.sums_of(view), expected, self.taken)
+
+    def untangle(self, block: Block, result: dict[int, list[Candidate | Rejection]]) -> None:
+        """Gives up pairs of a block that wait for each other, until none do. They exist where cotangents do not hang on results."""
+        while True:
+            parts = ((i, _part(item, block.path)) for i, items in result.items() for item in items)
+            pairs = [(i, part) for i, part in parts if part is not None]
+            try:
+                in_order(block, first_gradients(block, pairs))
+                return
+            except PairsWaitError as error:
+                why = "it and another backward pass would each wait for the other's gradients"
+                items = result[error.number]
+                undone = (self.undone(i, why) if _part(i, block.path) else iter([i]) for i in items)
+                result[error.number] = [item for some in undone for item in some]
+
+    def undone(self, item: Candidate | Rejection, why: str) -> Iterator[Candidate | Rejection]:
+        """A site that was to be fused with its backward pass, after all without it."""
+        assert isinstance(item, Candidate)
+        alone = replace(item, site=replace(item.site, backward=None), backward=None)
+        yield from self.without(alone, why, item.backward)
+
+    def sums_of(self, view: View) -> Sums:
+        if id(view) not in self.sums:
+            self.sums[id(view)] = Sums(view)
+        return self.sums[id(view)]

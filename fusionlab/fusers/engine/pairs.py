@@ -1,0 +1,87 @@
+"""A forward site and its backward pass, as told to the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...graph.program.ir import Value
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A forward site and its backward pass.
+
+    Attributes:
+      site: id of the candidate or rejection.
+      cotangent: the value that is the cotangent of the site's result.
+      gradients: operand -> the value that is its gradient, or in whose sum it is a part.
+      absent: float operands whose gradient is not computed from that cotangent here (data, mostly).
+      node_ids: nodes of the backward pass that are fused with the site; none where it stays as it is.
+      stays: why it stays as it is; None where it is fused with the site.
+      idle: it is fused where the site is, and that is left as it is unless it is asked for.
+      grouping: of a fused linear layer, what of it is one op: "per_layer" or "chained" (see the pass's option).
+      joins: the operand behind whose gradient the activation's derivative of the layer before goes; None where none does.
+    """
+
+    site: str
+    cotangent: Value
+    gradients: Mapping[str, Value]
+    absent: tuple[str, ...]
+    node_ids: frozenset[int] = frozenset()
+    stays: str | None = None
+    idle: bool = False
+    grouping: str | None = None
+    joins: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.site}: {self.text}"
+
+    __repr__ = __str__
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is fused with the site where nobody asks for more."""
+        return self.stays is None and not self.idle
+
+    @property
+    def text(self) -> str:
+        """What is known of it, without the site's name."""
+        found = ", ".join(f"d{name} = {v!r}" for name, v in self.gradients.items())
+        rest = f"; no gradient of {', '.join(self.absent)}" if self.absent else ""
+        how = f"which stays as it is: {self.stays}" if self.stays is not None else f"{self._when()}{self._grouped()}"
+        return f"its backward pass is here: from {self.cotangent!r}, {found}{rest}; {how}"
+
+    def _when(self) -> str:
+        return "fused with it if that is asked for" if self.idle else "fused with it"
+
+    def _grouped(self) -> str:
+        joined = f", with the layer before's act' behind d{self.joins}" if self.joins else ""
+        return f" ({self.grouping}{joined})" if self.grouping else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able: values by name."""
+        return {
+            "site": self.site,
+            "cotangent": self.cotangent.name,
+            "gradients": {name: v.name for name, v in self.gradients.items()},
+            "absent": list(self.absent),
+            "nodes": sorted(self.node_ids),
+            "fused": self.is_fused,
+            "stays": self.stays,
+            "idle": self.idle,
+            "grouping": self.grouping,
+            "joins": self.joins,
+        }
+
+
+def told_together(alike: Sequence[Pair]) -> str:
+    """One line for pairs of one pass and with the same gradients."""
+    first, n = alike[0], len(alike)
+    names = ", ".join("d" + name for name in first.gradients)
+    which = first.site if n == 1 else f"{n} sites, {first.site} and more"
+    rest = f"; no gradient of {', '.join(first.absent)}" if first.absent else ""
+    when = f"; {first._when()}" if first.idle else ""
+    how = f"; which stays as it is: {first.stays}" if first.stays is not None else f"{when}{first._grouped()}"
+    return f"{which}: {names}{rest}{how}"

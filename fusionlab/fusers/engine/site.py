@@ -1,0 +1,259 @@
+"""One place in a block that a pass looks at, from its anchor to a candidate or a rejection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...graph.canonical.rules import passed_whole
+from ...graph.canonical.view import View
+from ...graph.matching.match import Match, Miss, match
+from ...graph.matching.pattern import Example, pattern_of
+from ...graph.matching.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
+from ...graph.program.ir import Node, Value
+from ...graph.program.scopes import in_differentiated, is_backward
+from .base import Pass, Plan, Search, escape_text, propose, reason_to_tell, reject
+from .declining import FUSE_FIRST as FUSE_FIRST
+from .nearly import sentence_of
+from .outcomes import Candidate, Rejection
+
+ARGUMENT = "{} is an argument of the program: close over it ({})"
+CLOSE_OVER = "close over {} where the function is defined, or make it a static argument"
+# Rejection codes of what stands where a pattern has something else, by canonical op.
+_CODES = {
+    "stop_gradient": "stop_gradient",
+    "name": "named_residual",
+    "custom_jvp_call": "custom_rule",
+    "custom_vjp_call": "custom_rule",
+}
+
+
+def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
+    """A candidate or rejection with what was recognised there, and so what stands here otherwise."""
+    give = getattr(outcome, "otherwise", None)
+    if give is None:
+        return replace(outcome, concepts=concepts)
+    return replace(outcome, concepts=concepts, otherwise=lambda: [with_concepts(o, concepts) for o in give()])
+
+
+class Site:
+    """What every pass needs at its anchor. A pass derives its own and says what makes a candidate.
+
+    Attributes:
+      words: what the pass calls the operations, operands and numbers of its examples, where these are called otherwise.
+    """
+
+    words: Mapping[str, str] = {}
+
+    def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
+        self.pass_, self.search, self.anchor = pass_, search, anchor
+        self.view: View = search.view
+
+    def nid(self, value: Value) -> int:
+        """The canonical node that a raw value shows."""
+        return self.view.ref[value.id].nid
+
+    def users(self, value: Value) -> Sequence[Node]:
+        """The raw nodes of the block that read a value."""
+        return self.search.block.users.get(value.id, ())
+
+    def best_match(self, examples: Iterable[Example], roots: Sequence[int]) -> Match | Miss:
+        """The first match of any example at any root (canonical nodes), else the miss that came furthest."""
+        best: Miss | None = None
+        for root in roots:
+            for example in examples:
+                pattern = pattern_of(example)
+                if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
+                    continue
+                found = match(pattern, self.view, root)
+                if isinstance(found, Match):
+                    return found
+                if best is None or found.matched > best.matched:
+                    best = found
+        if best is None:
+            raise AssertionError("a site needs examples and roots")
+        return best
+
+    def near_miss(self, miss: Miss) -> Rejection:
+        """The rejection for the nearest miss."""
+        node = self.raw_of(miss.target)
+        site = [n for t in miss.bound.values() if (n := self.raw_of(t)) is not None]
+        code = miss.kind if miss.kind in ("axes", "scalar") else "structure"
+        target = self.view.nodes[miss.target]
+        if code == "structure" and target.op == "select":
+            code = "mask"
+        if code == "structure":
+            code = _CODES.get(target.op, code)
+        if code in ("structure", "mask") and self.is_random(miss.target):
+            code = "dropout"
+        sentence = sentence_of(self.view, miss, self.anchor, self.words)
+        return self.rejection(code, sentence, [node] if node else [], (miss.matched, miss.total), site=site)
+
+    def made_of(self, nid: int, target: int, depth: int) -> bool:
+        """Whether a canonical node is computed from another, within `depth` steps."""
+        level = {nid}
+        for _ in range(depth):
+            if target in level:
+                return True
+            level = {o.nid for n in level for o in self.view.nodes[n].operands}
+        return target in level
+
+    def is_random(self, nid: int) -> bool:
+        """Whether a canonical node is made of random bits within a few steps, as a dropout mask is."""
+        level = {nid}
+        for _ in range(12):
+            if any(self.view.nodes[n].op.startswith(("random_", "threefry")) for n in level):
+                return True
+            level = {o.nid for n in level for o in self.view.nodes[n].operands if self.view.nodes[n].op != "dot"}
+        return False
+
+    def given(self, atom: Any) -> bool:
+        """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
+        while isinstance(atom, Value):
+            maker = self.search.block.producer.get(atom.id)
+            if maker is None:
+                return True
+            if maker.primitive not in VIEWS | {"convert_element_type"}:
+                return False
+            atom = maker.inputs[0]
+        return True
+
+    def argument(self, nid: int) -> str | None:
+        """The name of the program's argument, one number, that a canonical node shows, also where a loop around is given it."""
+        view, value = self.search.view, next(iter(self.view.values_of.get(nid, ())), None)
+        while isinstance(value, Value) and math.prod(value.shape) == 1:
+            maker = view.block.producer.get(value.id)
+            if maker is not None:
+                value = maker.inputs[0] if maker.primitive in VIEWS | {"convert_element_type"} else None
+                continue
+            index = next((i for i, v in enumerate(view.block.inputs) if v.id == value.id), None)
+            if index is None or view.outer is None:
+                names = self.search.graph.in_names
+                return None if index is None or index >= len(names) else names[index]
+            view, node = view.outer
+            value = node.inputs[index] if index < passed_whole(node) else None
+        return None
+
+    def raw_of(self, nid: int) -> Node | None:
+        """A raw node that makes a canonical node's value."""
+        values = self.view.values_of.get(nid, ())
+        return next((n for v in values if (n := self.search.block.producer.get(v.id)) is not None), None)
+
+    def root_value(self, found: Match) -> Value:
+        """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""
+        nid = found.nodes[found.pattern.root]
+        for value in self.view.values_of.get(nid, ()):
+            maker = self.search.block.producer.get(value.id)
+            if maker is not None and maker.id >= self.anchor.id:
+                return self.after_views(value)
+        raise NotARegion("its result is made before the product")
+
+    def after_views(self, value: Value) -> Value:
+        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
+
+        Not where another site looks through them itself: the two would overlap.
+        """
+        block, start = self.search.block, value
+        while value.id not in block.returned:
+            users = self.users(value)
+            if len(users) != 1 or users[0].primitive not in VIEWS:
+                break
+            after = users[0].outputs[0]
+            if (
+                self.view.ref[after.id].nid != self.view.ref[value.id].nid
+                or min(self.view.ref[after.id].dims, default=0) < 0
+            ):
+                break
+            value = after
+        return start if self.looked_through(value) else value
+
+    def looked_through(self, value: Value) -> bool:
+        """Whether a site further on may bind a value that `value` is only a view, a cast or a multiple of."""
+        stack, seen = [value], {value.id}
+        while stack:
+            for user in self.users(stack.pop()):
+                if user.primitive in ("dot_general", "add", "add_any"):
+                    return True
+                if user.primitive in VIEWS | SCALINGS | {"convert_element_type"}:
+                    fresh = [v for v in user.outputs if v.id not in seen]
+                    seen.update(v.id for v in fresh)
+                    stack += fresh
+        return False
+
+    def carried(self, region: Region, names: Iterable[str]) -> float:
+        """The product of the scalar factors that the region's leaves of these names carry themselves.
+
+        Raises:
+          NotARegion: one of them is 0.
+        """
+        product = 1.0
+        for name in names:
+            product *= float(self.view.ref[region.leaves[name].id].coef)
+        if product == 0:
+            raise NotARegion("an operand carries a factor of 0")
+        return product
+
+    def escaping(
+        self,
+        escape: Escape,
+        edit: str,
+        site: Sequence[Node],
+        what: str = "",
+        concepts: Sequence[str] = (),
+        region: Region | None = None,
+    ) -> Rejection:
+        """The rejection for an inner value that is read outside; `edit` where the reader is the user's own code.
+
+        `region` is the whole site, where it could be cut out.
+        """
+        sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
+        reader = escape.user
+        # What the program itself returns is the user's wish; what a scan's body returns may be kept for the backward pass.
+        kept = in_differentiated(escape.node) and (reader is not None or bool(self.search.block.path))
+        if kept or (reader is not None and is_backward(reader.eqn)):
+            sentence += ", as the backward pass of a program that is differentiated already does"
+            edit = FUSE_FIRST
+        problem = self.rejection("escapes", sentence, [escape.node], edit=edit, site=site, concepts=concepts)
+        return replace(problem, region=region)
+
+    def offered(
+        self, region: Region, plan: Plan, edit: str, notes: Sequence[str] = (), concepts: Sequence[str] = ()
+    ) -> Candidate | Rejection:
+        """The site as the plan has it, where nothing outside reads its inner values, or the backward pass may; `edit` where others do."""
+
+        def proposed() -> Candidate | Rejection:
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
+
+        leaks = escapes(region)
+        if not leaks:
+            return proposed()
+        problem = self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
+        return self.unless_paired(problem, proposed)
+
+    def unless_paired(self, problem: Rejection, propose: Callable[[], Candidate | Rejection]) -> Candidate | Rejection:
+        """The rejection of a site whose inner values are read outside; where the backward pass may be who reads them, the site
+        that `propose` gives, to be fused with that.
+        """
+        outcome = propose() if self.search.differentiated else problem
+        if isinstance(outcome, Candidate):
+            return replace(outcome, otherwise=lambda: (problem,))
+        return reason_to_tell(problem, outcome)
+
+    def rejection(
+        self,
+        code: str,
+        sentence: str,
+        guilty: Sequence[Node] = (),
+        progress: tuple[int, int] | None = None,
+        edit: str | None = None,
+        site: Sequence[Node] = (),
+        concepts: Sequence[str] = (),
+    ) -> Rejection:
+        """A rejection here; the guilty default to the anchor, the site to the anchor and the guilty."""
+        guilty = guilty or [self.anchor]
+        where: Any = site or [self.anchor, *guilty]
+        return reject(
+            self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts
+        )

@@ -1,0 +1,514 @@
+"""Pass `dot_product_attention`: softmax(scale * q k^T) v with its masks, biases, cap and dropout, in any layout -> one
+`dot_product_attention` op. Keys and values whose heads are repeated for the queries are read as they were before (`repeated_heads`).
+
+The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
+How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`); `attention_plan` gives
+the op its operands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....graph.canonical.nodes import Coef, Operand
+from ....graph.certify.alike import most_sizes_first
+from ....graph.dtypes import narrows
+from ....graph.matching.match import Match, Miss, close, match
+from ....graph.matching.pattern import pattern_of
+from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes, shared_casts
+from ....graph.matching.wide import arithmetic_of, wider_in
+from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import is_backward
+from ....kernels.ops.dot_product_attention.op import DTYPES
+from ...engine.base import Search, anchor_text, examined, option, propose, reason_to_tell
+from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.site import with_concepts
+from .dropout import NotDrawn, draw_of, kept_as_data
+from .forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
+from .masks import MASK_FILL, Masking, blind_rows, read_masks
+from .misses import AttentionMisses
+from .plan import NOT_REPEATED, attributes_of, factors_of, keyed_plan, moved_by, plan_of
+from .repeated_heads import Repeated, without_repeats
+from .sinks import told_of_logits
+from .weights import exponentials, needless_changes, tails_of, weighs_a_part
+
+MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
+_ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
+_SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
+_READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
+
+
+@dataclass(frozen=True)
+class DotProductAttentionPass:
+    """See the module docstring."""
+
+    name: str = "dot_product_attention"
+    op: str = "dot_product_attention"
+    formula: str = (
+        "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with a sink or without, "
+        "with dropout or without, heads that share keys, any layout"
+    )
+    needs: str = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        deterministic = (False, "the same bits every time, gradients included: cuDNN's backward is left out")
+        object.__setattr__(self, "options", {"deterministic": deterministic})
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            scores = jnp.einsum("bthd,bshd->bhts", q, k) * 0.25
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+        q = jnp.zeros((2, 8, 2, 16))
+        return attention, (q, q, q)
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        for node, made in self.anchors(search):
+            site = _Site(self, search, node)
+            yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
+
+    def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
+        """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
+        view, found = search.view, dict[int, tuple[int, int]]()
+        nodes: list[Node] = []
+        for node in search.block.nodes:
+            if node.primitive != "dot_general" or is_backward(node.eqn):
+                continue
+            made = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            if made is None or made[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
+                continue  # the products of a backward pass read the same exponentials as their forward
+            found[node.id] = made
+            nodes.append(node)
+        return [(node, found[node.id]) for node in most_sizes_first(nodes)]
+
+
+class _Site(AttentionMisses):
+    """One softmax between two products, from anchor to candidate or rejection."""
+
+    kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
+
+    def examine(self, weights: int, exponentials: int) -> Candidate | Rejection:
+        try:
+            found = self.read(weights)
+            if isinstance(found, Miss):
+                asked = nan_test_between(self.view, exponentials, self.anchor)
+                told = self.beside_the_keys(weights, exponentials) or self.missed(found)
+                return told if asked is None else self.asks_for_nan(asked)
+            return self.mixture(found) or self.named(self.candidate(found), found)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def mixture(self, read: Reading) -> Rejection | None:
+        """The rejection where each row has values of its own, and weights by keys that all rows share: a mixture of experts, say."""
+        found = read.match
+        axes = {n: {c for (p, _), c in found.axes.items() if p == found.leaf_id(n)} for n in "qkv"}
+        shared = [n for n in "qkv" if not set(found.letters["b"]) <= axes[n]]
+        if found.letters["t"] or not shared:
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)} weighs values that each row has for itself, by keys that all rows share: "
+            "a mixture, and no attention, whose rows share their values"
+        )
+        return self.rejection("axes", sentence)
+
+    def asks_for_nan(self, asked: Node) -> Rejection:
+        """The rejection for a choice by which weights are NaN."""
+        sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
+        edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
+        return self.rejection("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
+
+    def beside_the_keys(self, weights: int, exponentials: int) -> Rejection | None:
+        """The rejection for a softmax over more than the keys."""
+        told = told_of_logits(self.view, exponentials, weights)
+        if told is None:
+            return None
+        sentence = f"{anchor_text(self.anchor)}: {told[0]}"
+        return self.rejection("structure", sentence, edit=told[1], concepts=("attention",))
+
+    def own_rule(self, exponentials: int) -> Rejection | None:
+        """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
+        if self.view.nodes[exponentials].op == "exp":
+            return None
+        maker = self.raw_of(exponentials) or self.anchor
+        sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
+        edit = "use jax.nn.softmax, if its derivative is the one that is meant"
+        return self.rejection("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])
+
+    def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
+        """With the kind of attention it is, unless a number makes it none."""
+        if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
+            return self.scaled_late(read, outcome) if outcome.code == "value" else outcome
+        kind = self.kind or ("masked" if read.steps or read.tail.changes else "unmasked")
+        return with_concepts(outcome, ("attention", f"attention_{kind}"))
+
+    def read(self, weights: int) -> Reading | Miss:
+        """The site's spelling, from the outside in; the miss that came furthest if it has none."""
+        best: Miss | None = None
+        roots = self.roots()
+        for tail, root in itertools.product(tails_of(self.view, weights, roots), roots):
+            outer = self.tried(tail, root)
+            if isinstance(outer, Match):
+                return self.scores(tail, root, outer)
+            if outer is not None and (best is None or outer.matched >= best.matched):
+                best = outer
+        if best is None:
+            raise AssertionError("an attention's root is a product or a division")
+        return best
+
+    def tried(self, tail: Tail, root: int) -> Match | Miss | None:
+        example = tail_example(tail)
+        if not example.fits(self.view, root):
+            return None
+        pattern = pattern_of(example)
+        if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
+            return None
+        return match(pattern, self.view, root)
+
+    def scores(self, tail: Tail, root: int, outer: Match) -> Reading | Miss:
+        """The whole of a site whose softmax has matched, for the first reading of its scores that matches."""
+        best: Miss | None = None
+        z = outer.leaves["z"]
+        for steps in itertools.islice(readings(self.view, z, self.read_times(outer, z)), _READINGS):
+            for signed in (steps,) if steps else (steps, NEGATED):
+                found = match(pattern_of(whole_example(tail, signed)), self.view, root)
+                if isinstance(found, Match):
+                    shown = self.view.values_of.get(z)
+                    largest = float(jnp.finfo(shown[0].dtype if shown else jnp.float32).max)
+                    return Reading.of(tail, signed, found, largest)
+                best = found if best is None or found.matched > best.matched else best
+        if best is None:
+            raise AssertionError("scores have a reading")
+        return best
+
+    def read_times(self, outer: Match, z: int) -> Coef:
+        """What a softmax multiplies its scores, a canonical node, by; 1 where only their maximum is read, which passes a factor on."""
+        readers = (self.view.nodes[t] for t in outer.nodes.values())
+        found = (o.coef for n in readers if n.op in ("sum", "difference", "exp") for o in n.operands if o.nid == z)
+        return next(found, 1.0)
+
+    def roots(self) -> list[int]:
+        """The product itself, or the division that follows it."""
+        nid = self.view.ref[self.anchor.outputs[0].id].nid
+        after = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "prod"]
+        return [*after, nid]
+
+    def candidate(self, read: Reading) -> Candidate | Rejection:
+        found = read.match
+        root = self.root_value(found)
+        region = self.cut(root, found)
+        rounded = self.rounded(region)
+        if rounded is not None:
+            root, region = rounded, self.cut(rounded, found)
+        if self.anchor not in region.nodes:
+            raise NotARegion("the product does not stand inside the site")
+        self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
+        factor = self.view.ref[root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
+        if not read.tail.changes and not close(factor, 1.0):
+            raise NotARegion("its result carries a factor that the values do not")
+        problem = self.conditions(read, region)
+        if problem is not None:
+            return problem
+        masks = read_masks(self.view, found, region.leaves, read.steps, self.search.certifier)
+        if isinstance(masks, str):
+            return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
+        if (
+            read.tail.without_max
+            and read.tail.sink is None
+            and blind_rows(self.view, found, {n: region.leaves[n] for n in masks.biases}, self.search.certifier)
+        ):
+            sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
+            return self.rejection(
+                "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
+            )
+        if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
+            masks = replace(masks, mask_value=-math.inf)
+        factor *= math.prod(found.scalars[name] for name in read.tail.shares)
+        needless, zeroed = needless_changes(self.view, read, region, masks, factor, self.search.certifier)
+        dropped = masks.dropped | needless
+        scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
+        changed = "cap" in found.scalars or set(region.leaves) - {*"qkv", "sink"} - dropped - scaled
+        only_masks = masks.causal_outside and "cap" not in found.scalars and needless >= set(read.tail.changed_by)
+        masked = "causal" if only_masks else "masked"
+        self.kind = (
+            masked if changed else "unmasked" if masks.row is None else "causal" if masks.window is None else "masked"
+        )
+        if read.tail.of_some_keys and (masks.masks or masks.row is not None):
+            sentence = (
+                f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
+            )
+            return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+        # With a sink such a row has all of its weight there, in the program as in the op.
+        blind = read.tail.sink is None and self.can_be_blind(region, masks) and not zeroed
+        if zeroed:
+            masks = replace(masks, mask_value=-math.inf)
+        asked = nan_test(self.view, root) if blind else None
+        if asked is not None:
+            sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
+            edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
+            return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
+        digits = ("its numbers are taken to 12 digits",) if root.dtype == np.float64 else ()
+        wide = () if rounded is None else (_ROUNDED.format(root.dtype),)
+        notes = (*_notes(read, masks, blind), *digits, *wide)
+
+        few = self.of_fewer_heads(read, region, masks)
+
+        def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
+            rest = _without(region, dropped), masks, factor, notes
+            leaks = escapes(region)
+            if not leaks:
+                return self.proposed(read, *rest, None, repeated)
+            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            if read.tail.sink is not None:
+                edit += "; the fused op drops that of the sink"
+            problem = self.escaping(leaks[0], edit, region.nodes, region=region)
+            return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
+
+        first = None if few is None else outcome(*few)
+        return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+
+    def cut(self, root: Value, found: Match) -> Region:
+        """The site that makes `root`, of its operands as they are before they are widened: all three, and to no more than the op computes
+        in; else each as it is read.
+        """
+        scaled = frozenset({"q", "k", "sink"})
+        region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
+        dtypes = {region.leaves[x].dtype for x in "qkv"}
+        if len(dtypes) != 1 or wider_in(region, arithmetic_of(dtypes.pop())) is not None:
+            region = cut(self.view, root, found.leaves, scaled)
+        return shared_casts(region)
+
+    def rounded(self, region: Region) -> Value | None:
+        """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that
+        stay in float32 until then, as where a library is asked for a softmax in float32.
+        """
+        dtypes = {region.leaves[x].dtype for x in ("q", "k", "v")}
+        value, block = region.root, self.search.block
+        if len(dtypes) != 1 or not narrows(next(iter(dtypes)), value.dtype):
+            return None
+        while value.id not in block.returned and len(users := self.users(value)) == 1:
+            after = users[0].outputs[0]
+            if users[0].primitive in CASTS:
+                return after if {after.dtype} == dtypes else None
+            if users[0].primitive not in VIEWS or self.view.ref[after.id].nid != self.view.ref[value.id].nid:
+                return None
+            if min(self.view.ref[after.id].dims, default=0) < 0:
+                return None
+            value = after
+        return None
+
+    def of_fewer_heads(
+        self, read: Reading, region: Region, masks: Masking
+    ) -> tuple[Region, Mapping[str, Repeated]] | None:
+        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
+        be heads as well, but more would be permuted then than repeated.
+        """
+        few = without_repeats(self.view, read.match, region)
+        plain = moved_by(self.view, read, region, masks)
+        return few if few is not None and moved_by(self.view, read, few[0], masks, few[1]) <= plain else None
+
+    def proposed(
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        factor: float,
+        notes: tuple[str, ...],
+        problem: Rejection | None,
+        repeated: Mapping[str, Repeated],
+    ) -> Candidate | Rejection:
+        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
+
+        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
+        """
+        attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
+        attrs["precision"] = self.precision(region)
+        if option(self.search, self.pass_, "deterministic"):
+            attrs["deterministic"] = True
+
+        def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
+            plan = plan_of(self.search, read, region, masks, attrs, repeated)
+            outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
+            if not isinstance(outcome, Candidate):
+                return reason_to_tell(problem, outcome)
+            return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
+
+        try:
+            outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
+        except NotDrawn as reason:
+            return as_data(*kept_as_data(self.view, [region.leaves[c.leaf] for c in factors_of(read, region)], reason))
+        return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
+
+    def drawn_again(
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        attrs: dict[str, Any],
+        notes: tuple[str, ...],
+        repeated: Mapping[str, Repeated],
+    ) -> Candidate:
+        """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
+        factors = factors_of(read, region)
+        if len(factors) != 1 or read.tail.of_some_keys:
+            raise NotDrawn("there are other factors beside it" if factors else "no factors are read")
+        draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
+        if factors[0].kind == "hidden":
+            raise NotDrawn("it is True where an entry is dropped, and the op draws what it keeps")
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), repeated)
+        outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
+        if isinstance(outcome, Rejection):
+            raise NotDrawn(outcome.sentence)
+        return outcome
+
+    def can_be_blind(self, region: Region, masks: Masking) -> bool:
+        """Whether data may leave a query row no key, with NaN for its result in the program."""
+        hidden = bool(masks.masks) and masks.mask_value == -math.inf
+        return hidden or may_be_infinite(
+            self.view, region.leaves, masks.biases, not (masks.masks or masks.row is not None), self.search.certifier
+        )
+
+    def conditions(self, read: Reading, region: Region) -> Rejection | None:
+        dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
+        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+            own, taken = ", ".join(sorted(dtypes)), ", ".join(DTYPES)
+            sentence = f"{anchor_text(self.anchor)} computes in {own}; the fused op takes one of {taken} throughout"
+            return self.rejection("dtype", sentence, edit="cast q, k and v to one of these dtypes", site=region.nodes)
+        fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
+        if fills:
+            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
+            return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
+        sink, wide = region.leaves.get("sink"), jnp.promote_types(region.root.dtype, jnp.float32)
+        if sink is not None and narrows(wide, sink.dtype):
+            sentence = f"{anchor_text(self.anchor)}: its sink {sink!r} is wider than its scores"
+            return self.rejection("dtype", sentence, edit="cast the sink to the dtype of q", site=region.nodes)
+        own = self.made_of_scores(read)
+        if own is not None:
+            sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
+            edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
+            return self.rejection("structure", sentence, site=region.nodes, edit=edit)
+        times = self.maximum_taken(read.match)
+        if not close(times, 1.0):
+            what = (
+                f"maximum of the scores {times:g} times"
+                if times >= 0
+                else "minimum of the scores, and not their maximum"
+            )
+            sentence = (
+                f"{anchor_text(self.anchor)}: its softmax subtracts the {what}; "
+                "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
+            )
+            edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
+            return self.rejection("structure", sentence, site=region.nodes, edit=edit)
+        return self.scaled_by_data(read, region)
+
+    def maximum_taken(self, found: Match) -> float:
+        """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
+
+        A leaf may carry any factor, and so may, as far as the matcher can tell, each of the two places where the scores stand.
+        """
+        for p, target in found.nodes.items():
+            operands = self.view.nodes[target].operands if found.pattern.nodes[p].op == "sum" else ()
+            for maximum, coef in self.maxima(operands):
+                (of,) = self.view.nodes[maximum.nid].operands
+                scores = next((o for o in operands if o.nid == of.nid), None)
+                if scores is not None:
+                    times = -float(coef * maximum.coef * of.coef) / float(scores.coef)
+                    return (
+                        times if float(of.coef * scores.coef) > 0 else -1.0
+                    )  # of what is turned over it is the minimum
+        return 1.0
+
+    def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:
+        """The maxima over keys among the terms of a sum, and those that are the larger of one and a sink; each with a factor on it."""
+        for one in operands:
+            node = self.view.nodes[one.nid]
+            if node.op == "reduce_max":
+                yield one, 1.0
+            elif node.op == "max":
+                yield from ((o, float(one.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
+
+    def made_of_scores(self, read: Reading) -> str | None:
+        """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
+        found = read.match
+        scores = next(
+            (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
+        )
+        biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
+        return next((b for b in biases if scores is not None and self.made_of(found.leaves[b], scores, 4)), None)
+
+    def scaled_by_data(self, read: Reading, region: Region) -> Rejection | None:
+        """The op is given queries that are scaled already: not where that rounds what the program does not round."""
+        factors = [s.leaf for s in read.steps if s.kind in ("times", "over") and s.leaf]
+        wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
+        if not factors or wide == {str(region.leaves["q"].dtype)}:
+            return None
+        sentence = f"{anchor_text(self.anchor)}: the scores are scaled by data, {region.leaves[factors[0]]!r}, in a wider dtype than q's"
+        return self.rejection("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")
+
+    def scale(self, read: Reading, region: Region) -> float:
+        """The factor on q k^T that the bound operands do not carry themselves."""
+        scalars = read.match.scalars
+        sign = -1.0 if read.steps == NEGATED else 1.0
+        return sign * scalars.get("scale", 1.0) * scalars.get("cap", 1.0) / self.carried(region, ("q", "k"))
+
+    def precision(self, region: Region) -> Any:
+        """What the user asked of the products; None for the default."""
+        asked = {str(p): p for n in region.nodes if n.primitive == "dot_general" for p in (n.params.get("precision"),)}
+        if region.root.dtype != jnp.float32:
+            return None  # 16-bit products accumulate in float32 whatever is asked
+        if len(asked) > 1:
+            raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
+        return next(iter(asked.values()), None)
+
+
+def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
+    """What the fused op does otherwise than the site on numbers a model is not meant to see."""
+    if masks.causal_outside:
+        yield MADE_OUTSIDE
+    if masks.row is not None and masks.fill > _SAFE_FILL:
+        yield f"masked scores become {masks.fill:g}: right while no score is as low"
+    if read.tail.without_max:
+        overflow = "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
+        yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 there"
+    if read.tail.sink is not None and (note := read.tail.sink.note) is not None:
+        yield note
+    if blind:
+        yield NOTE
+
+
+def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:
+    """A site that gives way, at the end of what it gives way to, to what `last` gives."""
+    give = site.otherwise
+    if give is None:
+        return site
+    return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])
+
+
+def _without(region: Region, dropped: frozenset[str]) -> Region:
+    """The region as a function of fewer leaves: constants that are dropped become part of its support."""
+    gone = [v for name, v in region.leaves.items() if name in dropped]
+    leaves = {name: v for name, v in region.leaves.items() if name not in dropped}
+    # What was made like one of them is made again by itself.
+    copies = [n for n in region.support if n.id < 0 and n.inputs[0] in gone]
+    kept = [n for n in region.support if n not in copies]
+    known = {n.id for n in (*region.nodes, *kept)}
+    extra: dict[int, Node] = {}
+    stack = [*gone, *(n.outputs[0] for n in copies)]
+    while stack:
+        node = region.block.producer.get(stack.pop().id)
+        if node is not None and node.id not in extra:
+            extra[node.id] = node
+            stack.extend(a for a in node.inputs if isinstance(a, Value))
+    added = (n for i, n in extra.items() if i not in known)
+    support = tuple(sorted((*kept, *added), key=lambda n: n.id))
+    return Region(region.block, region.root, leaves, region.nodes, support, region.known)

@@ -1,0 +1,182 @@
+"""Dropout masks of jax.random: told from the equations that make them, and traced back to their key.
+
+A mask is taken for `jax.random.bernoulli(key, keep, shape)` where its equations are those that this JAX traces for it, and for nothing
+else: the fused op draws it again of the key, so that what is equal as real numbers alone would be another mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ....graph.canonical.nodes import ONE
+from ....graph.canonical.view import View
+from ....graph.jax_compat import threefry_key
+from ....graph.matching.region import VIEWS, Region, dead_with
+from ....graph.primitives import having
+from ....graph.program.identical import made_as
+from ....graph.program.ir import Block, Node, Value
+from ....graph.program.literals import fold
+from ....graph.program.signature import Memo
+from ....graph.program.trace import block_of_jaxpr
+from ....kernels.ops.dot_product_attention.dropout import drawn
+from ...engine.layout import BROADCAST, Axes, moved
+
+_COMPARISONS = having("order")
+_STEPS = 12  # equations between a mask and the factors made of it
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Factors that are a mask drawn of a key, times a number.
+
+    Attributes:
+      key: the value of dtype key<fry> that it is drawn of.
+      keep: the probability of an entry to be kept, a float32.
+      mask: the bool that is drawn, in its own shape.
+      factor: what the factors are where it is True; they are 0 where it is False.
+      chain: the equations from the factors down to the mask.
+    """
+
+    key: Value
+    keep: float
+    mask: Value
+    factor: float
+    chain: tuple[Node, ...]
+
+    def axes(self, of_factors: Axes) -> Axes | None:
+        """The axes of the mask, from those of the factors; None where they cannot be told."""
+        axes = of_factors
+        for node in self.chain:
+            if node.primitive not in VIEWS:
+                continue
+            shape = node.inputs[0].shape
+            at = [moved(node, d) if n != 1 else None for d, n in enumerate(shape)]
+            if any(d is None and n != 1 for d, n in zip(at, shape, strict=True)):
+                return None
+            axes = tuple(None if d is None else axes[d] for d in at)
+        return None if BROADCAST in axes else axes
+
+
+class NotDrawn(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
+    """Factors that the op cannot draw again; the message says why."""
+
+
+def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
+    """The draw that `factors` are made of.
+
+    Raises:
+      NotDrawn: they are not, or not exactly.
+    """
+    chain = _chain(view, factors)
+    mask = (
+        factors if not chain else next(a for a in chain[-1].inputs if isinstance(a, Value) and not _is_number(view, a))
+    )
+    kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
+    if not kept or dropped != 0:
+        raise NotDrawn("what it is made of is not 0 where an entry is dropped")
+    probabilities, key_types = _made_of(view, mask)
+    for dtype in key_types:
+        if dtype != threefry_key():
+            raise NotDrawn(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
+    for keep in probabilities:
+        program = memo.once(("drawn", keep, mask.shape), lambda keep=keep: _program(keep, mask.shape))
+        found = made_as(view.block, mask, program, view.known_inputs)
+        if found is not None:
+            return Draw(found[0], keep, mask, float(kept), chain)
+    raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
+
+
+def kept_as_data(view: View, factors: Iterable[Value], why: NotDrawn) -> Iterator[str]:
+    """The note on a mask that is drawn in the block, and stays as it is."""
+    if any(n.primitive == "random_bits" for f in factors for n in _ancestors(view.block, f)):
+        yield f"its dropout mask is an operand, not made again of its key: {why}"
+
+
+def keyed(region: Region, factors: str, draw: Draw) -> Region:
+    """The region as a function of the key instead of the factors of that name: what is drawn for it alone belongs to it."""
+    leaves = {
+        ("dropout_key" if n == factors else n): (draw.key if n == factors else v) for n, v in region.leaves.items()
+    }
+    made = {n.id: n for n in _ancestors(region.block, region.leaves[factors], draw.key)}
+    inner = {n.id: n for n in region.nodes}
+    support = {n.id: n for n in region.support} | {i: n for i, n in made.items() if i not in inner}
+    inner |= dead_with(region.block, inner, support, leaves.values())
+    return replace(
+        region,
+        leaves=leaves,
+        nodes=tuple(inner[i] for i in sorted(inner)),
+        support=tuple(support[i] for i in sorted(support) if i not in inner),
+    )
+
+
+def _chain(view: View, value: Value) -> tuple[Node, ...]:
+    """The equations from factors down to the comparison that makes a mask: each of one operand that is no number."""
+    found: list[Node] = []
+    while len(found) < _STEPS:
+        node = view.block.producer.get(value.id)
+        if node is None or node.blocks:
+            raise NotDrawn("it is made outside of the block")
+        if node.primitive in _COMPARISONS:
+            return tuple(found)
+        sources = [a for a in node.inputs if isinstance(a, Value) and not _is_number(view, a)]
+        if len(sources) != 1 or len(node.outputs) != 1:
+            raise NotDrawn("it is combined with something else after it is drawn")
+        if node.primitive not in VIEWS and sources[0].shape != node.outputs[0].shape:
+            raise NotDrawn("it is broadcast by what it meets after it is drawn")
+        found.append(node)
+        value = sources[0]
+    raise NotDrawn("it is changed in many steps after it is drawn")
+
+
+def _is_number(view: View, value: Value) -> bool:
+    return view.ref[value.id].nid == ONE
+
+
+def _through(view: View, chain: tuple[Node, ...], mask: Value, which: bool) -> Any:
+    """What the factors are where the mask is `which`, in the dtypes of the program."""
+    number: Any = np.bool_(which)
+    source = mask
+    for node in reversed(chain):
+        if node.primitive not in VIEWS:
+            operands = [(number if a is source else view.read(a).coef, a.dtype) for a in node.inputs]
+            number = fold(node.primitive, node.params, operands, node.outputs[0].dtype)
+            if number is None:
+                raise NotDrawn(f"a {node.primitive} changes it after it is drawn")
+        source = node.outputs[0]
+    return number
+
+
+def _ancestors(block: Block, value: Value, until: Value | None = None) -> list[Node]:
+    """The equations of a block that a value is made by; not those that `until` is made by."""
+    found: dict[int, Node] = {}
+    stack = [value]
+    while stack:
+        at = stack.pop()
+        node = block.producer.get(at.id)
+        if node is None or node.id in found or (until is not None and at.id == until.id):
+            continue
+        found[node.id] = node
+        stack += [a for a in node.inputs if isinstance(a, Value)]
+    return list(found.values())
+
+
+def _made_of(view: View, mask: Value) -> tuple[list[float], list[Any]]:
+    """The numbers that may be a mask's probability, nearest first, and the types of the keys whose bits it is made of."""
+    nodes = _ancestors(view.block, mask)
+    numbers: dict[float, None] = {}
+    for node in nodes:
+        for atom in node.inputs:
+            if not atom.shape and atom.dtype == np.float32 and view.is_literal(view.read(atom)):
+                numbers.setdefault(float(view.read(atom).coef))
+    keys = [n.inputs[0].dtype for n in nodes if n.primitive == "random_bits"]
+    return [x for x in numbers if 0 < x <= 1], keys
+
+
+def _program(keep: float, shape: tuple[int, ...]) -> Block:
+    key = jax.ShapeDtypeStruct((), threefry_key())
+    return block_of_jaxpr(jax.make_jaxpr(lambda k: drawn(k, keep, shape))(key))

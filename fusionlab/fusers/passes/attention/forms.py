@@ -1,0 +1,438 @@
+"""The forms attention is written in, composed: a softmax's spelling around the steps that scores went through.
+
+A site is read from the outside in. First one of the spellings of `softmax(z) @ v` has to match, with the scores `z` as a leaf. Then
+steps are peeled off the scores (a mask, a bias, a cap, a factor) until the product of queries and keys is left. What was read makes one
+example, and that example is what is matched: the reading only says which example to try.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....graph.canonical.nodes import ONE, Coef, Operand
+from ....graph.canonical.view import View
+from ....graph.matching.match import Match, close
+from ....graph.matching.pattern import Example
+from ....graph.program.ir import Value
+from .sinks import NO_MAXIMUM, Sink
+
+LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
+WITHOUT_MAX = "softmax without max"
+_NOISE = 1 + 1e-9  # the view has 12 digits of a number
+_STEP_LIMIT = 12  # steps between a softmax and its product; models have up to 4
+
+
+def _weigh(p: Any, v: Any) -> Any:
+    return jnp.einsum("bts,bsd->btd", p, v)
+
+
+def _by_max(z: Any) -> Any:
+    return jax.nn.softmax(z)
+
+
+def _plain(z: Any) -> Any:
+    e = jnp.exp(z)
+    return e / e.sum(-1, keepdims=True)
+
+
+def _by_logsumexp(z: Any) -> Any:
+    return jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True))
+
+
+def _by_log_softmax(z: Any) -> Any:
+    return jnp.exp(jax.nn.log_softmax(z, -1))
+
+
+def _divided_after(z: Any, v: Any) -> Any:
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    return _weigh(e, v) / e.sum(-1)[..., None]
+
+
+SOFTMAXES: Mapping[str, Callable[[Any], Any]] = {
+    "softmax": _by_max,
+    WITHOUT_MAX: _plain,
+    "exp(z - logsumexp(z))": _by_logsumexp,
+    "exp(log_softmax(z))": _by_log_softmax,
+}
+AFTER = "division after the product"
+_WORDS = {
+    "factors": ", probabilities times factors",
+    "kept": ", probabilities selected",
+    "hidden": ", probabilities selected",
+    "where": " of some keys",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to the probabilities before they weigh the values.
+
+    Attributes:
+      kind: "factors" (p * f: a dropout mask, weights on heads), "kept" (where(m, p * number, 0)), "hidden" (where(m, 0, p * number)) or
+        "where": `jax.nn.softmax(z, where=m)`, which gives a row that sees nothing no weights at all; only the first may be.
+      leaf, scalar: the names of its operand and of its number in an example.
+    """
+
+    kind: str
+    number: int
+
+    @property
+    def leaf(self) -> str:
+        return f"factors{self.number or ''}"
+
+    @property
+    def scalar(self) -> str | None:
+        return f"share{self.number or ''}" if self.kind in ("kept", "hidden") else None
+
+    def __call__(self, p: Any, leaf: Any, scalar: Any) -> Any:
+        match self.kind:
+            case "kept":
+                return jnp.where(leaf, p * scalar, 0.0)
+            case "hidden":
+                return jnp.where(leaf, 0.0, p * scalar)
+            case _:
+                return p * leaf
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A spelling of softmax(z) @ v: the softmax's name, what changes the probabilities, the innermost first, and its sink if it has one,
+    whose spelling is the softmax's then."""
+
+    softmax: str
+    kinds: tuple[str, ...] = ()
+    sink: Sink | None = None
+
+    def __call__(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
+        if self.sink is not None and self.sink.after:
+            return self.sink.result(z, v, given)
+        if self.softmax == AFTER:
+            return _divided_after(z, v)
+        changes = self.changes
+        if self.of_some_keys:
+            p, changes = jax.nn.softmax(z, where=given[changes[0].leaf]), changes[1:]
+        else:
+            p = SOFTMAXES[self.softmax](z) if self.sink is None else self.sink.weights(z, given)
+        for change in changes:
+            p = change(p, given[change.leaf], given[change.scalar] if change.scalar else None)
+        return _weigh(p, v)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        return tuple(Change(kind, i) for i, kind in enumerate(self.kinds))
+
+    @property
+    def of_some_keys(self) -> bool:
+        """Whether the softmax itself leaves keys out, by the first of its changes."""
+        return self.kinds[:1] == ("where",)
+
+    @property
+    def name(self) -> str:
+        return self.softmax + "".join(_WORDS[kind] for kind in self.kinds)
+
+    @property
+    def leaves(self) -> dict[str, str]:
+        """The operands of its changes and its sink, with their axes in an example."""
+        return {c.leaf: "bts" for c in self.changes} | (self.sink.leaves if self.sink else {})
+
+    @property
+    def changed_by(self) -> tuple[str, ...]:
+        """The operands of its changes."""
+        return tuple(c.leaf for c in self.changes)
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """The numbers of its changes."""
+        return tuple(c.scalar for c in self.changes if c.scalar)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        return (*self.shares, *(self.sink.scalars if self.sink else ()))
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """Canonical ops that only its like have: see `Example`."""
+        return self.sink.holds if self.sink else frozenset()
+
+    @property
+    def without_max(self) -> bool:
+        """Whether the exponentials are of the scores themselves."""
+        return self.softmax == WITHOUT_MAX or self.softmax in NO_MAXIMUM
+
+    @property
+    def bools(self) -> frozenset[str]:
+        """Its leaves of dtype bool."""
+        return frozenset(c.leaf for c in self.changes if c.kind != "factors")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step from the product towards the softmax.
+
+    Attributes:
+      kind: "kept" (where(m, z, fill)), "hidden" (where(m, fill, z)), "blended" (z * m + fill * (1 - m)), "added" (z + b), "gated"
+        (z * m, and then added to), "capped" (c * tanh(z)), "times" (z * f) or "over" (z / f) or "negated" (-z; any other negative factor
+        is a scale's).
+      has_gain: whether what it makes is multiplied by a number before anything else is done to it.
+      lowered: whether it is written z * m + fill * (m - 1), with the fill's sign turned.
+      leaf, scalar, gain: the names of its operand, of its number and of that number in an example.
+    """
+
+    kind: str
+    number: int
+    has_gain: bool = False
+    lowered: bool = False
+
+    @property
+    def leaf(self) -> str | None:
+        prefix = {"added": "bias", "times": "factor", "over": "factor", "gated": "gate"}.get(
+            self.kind, "mask" if self.masks else None
+        )
+        return f"{prefix}{self.number}" if prefix else None
+
+    @property
+    def masks(self) -> bool:
+        """Whether it puts a number in place of scores."""
+        return self.kind in ("kept", "hidden", "blended")
+
+    @property
+    def scalar(self) -> str | None:
+        return "cap" if self.kind == "capped" else f"fill{self.number}" if self.masks else None
+
+    @property
+    def gain(self) -> str | None:
+        return f"gain{self.number}" if self.has_gain else None
+
+    def __call__(self, z: Any, leaf: Any, scalar: Any) -> Any:
+        match self.kind:
+            case "kept":
+                return jnp.where(leaf, z, scalar)
+            case "hidden":
+                return jnp.where(leaf, scalar, z)
+            case "blended":
+                kept = leaf.astype(z.dtype)
+                return z * kept + scalar * (kept - 1 if self.lowered else 1 - kept)
+            case "added":
+                return z + leaf
+            case "capped":
+                return scalar * jnp.tanh(z)
+            case "negated":
+                return -z
+            case "times" | "gated":
+                return z * leaf
+            case _:
+                return z / leaf
+
+
+Steps = tuple[Step, ...]  # outermost first
+NEGATED = (Step("negated", 0),)  # a maximum passes positive factors alone, so bare negated scores look different
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A site as it was read: the parts of its example, and the example's match.
+
+    c (s + b) is c s + c b, and so with masks: the match's numbers are those of a site whose numbers all stand at the product. Of the
+    fill and the cap that is what it says; what a bias is multiplied by is called as the gain of its step.
+    """
+
+    tail: Tail
+    steps: Steps
+    match: Match
+
+    @classmethod
+    def of(cls, tail: Tail, steps: Steps, found: Match, largest: float) -> Reading:
+        """What a match says; numbers beyond `largest` are infinite in the program."""
+        gain, capped, scalars = 1.0, 1.0, dict(found.scalars)
+        for step in steps:
+            gain *= scalars.get(step.gain or "", 1.0)
+            scalars[f"gain{step.number}"] = gain
+            if step.kind == "capped":
+                capped = gain
+            if step.scalar:
+                number = scalars[step.scalar] * (-gain if step.lowered else gain)
+                infinite = abs(number) > largest * _NOISE
+                scalars[step.scalar] = math.copysign(math.inf, number) if infinite else number
+        scalars["scale"] = (
+            scalars.get("scale", 1.0) * gain / capped
+        )  # what is capped is divided by the cap as it stands
+        return cls(tail, steps, replace(found, scalars=scalars))
+
+
+@functools.cache
+def tail_example(tail: Tail) -> Example:
+    """`softmax(z) @ v` with the scores as a leaf."""
+    leaves = {"z": "bts", "v": "bsd", **tail.leaves}
+
+    def fn(z: Any, v: Any, *rest: Any) -> Any:
+        return tail(z, v, dict(zip((*tail.leaves, *tail.scalars), rest, strict=True)))
+
+    optional = dict.fromkeys("bts", frozenset(tail.leaves))
+    shared = {"b": frozenset("v")}
+
+    def may_be_in(view: View) -> bool:
+        return tail.holds <= view.by_op.keys()
+
+    return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, shared, may_be_in=may_be_in)
+
+
+@functools.cache
+def whole_example(tail: Tail, steps: Steps) -> Example:
+    """Attention from queries, keys and values on: the scores made by `steps`, then `tail`."""
+    beside = {s.leaf: "bts" if s.kind not in ("times", "over") else "bt" for s in steps if s.leaf} | tail.leaves
+    numbers = [name for s in steps for name in (s.scalar, s.gain) if name]
+    scalars = ("scale", *numbers, *tail.scalars)
+    bools = frozenset(s.leaf for s in steps if s.leaf and s.masks) | tail.bools
+
+    def fn(*args: Any) -> Any:
+        given = dict(zip((*LEAVES, *beside, *scalars), args, strict=True))
+        z = jnp.einsum("btc,bsc->bts", given["q"], given["k"]) * given["scale"]
+        for step in reversed(steps):
+            leaf = given[step.leaf] if step.leaf else None
+            leaf = leaf[..., None] if step.kind in ("times", "over") and leaf is not None else leaf
+            z = step(z, leaf, given[step.scalar] if step.scalar else None)
+            z = z * given[step.gain] if step.gain else z
+        return tail(z, given["v"], given)
+
+    optional = dict.fromkeys("bts", frozenset(beside))
+    return Example(_name(tail, steps), fn, LEAVES | beside, scalars, bools, optional, {"b": frozenset("qkv")})
+
+
+def _name(tail: Tail, steps: Steps) -> str:
+    words = {
+        "kept": "masked",
+        "hidden": "masked where true",
+        "blended": "blended with a number",
+        "added": "bias",
+        "capped": "capped",
+        "gated": "multiplied by a mask",
+        "times": "scaled",
+        "over": "scaled",
+        "negated": "negated",
+    }
+    return ", ".join([tail.name, *(words[s.kind] + ", times a number" * s.has_gain for s in steps)])
+
+
+def readings(view: View, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
+    """The ways to read what `factor` times canonical node `scores` went through since a product, the likeliest first; at least one.
+
+    The last may end at a node that is no product: the nearest miss stands there.
+    """
+    whole = list(_peel(view, Operand(factor, scores, ()), ()))
+    yield from whole or [max(_ends(view, Operand(factor, scores, ()), ()), key=len)]
+
+
+def _peel(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
+    if view.nodes[scores.nid].op == "dot":
+        yield steps
+    for step, inner in _inner(view, scores, steps):
+        yield from _peel(view, inner, (*steps, step))
+
+
+def _ends(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
+    inner = list(_inner(view, scores, steps))
+    if not inner:
+        yield steps
+    for step, below in inner:
+        yield from _ends(view, below, (*steps, step))
+
+
+def _inner(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+    """The steps that a multiple of a canonical node may be, each with the scores before it; scores are capped once."""
+    if len(outer) == _STEP_LIMIT:
+        return
+    node = view.nodes[scores.nid]
+    operands, ids = node.operands, [o.nid for o in node.operands]
+
+    def step(kind: str) -> Step:
+        return Step(kind, len(outer), kind not in ("times", "over", "gated", "capped") and not close(scores.coef, 1.0))
+
+    if node.op == "select" and len(ids) == 3:
+        if ids[1] == ONE:
+            yield step("kept"), operands[2]
+        if ids[2] == ONE:
+            yield step("hidden"), operands[1]
+    elif node.op == "tanh" and all(s.kind != "capped" for s in outer):
+        yield step("capped"), operands[0]
+    elif node.op == "sum" and len(ids) == 2:
+        for i in (0, 1):
+            for inner, lowered in _blended(view, operands[i], operands[1 - i]):
+                yield replace(step("blended"), lowered=lowered), inner
+        for i in _by_rank(view, ids):
+            yield step("added"), operands[i]
+    elif node.op == "prod" and len(ids) == 2:
+        for i in _by_rank(view, ids):
+            if node.params[i] != 1 or node.params[1 - i] not in (1, -1):
+                continue
+            inner = operands[i]._replace(coef=operands[i].coef * scores.coef)  # its numbers stand outside of it
+            yield step("times" if node.params[1 - i] == 1 else "over"), inner
+            if node.params[1 - i] == 1 and outer and outer[-1].kind == "added":
+                yield step("gated"), inner
+
+
+def _blended(view: View, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
+    """The scores z of z * m, where what is added to it is a number times 1 - m or m - 1 and m a bool; and whether it is m - 1."""
+    product, rest = view.nodes[kept.nid], view.nodes[filled.nid]
+    if product.op != "prod" or product.params != (1, 1) or rest.op != "sum" or len(rest.operands) != 2:
+        return
+    one, mask = sorted(rest.operands, key=lambda o: o.nid != ONE)
+    if one.nid != ONE or not _is_of_bools(view, mask.nid) or (one.coef, mask.coef) not in ((1, -1), (-1, 1)):
+        return
+    for i in (0, 1):
+        if product.operands[i].nid == mask.nid:
+            z = product.operands[1 - i]
+            yield z._replace(coef=z.coef * kept.coef), one.coef == -1
+
+
+def _is_of_bools(view: View, nid: int) -> bool:
+    """Whether a canonical node is bools made floats."""
+    cast = view.nodes[nid]
+    made = view.values_of.get(cast.operands[0].nid, ()) if cast.op == "cast" and cast.params == "float" else ()
+    return any(v.dtype == bool for v in made)
+
+
+def _by_rank(view: View, ids: list[int]) -> list[int]:
+    """Operand numbers, scores first: they have the axes of queries and of keys, and a product is near."""
+    return sorted(range(len(ids)), key=lambda i: (not _near_product(view, ids[i]), -len(view.nodes[ids[i]].shape)))
+
+
+def _near_product(view: View, nid: int) -> bool:
+    level = {nid}
+    for _ in range(_STEP_LIMIT):
+        if any(view.nodes[n].op == "dot" for n in level):
+            return True
+        level = {
+            o.nid
+            for n in level
+            if view.nodes[n].op in ("select", "sum", "tanh", "prod")
+            for o in view.nodes[n].operands
+        }
+    return False
+
+
+def crossed_axes(view: View, product: int) -> tuple[Value, int, int] | None:
+    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
+
+    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
+    """
+    dot = view.nodes[product]
+    for operand in dot.operands if dot.op == "dot" else ():
+        weights = view.nodes[operand.nid]
+        totals = (o for o in weights.operands if view.nodes[o.nid].op == "reduce_sum")
+        total = next(totals, None) if weights.op == "prod" else None
+        shown = view.values_of.get(operand.nid)
+        if total is None or not shown:
+            continue
+        numbers = view.ref[shown[0].id].dims
+        normalised = [i for i, c in enumerate(numbers) if c >= 0 and c not in total.axes]
+        contracted = [i for i, c in enumerate(numbers) if c >= 0 and operand.axes[c] not in dot.params]
+        if len(normalised) == len(contracted) == 1 and normalised != contracted:
+            return shown[0], normalised[0], contracted[0]
+    return None

@@ -1,0 +1,289 @@
+"""What is done to an attention's scores, told by values: which masks are causal or none, and which the op takes as operands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ....graph.canonical.view import View
+from ....graph.matching.match import Match
+from ....graph.matching.region import NotARegion, constant_array
+from ....graph.program.ir import Value
+from ....graph.program.signature import Memo
+from ...engine.layout import BROADCAST, Axes, told_beside
+from .forms import Step, Steps
+
+MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
+_VANISHES = -103.0  # exp of less is 0 in float32
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What a constant mask says.
+
+    Attributes:
+      row: the axis class that counts the rows of a band: row t sees keys t - left to t + right; None where every row sees every key.
+      fill: the weakest score a masked key gets.
+      band: (left, right) of the band, left None for one that begins at the first key: causal is (None, 0).
+      shape: rows and keys of the band.
+    """
+
+    row: int | None = None
+    fill: float = -math.inf
+    band: tuple[int | None, int] = (None, 0)
+    shape: tuple[int, int] = (0, 0)
+
+    def with_band(self, other: Constant) -> Constant:
+        """The band that both leave."""
+        lefts = [left for left in (self.band[0], other.band[0]) if left is not None]
+        band = min(lefts, default=None), min(self.band[1], other.band[1])
+        return replace(self, fill=max(self.fill, other.fill), band=band)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether it leaves a row no key."""
+        rows, keys = self.shape
+        return self.band[0] is not None and rows - 1 - self.band[0] > keys - 1
+
+
+@dataclass(frozen=True)
+class Masking:
+    """The masks and biases of a site, as the op takes them.
+
+    Attributes:
+      row: as in `Constant`; None without a causal mask or a local window.
+      fill: the weakest score a key gets that those hide.
+      window: (left, right) of a local window; with right 0 it is causal as well, and None without one.
+      masks: leaf -> whether True is hidden, of the masks that are operands; all of them put `mask_value`.
+      biases: leaves that are added to the scores.
+      dropped: leaves that say nothing, or no more than `row`.
+      causal_outside: whether the operands come to a causal mask that is made outside the block (a scan's body is given it).
+    """
+
+    row: int | None = None
+    fill: float = -math.inf
+    window: tuple[int, int] | None = None
+    masks: Mapping[str, bool] = field(default_factory=dict)
+    mask_value: float = -math.inf
+    biases: tuple[str, ...] = ()
+    dropped: frozenset[str] = frozenset()
+    causal_outside: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        return self.row is not None and (self.window is None or self.window[1] == 0)
+
+
+def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo) -> Masking | str:
+    """The masks and biases that `steps` apply, or a sentence that says why the op has no such order.
+
+    Bands along one axis of rows are one band together. One with a finite fill is an operand where there are other masks or biases: a row
+    all of whose visible keys they hide would otherwise not get the weights the program gives it.
+
+    Args:
+      view: of the block.
+      found: a match of the example that the steps make.
+      leaves: leaf name -> the raw value bound to it.
+      steps: outermost first.
+      memo: remembers constants.
+    """
+    told = {
+        s: constant_mask(view, found, s, leaves[s.leaf], memo)
+        for s in steps
+        if s.leaf and (s.masks or s.kind == "added")
+    }
+    data = [s for s, c in told.items() if c is None]
+    gates = [s for s in steps if s.kind == "gated"]
+    loose = next((g for g in gates if not _is_filled(view, found, g, steps, leaves, memo)), None)
+    if loose is not None:
+        return (
+            f"the scores are multiplied by {leaves[loose.leaf or '']!r}, which has an entry for each key: needed is a constant of ones and "
+            "zeros, and that what is added hides the keys where it is 0"
+        )
+    causal = [s for s, c in told.items() if c is not None and c.row is not None]
+    free = [s for s in causal if not data or (told[s].fill == -math.inf and not _hidden_later(found, s, data))]  # type: ignore[union-attr]
+    fixed, chosen = _one_band({s: told[s] for s in free})  # type: ignore[misc]
+    operands = [s for s in told if s in data or (s in causal and s not in fixed)]
+    problem = _order(found, steps, operands, fixed)
+    if problem is not None:
+        return problem
+    masks = {s.leaf: s.kind == "hidden" for s in operands if s.leaf and s.kind != "added"}
+    fills = {found.scalars[s.scalar] for s in operands if s.scalar}
+    if len(fills) > 1:
+        return f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
+    outside = [constant_mask(view, found, s, leaves[s.leaf or ""], memo, outside=True) for s in operands]
+    return Masking(
+        chosen.row if chosen else None,
+        chosen.fill if chosen else -math.inf,
+        (chosen.band[0], chosen.band[1]) if chosen and chosen.band[0] is not None else None,
+        masks,
+        next(iter(fills), -math.inf),
+        tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
+        frozenset(s.leaf for s in (*told, *gates) if s.leaf and s not in operands),
+        all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)},
+    )
+
+
+def bias_factor(view: View, found: Match, name: str, value: Value) -> float:
+    """What scores are given of a bias of this name, bound to `value`: -1 where it is subtracted, 1/4 where the sum is divided by 4."""
+    leaf = found.leaf_id(name)
+    sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
+    target = view.nodes[found.nodes[next(sums)]]
+    on_edge = next(o.coef for o in target.operands if o.nid == found.nodes[leaf])
+    gain = found.scalars.get(name.replace("bias", "gain"), 1.0)
+    return gain * float(on_edge) / float(view.ref[value.id].coef)
+
+
+def _as_added(view: View, found: Match, step: Step, value: Value, array: np.ndarray) -> np.ndarray:
+    """A constant bias as it comes to the softmax; infinite where the program's is."""
+    with np.errstate(over="ignore"):
+        return array * np.asarray(bias_factor(view, found, step.leaf or "", value), array.dtype)
+
+
+def _is_filled(view: View, found: Match, gate: Step, steps: Steps, leaves: Mapping[str, Value], memo: Memo) -> bool:
+    """Whether a factor on the scores is a constant of ones and zeros, and what is added after that, also one, hides each key of a 0."""
+    arrays, axes = [], []
+    for step in (gate, steps[gate.number - 1]):
+        name = step.leaf or ""
+        array = constant_array(view, leaves[name], memo)
+        if array is None:
+            return False
+        array = array if step is gate else _as_added(view, found, step, leaves[name], array)
+        array, own = told_beside(found, view, name, leaves[name], array)
+        arrays.append(array)
+        axes.append(own)
+    gated, added = _together(arrays[0], axes[0], arrays[1], axes[1])
+    return bool(np.all((gated == 0) | (gated == 1)) and np.all((added <= MASK_FILL) | (gated != 0)))
+
+
+def _together(a: np.ndarray, axes: Axes, b: np.ndarray, others: Axes) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays with the axes of both, in one order."""
+    (a, mine), (b, theirs) = _varying(a, axes), _varying(b, others)
+    order = sorted({*mine, *theirs})
+
+    def placed(x: np.ndarray, classes: list[int]) -> np.ndarray:
+        x = x.transpose(sorted(range(len(classes)), key=lambda d: classes[d]))
+        return np.expand_dims(x, [i for i, c in enumerate(order) if c not in classes])
+
+    return placed(a, mine), placed(b, theirs)
+
+
+def _one_band(told: Mapping[Step, Constant]) -> tuple[list[Step], Constant | None]:
+    """The steps that are one band together, and that band: the first of them, and those that leave every row a key beside it."""
+    steps: list[Step] = []
+    whole: Constant | None = None
+    for step, one in told.items():
+        both = one if whole is None else whole.with_band(one) if whole.row == one.row else None
+        if both is not None and not both.is_blind:
+            whole, steps = both, [*steps, step]
+    return steps, whole
+
+
+def _hidden_later(found: Match, step: Step, data: Sequence[Step]) -> bool:
+    """Whether a mask outside of `step` puts a finite score: also on keys that `step` has hidden, which a blind row then weighs."""
+    return any(s.scalar and s.number < step.number and found.scalars[s.scalar] != -math.inf for s in data)
+
+
+def _order(found: Match, steps: Steps, operands: Sequence[Step], fixed: Sequence[Step]) -> str | None:
+    """Why the steps do not stand in the op's order (factor, cap, biases, masks, from the product on); None where they do."""
+    rank = {"times": 0, "over": 0, "capped": 1, "added": 2, "kept": 3, "hidden": 3, "blended": 3}
+    inner_first = [s for s in reversed(steps) if s.kind in ("times", "over", "capped") or s in operands or s in fixed]
+    words = {"times": "multiplied", "over": "divided", "capped": "capped", "added": "added to"}
+    for before, after in itertools.pairwise(inner_first):
+        if _rank(rank, before, fixed) <= _rank(rank, after, fixed):
+            continue
+        hides = before in fixed or (before.masks and found.scalars[before.scalar or ""] == -math.inf)
+        if after.kind == "added" and hides:
+            continue  # -inf plus a finite bias is -inf
+        return f"the scores are {words[after.kind]} after they are {'masked' if before.kind != 'added' else 'biased'}"
+    return None
+
+
+def _rank(rank: Mapping[str, int], step: Step, fixed: Sequence[Step]) -> int:
+    return 3 if step in fixed else rank[step.kind]
+
+
+def constant_mask(
+    view: View, found: Match, step: Step, value: Value, memo: Memo, outside: bool = False
+) -> Constant | None:
+    """What the mask of a step says, if it is a constant that hides nothing or is a band, causal or local; None for any other.
+
+    What its entries say is told by `step.kind`: "kept" or "blended" (True sees), "hidden" (True is hidden) or "added" (to the scores).
+    `outside` as for `constant_array`.
+    """
+    array = constant_array(view, value, memo, outside)
+    if array is None:
+        return None
+    added = step.kind == "added"
+    array = _as_added(view, found, step, value, array) if added else array
+    if added and not np.all((array == 0) | (array <= MASK_FILL)):
+        return None
+    fill = float(array.max(where=array != 0, initial=-math.inf)) if added else found.scalars[step.scalar or ""]
+    kept = array == 0 if added else ~array.astype(bool) if step.kind == "hidden" else array.astype(bool)
+    kept, classes = _varying(*told_beside(found, view, step.leaf or "", value, kept))
+    if not classes:
+        return Constant() if kept.all() else None
+    rows, keys = found.letters["t"], found.letters["s"]
+    if len(keys) != 1 or len(classes) != 2 or not {keys[0]} < set(classes) <= {*rows, *keys}:
+        return None
+    row = next(c for c in classes if c != keys[0])
+    grid = kept if classes == [row, keys[0]] else kept.T
+    band = _band(grid)
+    return None if band is None else Constant(row, fill, band, (grid.shape[0], grid.shape[1]))
+
+
+def _band(grid: np.ndarray) -> tuple[int | None, int] | None:
+    """(left, right) of the band that is True in rows x keys; None where it is none, or one that causal masks and local windows are not."""
+    rows, keys = grid.shape
+    (right, *_), (down, *_) = (np.flatnonzero(~side) for side in (_and_end(grid[0]), _and_end(grid[:, 0])))
+    right, left = int(right) - 1, int(down) - 1
+    if min(left, right) < 0:
+        return None
+    distance = np.arange(keys) - np.arange(rows)[:, None]
+    if not np.array_equal(grid, (distance >= -left) & (distance <= right)):
+        return None
+    if left == rows - 1:
+        return (None, 0) if right == 0 else None
+    return (left, right) if right < keys - 1 else None
+
+
+def _and_end(seen: np.ndarray) -> np.ndarray:
+    return np.append(seen.astype(bool), False)
+
+
+def blind_rows(view: View, found: Match, biases: Mapping[str, Value], memo: Memo) -> bool:
+    """Whether a constant among the biases leaves a row nothing but scores whose exponentials are 0."""
+    for name, value in biases.items():
+        array = constant_array(view, value, memo)
+        if array is None:
+            continue
+        array, axes = told_beside(found, view, name, value, array)
+        keys = tuple(d for d, c in enumerate(axes) if c in found.letters["s"])
+        if bool(np.any(np.all(array <= _VANISHES, axis=keys))):
+            return True
+    return False
+
+
+def is_ones(view: View, value: Value, memo: Memo) -> bool:
+    """Whether a value is a constant whose every entry is one."""
+    array = constant_array(view, value, memo)
+    return array is not None and bool(np.all(array == 1))
+
+
+def _varying(array: np.ndarray, axes: Sequence[int | None]) -> tuple[np.ndarray, list[int]]:
+    """The array without the axes along which it repeats itself, and the classes of those that are left."""
+    classes: list[int] = []
+    index: list[slice | int] = []
+    for d, c in enumerate(axes):
+        first = array.take([0], axis=d)
+        repeats = c is None or c == BROADCAST or bool(np.all(array == first))
+        index.append(0 if repeats else slice(None))
+        if not repeats:
+            if c in classes:
+                raise NotARegion("a mask has one axis twice")
+            classes.append(c if c is not None else BROADCAST)
+    return array[tuple(index)], classes

@@ -1,0 +1,345 @@
+"""The `dot_product_attention` op that stands in for a site: its attributes, and its operands out of the site's inputs.
+
+The op takes query [*B, T, heads, H], key [*B, S, key heads, H] and value [*B, S, key heads, Hv], or each with heads before length:
+whichever of its layouts the site's own arrays are nearer to. What stands beside the scores is [*B, heads, T, S] in both.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....graph.canonical.view import View
+from ....graph.matching.match import Match, close
+from ....graph.matching.region import Region
+from ....kernels import OPS
+from ....kernels.ops.dot_product_attention.layouts import LAYOUTS
+from ...engine.base import Plan, Search
+from ...engine.layout import (
+    BROADCAST,
+    Axes,
+    Groups,
+    arrange,
+    arrange_thin,
+    axes_beside,
+    axes_of,
+    in_order,
+    permutes,
+    regrouped_as,
+    restore,
+)
+from .dropout import Draw, NotDrawn, keyed
+from .forms import Change, Reading
+from .masks import Masking, bias_factor
+from .repeated_heads import Repeated
+from .sinks import factor_of
+
+NOT_REPEATED: Mapping[str, Repeated] = {}
+
+
+def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
+    """The op's attributes; those of operands that are absent keep their defaults."""
+    attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.is_causal}
+    if masks.window is not None:
+        attrs["window"] = masks.window
+    if "cap" in read.match.scalars:
+        attrs["softcap"] = read.match.scalars["cap"]
+    if _of_some_keys(read, region):  # no key of a row that sees none is -inf, so that the factors make its weights 0
+        attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
+    elif masks.masks and masks.mask_value != -math.inf:
+        attrs["mask_value"] = masks.mask_value
+    if factors_of(read, region) and not close(factor, 1.0):
+        attrs["factors_scale"] = factor
+    return attrs
+
+
+def plan_of(
+    search: Search,
+    read: Reading,
+    region: Region,
+    masks: Masking,
+    attrs: dict[str, Any],
+    repeated: Mapping[str, Repeated] = NOT_REPEATED,
+) -> Plan:
+    """The op's operands from the region's inputs, and the region's root from its result. `repeated`: of the inputs k and v, those whose
+    heads the site repeats."""
+    root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
+    layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
+    return _plan(search, read, region, masks, attrs, layout, root_axes)
+
+
+def moved_by(
+    view: View, read: Reading, region: Region, masks: Masking, repeated: Mapping[str, Repeated] = NOT_REPEATED
+) -> int:
+    """How many of q, k, v and the result the op needs permuted."""
+    root_axes = axes_of(read.match, view, read.match.pattern.root, region.root)
+    return _Layout.nearest(view, read.match, region, masks, root_axes, repeated).permutations(root_axes)
+
+
+def keyed_plan(
+    search: Search,
+    read: Reading,
+    region: Region,
+    masks: Masking,
+    attrs: dict[str, Any],
+    drawn: tuple[str, Draw],
+    repeated: Mapping[str, Repeated] = NOT_REPEATED,
+) -> tuple[Region, Plan]:
+    """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
+
+    Raises:
+      NotDrawn: the op would draw another mask.
+    """
+    root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
+    layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
+    name, draw = drawn
+    axes = None if name in layout.made else draw.axes(layout.axes[name])
+    shape = layout.drawn(axes) if axes is not None else None
+    if shape is None:
+        raise NotDrawn("its axes do not stand in the order of the op's scores")
+    attrs = attrs | {
+        "factors_scale": attrs.get("factors_scale", 1.0) * draw.factor,
+        "keep": draw.keep,
+        "dropout_shape": None if shape == layout.scores else shape,
+    }
+    whole = keyed(region, name, draw)
+    layout = replace(layout, where={n: whole.inputs.index(v) for n, v in whole.leaves.items()})
+    return whole, _plan(search, read, whole, masks, attrs, layout, root_axes)
+
+
+def _plan(
+    search: Search,
+    read: Reading,
+    region: Region,
+    masks: Masking,
+    attrs: dict[str, Any],
+    layout: _Layout,
+    root_axes: Axes,
+) -> Plan:
+    found = read.match
+    signs = {n: bias_factor(search.view, found, n, region.leaves[n]) for n in masks.biases}
+    sink_factor = factor_of(search.view, found, region) if "sink" in region.leaves else 1.0
+    sink_number = read.tail.sink.number(found) if read.tail.sink else None
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        q, k, v = (layout.operand(n, inputs) for n in "qkv")
+        for step in read.steps:
+            if step.kind in ("times", "over"):
+                q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
+        biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
+        seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
+        if _of_some_keys(read, region):
+            seen.append(layout.on_scores(read.tail.changes[0].leaf, inputs))
+        factors = _product([_factor(c, layout.on_scores(c.leaf, inputs)) for c in factors_of(read, region)])
+        key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if "dropout_key" in region.leaves else None
+        sink = _times(layout.on_scores("sink", inputs), sink_factor) if "sink" in region.leaves else None
+        if sink_number is not None:
+            sink = jnp.full((1,) * q.ndim, sink_number, jnp.promote_types(q.dtype, jnp.float32))
+        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors, key, sink
+
+    def finish(out: Any) -> Any:
+        return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
+
+    op = OPS["dot_product_attention"]
+    attrs = attrs | {"layout": layout.name}
+    masked = bool(masks.masks) or _of_some_keys(read, region)
+    shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
+    shown |= {"factors": bool(factors_of(read, region)), "dropout_key": "dropout_key" in region.leaves}
+    shown |= {"sink": read.tail.sink is not None}
+    return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
+
+
+def _of_some_keys(read: Reading, region: Region) -> bool:
+    """Whether the softmax leaves keys out by `where=`: its factors are its mask."""
+    return read.tail.of_some_keys and read.tail.changes[0].leaf in region.leaves
+
+
+def factors_of(read: Reading, region: Region) -> list[Change]:
+    """The changes of the weights whose operands the region has."""
+    return [c for c in read.tail.changes if c.leaf in region.leaves]
+
+
+def _factor(change: Change, x: Any) -> Any:
+    """What a change multiplies the weights by: a float, or a bool."""
+    if change.kind == "hidden":
+        return ~x
+    return x if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+
+
+def _product(factors: list[Any]) -> Any:
+    """The product of factors, floats and bools; None of none."""
+    if not factors:
+        return None
+    return functools.reduce(lambda a, b: a & b if a.dtype == b.dtype == bool else a * b, factors)
+
+
+def _times(x: Any, factor: float) -> Any:
+    return x if factor == 1 else -x if factor == -1 else x * jnp.asarray(factor, x.dtype)
+
+
+def _all_of(masks: list[Any]) -> Any:
+    """The conjunction, or None of none."""
+    seen = masks[0] if masks else None
+    for mask in masks[1:]:
+        seen = seen & mask
+    return seen
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
+
+    Query heads that share keys are heads, of which the keys have fewer; or more rows to the keys, where that moves less about, and neither
+    a row's number counts (a causal mask) nor rows differ in what is done to their scores.
+
+    Attributes:
+      key_heads: the classes of `heads` that key and value have, the first of them.
+      repeated: of k and v, those whose heads the site repeats before it reads them.
+      made: of what stands beside the scores, how it is made of the region's input where that is not it.
+    """
+
+    axes: Mapping[str, Axes]
+    where: Mapping[str, int]
+    sizes: Mapping[int, int]
+    batch: tuple[tuple[int, ...], ...]
+    heads: tuple[int, ...]
+    key_heads: tuple[int, ...]
+    order: Mapping[str, tuple[int, ...]]
+    repeated: Mapping[str, Repeated] = field(default_factory=dict)
+    made: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    name: str = LAYOUTS[0]
+
+    @classmethod
+    def nearest(
+        cls,
+        view: View,
+        found: Match,
+        region: Region,
+        masks: Masking,
+        root: Axes,
+        repeated: Mapping[str, Repeated] = NOT_REPEATED,
+    ) -> _Layout:
+        """Of those there are the one that permutes the fewest of q, k, v and the result, which has the axes `root`; on a tie the first.
+
+        The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
+        """
+        layouts = itertools.product(cls._possible(view, found, region, masks, repeated), LAYOUTS)
+        return min((replace(one, name=name) for one, name in layouts), key=lambda layout: layout.permutations(root))
+
+    @classmethod
+    def _possible(
+        cls, view: View, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
+    ) -> Iterator[_Layout]:
+        """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
+        axes = {
+            n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
+            for n, v in region.leaves.items()
+            if n not in repeated
+        }
+        axes |= {n: one.axes for n, one in repeated.items()}
+        regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
+        made = {n: how for n, how in regrouped if how is not None}
+        order = {
+            x: in_order(axes[n], found.letters[x])
+            for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
+        }
+        where = {v.id: i for i, v in enumerate(region.inputs)}
+        numbers = {n: where[v.id] for n, v in region.leaves.items()}
+        rows = order["t"]
+        if masks.row is not None:
+            choices = [masks.row]
+        elif len(rows) > 1 and len(region.leaves) > 3:
+            beside = (a for n, a in axes.items() if n not in (*"qkv", "sink"))
+            extra = {c for a in beside for c in a if c is not None and c != BROADCAST}
+            others = [c for c in rows if c not in axes.get("sink", ())]  # what has a sink of its own is a head
+            longest = max(others or rows, key=lambda c: found.sizes[c]) if "sink" in axes else rows[0]
+            choices = [next((c for c in rows if c in extra), longest)]
+        else:
+            choices = [None, *(sorted(rows, key=lambda c: -found.sizes[c]) if len(rows) > 1 else ())]
+        shared = next((one.head for one in repeated.values()), None)
+        for row in choices:
+            more = () if row is None else tuple(c for c in rows if c != row)
+            for own in _key_heads(order["b"], shared, bool(more)):
+                batch = tuple((c,) for c in order["b"] if c not in own)
+                length = rows if row is None else (row,)
+                lengths = {**order, "t": length}
+                yield cls(axes, numbers, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
+
+    def permutations(self, root: Axes) -> int:
+        operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
+        return operands + permutes(root, self.result)
+
+    def _laid_out(self, length: tuple[int, ...], features: tuple[int, ...], heads: tuple[int, ...]) -> Groups:
+        middle = (length, heads) if self.name == "BTNH" else (heads, length)
+        return [*self.batch, *middle, features]
+
+    def _of_operand(self, name: str) -> Groups:
+        length, features = {"q": "tc", "k": "sc", "v": "sd"}[name]
+        return self._laid_out(self.order[length], self.order[features], self.heads if name == "q" else self.key_heads)
+
+    def operand(self, name: str, inputs: Any) -> Any:
+        """q, k or v as [*B, length, heads, features], or with heads before length."""
+        few = self.repeated.get(name)
+        sizes = self.sizes if few is None else {**self.sizes, few.head: few.count}
+        return arrange(inputs[self.where[name]], self.axes[name], self._of_operand(name), sizes)
+
+    @property
+    def group(self) -> int:
+        """How many query heads read one head of the keys."""
+        (heads,) = self._merged([tuple(c for c in self.heads if c not in self.key_heads)])
+        few = self.repeated.get("k")
+        return heads if few is None else heads * self.sizes[few.head] // few.count
+
+    def by_row(self, name: str, inputs: Any) -> Any:
+        """A factor on the scores as q is laid out, with features of 1, and with 1 where it is broadcast."""
+        groups = self._laid_out(self.order["t"], (), self.heads)
+        return arrange_thin(self._own(name, inputs), self.axes[name], groups, self.sizes)
+
+    def on_scores(self, name: str, inputs: Any) -> Any:
+        """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
+        return arrange_thin(self._own(name, inputs), self.axes[name], self._beside(), self.sizes)
+
+    def _own(self, name: str, inputs: Any) -> Any:
+        x = inputs[self.where[name]]
+        return self.made[name](x) if name in self.made else x
+
+    def drawn(self, axes: Axes) -> tuple[int, ...] | None:
+        """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it
+        is broadcast. None where an axis moves, or is a part of one of the op's.
+        """
+        kept = [c for c in axes if c is not None]
+        shown = [group if any(c in kept for c in group) else () for group in self._beside()]
+        if kept != [c for group in shown for c in group]:
+            return None
+        return self._merged(shown)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        return self._merged(self._beside())
+
+    def _beside(self) -> Groups:
+        return [*self.batch, self.heads, self.order["t"], self.order["s"]]
+
+    def _merged(self, groups: Groups) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[c] for c in group) for group in groups)
+
+    @property
+    def result(self) -> Groups:
+        return self._laid_out(self.order["t"], self.order["d"], self.heads)
+
+
+def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> Iterator[tuple[int, ...]]:
+    """The classes that may be heads of key and value, of those that they have in common with the queries."""
+    if shared is not None:
+        yield (shared,)
+        return
+    yield batch[-1:]
+    if with_more and len(batch) == 1:  # one head for all queries, of each entry of a batch
+        yield ()

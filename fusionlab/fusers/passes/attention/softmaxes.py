@@ -1,0 +1,35 @@
+"""Whether the scores of a softmax between two products are clipped, in the canonical view."""
+
+from __future__ import annotations
+
+from ....graph.canonical.nodes import ONE
+from ....graph.canonical.view import View
+
+_STEPS = 12  # from the product with the values to that of queries and keys
+_WEIGHTS = frozenset("prod select cast sum max exp stop_gradient".split())
+_SCORES = frozenset("exp sum select prod tanh cast reduce_max stop_gradient".split())
+
+
+def clip_of(view: View, product: int) -> int | None:
+    """The canonical node that clips the scores at a number, below the exponentials that a product weighs values with; None where none does.
+
+    `product` is the canonical node of the weights' product with the values.
+    """
+    level = [o.nid for o in view.nodes[product].operands]
+    past = False
+    for _ in range(_STEPS):
+        if past:
+            clips = (n for n in level if view.nodes[n].op == "clamp" or _is_clip(view, n))
+            found = next(clips, None)
+            if found is not None:
+                return found
+        past = past or any(view.nodes[n].op == "exp" for n in level)
+        through = _SCORES if past else _WEIGHTS
+        inner = [n for n in level if view.nodes[n].op in through]
+        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
+    return None
+
+
+def _is_clip(view: View, nid: int) -> bool:
+    node = view.nodes[nid]
+    return node.op in ("max", "min") and any(o.nid == ONE for o in node.operands)

@@ -1,0 +1,188 @@
+"""The weights of an attention: the exponentials that they are made of, and what changes them before they weigh the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from ....graph.canonical.concatenated import SLICES, joined
+from ....graph.canonical.nodes import ONE, CNode
+from ....graph.canonical.view import View
+from ....graph.matching.match import close
+from ....graph.matching.region import CASTS, VIEWS, Region
+from ....graph.primitives import having
+from ....graph.program.ir import Node, Value, all_nodes
+from ....graph.program.scopes import is_backward
+from ....graph.program.signature import Memo
+from .forms import AFTER, SOFTMAXES, Change, Reading, Tail
+from .masks import Masking, is_ones
+from .sinks import SINKS, may_have_sink
+
+# What may stand between the exponentials and the product that they weigh.
+_THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
+_CHANGE_LIMIT = 4  # between a softmax and its product; models have up to 3: a mask, a dropout, a factor on each head
+
+
+def exponentials(view: View, dot: CNode) -> tuple[int, int] | None:
+    """The operand of a product that is made of exponentials of another product, as the attention weights are; and the exponentials."""
+    if dot.op != "dot":
+        return None
+    for operand in dot.operands:
+        weights = operand.nid
+        while view.nodes[weights].op in SLICES:  # more than the weight of a sink, or something else than that
+            weights = view.nodes[weights].operands[0].nid
+        far = weights != operand.nid or _is_chosen(view, weights)
+        exp = _reach(view, weights, _is_exp, 7 if far else 3, _THROUGH)
+        if exp is not None and weights != operand.nid and not joined(view, exp):
+            continue
+        if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
+            return operand.nid, exp
+    return None
+
+
+def weighs_a_part(view: View, node: Node) -> bool:
+    """Whether a product is of one weight that was sliced off others: of a key, or a sink, beside the rest."""
+    contracted = node.params["dimension_numbers"][0]
+    for atom, axes in zip(node.inputs, contracted, strict=True):
+        if any(atom.shape[i] != 1 for i in axes):
+            return False
+        while isinstance(atom, Value) and (maker := view.block.producer.get(atom.id)) is not None:
+            if maker.primitive in SLICES:
+                return True
+            if maker.primitive not in VIEWS | CASTS:
+                break
+            atom = maker.inputs[0]
+    return False
+
+
+def _is_chosen(view: View, nid: int) -> bool:
+    """Whether weights have others in their place, one choice after another maybe, but for factors."""
+    node = view.nodes[nid]
+    return node.op == "select" or (node.op == "prod" and any(view.nodes[o.nid].op == "select" for o in node.operands))
+
+
+def tails_of(view: View, weights: int, roots: Sequence[int]) -> list[Tail]:
+    """The spellings that weights, a canonical node, may have, and the results `roots` of their product; the likeliest first."""
+    kinds = _changes(view, weights)
+    return [*(_with_sinks(kinds) if may_have_sink(view, roots) else ()), *_tails(kinds)]
+
+
+def _with_sinks(kinds: tuple[str, ...]) -> Iterator[Tail]:
+    for sink in SINKS:
+        if not sink.after:
+            own = kinds[1:] if sink.is_a_factor and kinds[:1] == ("factors",) else kinds
+            yield Tail(sink.spelling, own, sink)
+        elif not kinds:
+            yield Tail(sink.spelling, (), sink)
+
+
+def _tails(kinds: tuple[str, ...]) -> list[Tail]:
+    tails = [Tail(softmax, kinds) for softmax in (*SOFTMAXES, *(() if kinds else (AFTER,)))]
+    return [*tails, *([Tail("softmax", ("where", *kinds[1:]))] if kinds[:1] == ("kept",) else [])]
+
+
+def _changes(view: View, nid: int) -> tuple[str, ...]:
+    """The kinds of what changes probabilities, the innermost first."""
+    found: list[str] = []
+    while len(found) < _CHANGE_LIMIT:
+        kinds, inner = _change(view, view.nodes[nid])
+        found += kinds
+        if inner is None:
+            break
+        nid = inner
+    return tuple(reversed(found))
+
+
+def _change(view: View, node: CNode) -> tuple[list[str], int | None]:
+    """The outermost change that weights went through, and the weights before it; None where those are a softmax."""
+    operands = node.operands
+    if node.op == "select" and len(operands) == 3:
+        for kind, other, inner in (("kept", operands[1], operands[2]), ("hidden", operands[2], operands[1])):
+            if other.nid == ONE and other.coef == 0 and inner.nid != ONE:
+                return [kind], inner.nid
+    if node.op != "prod":
+        return [], None
+    plain = [o.nid for o, power in zip(operands, node.params, strict=True) if power == 1]
+    weights = next((n for n in plain if _reach(view, n, _is_exp, _CHANGE_LIMIT, _THROUGH) is not None), None)
+    return ["factors"] * (len(plain) - 1), weights if weights is not None and view.nodes[weights].op != "exp" else None
+
+
+def needless_changes(
+    view: View, read: Reading, region: Region, masks: Masking, factor: float, memo: Memo
+) -> tuple[frozenset[str], bool]:
+    """The operands of a tail's changes that the op needs not, and whether it is to give a row 0 that sees no key.
+
+    Those are factors that are all one, and choices by a mask that the scores had already: what they set to 0 is 0, but where a row sees no
+    key. One has to stay where the weights are multiplied by a number, `factor`.
+    """
+    needless, zeroed = [], False
+    for change in read.tail.changes:
+        if is_ones(view, region.leaves[change.leaf], memo) and change.kind != "hidden":
+            needless.append(change.leaf)
+        elif change.kind in ("kept", "hidden") and (by := _masks_already(read, change, masks)) is not None:
+            needless.append(change.leaf)
+            zeroed |= by in masks.masks
+    if len(needless) == len(read.tail.changes) and not close(factor, 1.0):
+        return frozenset(), False
+    return frozenset(needless), zeroed
+
+
+def _masks_already(read: Reading, change: Change, masks: Masking) -> str | None:
+    """The mask of the scores that a choice among the weights repeats, if that says all of which keys a row sees.
+
+    Where another mask or a bias hides keys too, a row may see none for both together, whose weights the choice alone does not set to 0.
+    """
+    leaves = read.match.leaves
+    alike = (s for s in read.steps if s.masks and (s.kind == "hidden") == (change.kind == "hidden"))
+    step = next((s for s in alike if leaves[s.leaf or ""] == leaves[change.leaf]), None)
+    if step is None or step.leaf is None:
+        return None
+    if step.leaf in masks.masks:
+        others = len(masks.masks) > 1 or masks.row is not None or masks.biases
+    else:
+        others = masks.row is None or (masks.fill != -math.inf and (masks.masks or masks.biases))
+    return None if others else step.leaf
+
+
+def _in_sigmoid(view: View, exp: int) -> bool:
+    """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
+    users = view.users.get(exp, ())
+    added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
+    return bool(added) and all(u in added or _is_derived(view, u) for u in users)
+
+
+def _is_derived(view: View, nid: int) -> bool:
+    """Whether every operation that makes a canonical node's value belongs to a backward pass."""
+    makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
+    return bool(makers) and all(is_backward(m.eqn) for m in makers)
+
+
+_RULES = having("rule")
+
+
+def _is_dot(view: View, nid: int) -> bool:
+    return view.nodes[nid].op == "dot"
+
+
+def _is_exp(view: View, nid: int) -> bool:
+    """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
+    if view.nodes[nid].op not in _RULES:
+        return view.nodes[nid].op == "exp"
+    makers = (view.block.producer.get(v.id) for v in view.values_of.get(nid, ()))
+    inside = {n.primitive for m in makers if m is not None for n in all_nodes([m])}
+    summed = any(view.nodes[u].op == "reduce_sum" for u in view.users.get(nid, ()))
+    return "exp" in inside and (summed or "reduce_sum" in inside)
+
+
+def _reach(
+    view: View, start: int, wanted: Callable[[View, int], bool], depth: int, through: frozenset[str] | None
+) -> int | None:
+    """The nearest wanted node below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
+    level = [start]
+    for _ in range(depth + 1):
+        for nid in level:
+            if wanted(view, nid):
+                return nid
+        inner = [n for n in level if through is None or view.nodes[n].op in through]
+        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
+    return None

@@ -1,0 +1,30 @@
+"""The names that mean something to the graph's rules: what no op of anybody else's may be called."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from ....graph.canonical import rules
+from ....graph.cost import rules as cost_rules
+from ....graph.interpret import numpy_indexing as numpy_places
+from ....graph.interpret import numpy_rules
+from ....graph.program.trace import FLATTENED
+
+
+@functools.cache
+def primitive_names() -> frozenset[str]:
+    """Names of primitives that a rule knows by name, and of those that JAX shows."""
+    tables = (
+        rules.RULES,
+        rules.TRANSPARENT,
+        cost_rules.RULES,
+        numpy_rules.PLAIN,
+        numpy_rules.SHAPED,
+        numpy_rules.BOUND,
+        numpy_places.PLACED,
+        FLATTENED,
+    )
+    shown = (name.removesuffix("_p") for name in dir(jax.lax) if name.endswith("_p"))
+    return frozenset().union(*tables, shown)

@@ -1,0 +1,162 @@
+"""lerp, as a program writes it: x + w * (y - x) and its relatives, w an array or a number.
+
+A number w is read off the program's own multiplications. In the canonical view it would be lost among the factors that x and y
+carry themselves: the gradient that Adam blends into its moments has the loss's 1/N in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ....graph.canonical.view import View
+from ....graph.dtypes import is_float
+from ....graph.matching.match import Match, match
+from ....graph.matching.pattern import pattern_of
+from ....graph.matching.region import CASTS, VIEWS
+from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import is_backward
+from ...engine.form import Form
+from .examples import LERP
+
+_TRANSPARENT = VIEWS | CASTS
+_SUMS = frozenset({"add", "sub", "add_any"})
+
+
+@dataclass(frozen=True)
+class Blend:
+    """One blend of a block.
+
+    Attributes:
+      form: its spelling.
+      nodes: its nodes; the last makes it.
+      view: of those nodes alone: a leaf is the value that they read, under views and casts, and carries no factor.
+      match: of the spelling, in that view.
+    """
+
+    form: Form
+    nodes: tuple[Node, ...]
+    view: View
+    match: Match
+
+
+def blends(view: View, weighted_sums: bool = True) -> Iterator[Blend]:
+    """Every blend of a block outside of folded sites; without `weighted_sums`, not those that multiply both x and y by numbers."""
+    for node in view.block.nodes:
+        wanted = node.primitive in _SUMS and node.id not in view.covered and is_float(node.outputs[0].dtype)
+        if wanted and not is_backward(node.eqn):
+            found = _blend(view, node, weighted_sums)
+            if found is not None:
+                yield found
+
+
+def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
+    near = _expanded(view, [root], {"mul": {"sub"}})
+    if all(n.primitive != "mul" for n in near):
+        return None
+    wide = _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})
+    # An optimizer has thousands of sums, and views of their own are dear: x and y are each multiplied, or their difference is.
+    difference = any(n.primitive == "sub" for n in near if n is not root)
+    if difference and not _moves_to(view, root, near):
+        return None
+    if not difference and sum(n.primitive == "mul" for n in wide) < 2:
+        return None
+    if not difference and not weighted_sums and _weighted(view, root):
+        return None
+    for nodes in (near, wide):
+        part = view.over((), nodes)
+        ref = part.ref[root.outputs[0].id]
+        target = part.nodes[ref.nid]
+        for form in LERP:
+            pattern = pattern_of(form.example)
+            if ref.coef != 1 or pattern.nodes[pattern.root].op != target.op:
+                continue
+            found = match(pattern, part, ref.nid)
+            if isinstance(found, Match) and _adds_up(view, root, found):
+                return Blend(form, _used(part, found, nodes), part, found)
+    return None
+
+
+def _moves_to(view: View, root: Node, near: tuple[Node, ...]) -> bool:
+    """Whether a sum may read what one of the differences under it reads, too: in a norm, (x - mean) * scale + bias, it does not."""
+    if sum(maker is not None and maker.primitive in ("mul", "add", "sub") for maker, _ in _makers(view, root)) != 1:
+        return True
+    inner = [n for n in near if n.primitive == "sub" and n is not root]
+    own, others = ({_source(view, a) for n in nodes for a in n.inputs} for nodes in ([root], inner))
+    return None in own or None in others or not own.isdisjoint(others)
+
+
+def _source(view: View, atom: Any) -> int | None:
+    """The value under the views and casts of an operand; None for a number."""
+    while isinstance(atom, Value):
+        maker = view.block.producer.get(atom.id)
+        if maker is None or maker.primitive not in _TRANSPARENT or maker.id in view.covered:
+            return atom.id
+        (atom,) = maker.inputs
+    return None
+
+
+def _expanded(view: View, roots: list[Node], into: dict[str, set[str]]) -> tuple[Node, ...]:
+    """The root, the nodes of the kinds in `into` that it reads, and of what they read those of the kinds `into` gives for them.
+
+    The views and casts that their operands pass are among them, so that a leaf is the value underneath.
+    """
+    nodes = {n.id: n for n in roots}
+    level = [(root, set(into)) for root in roots]
+    while level:
+        node, wanted = level.pop()
+        for maker, crossed in _makers(view, node):
+            nodes.update((n.id, n) for n in crossed)
+            if maker is not None and maker.primitive in wanted:
+                nodes[maker.id] = maker
+                level.append((maker, into[maker.primitive] if node in roots else set()))
+    return tuple(nodes[i] for i in sorted(nodes))
+
+
+def _makers(view: View, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
+    """What makes each operand of a node, and the views and casts between; None for what is made elsewhere, or in a folded site."""
+    for value in (a for a in node.inputs if isinstance(a, Value)):
+        crossed: list[Node] = []
+        maker = view.block.producer.get(value.id)
+        while maker is not None and maker.primitive in _TRANSPARENT and maker.id not in view.covered:
+            crossed.append(maker)
+            (source,) = maker.inputs
+            maker = view.block.producer.get(source.id) if isinstance(source, Value) else None
+        yield None if maker is None or maker.id in view.covered else maker, tuple(crossed)
+
+
+def _used(part: View, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Those of the nodes that show a value of the match's own."""
+    inner = {t for p, t in found.nodes.items() if p not in found.pattern.leaf_of}
+    return tuple(n for n in nodes if part.ref[n.outputs[0].id].nid in inner or n is nodes[-1] or n.primitive == "mul")
+
+
+def _adds_up(view: View, root: Node, found: Match) -> bool:
+    """Whether the two numbers of a blend are w and 1 - w, as far as the dtype can tell: 0.999 is 1 in bfloat16.
+
+    Both are to stand in the program: x + 0.001 * y is no blend.
+    """
+    if "w" not in found.scalars:
+        return True
+    w = found.scalars["w"]
+    if "1 - w" not in found.scalars:
+        return 0 < w < 1
+    pair = w, found.scalars["1 - w"]
+    multiplied = all(_multiplies(view, maker) for maker, _ in _makers(view, root))
+    rounding = float(jnp.finfo(root.outputs[0].dtype).eps)
+    return multiplied and min(pair) > 0 and max(pair) <= 1 and abs(sum(pair) - 1) <= rounding
+
+
+def _weighted(view: View, root: Node) -> bool:
+    """Whether both operands are products. Where neither reads a difference, they can only be a blend by two numbers: 0.9 * x + 0.1 * y."""
+    return all(maker is not None and maker.primitive == "mul" for maker, _ in _makers(view, root))
+
+
+def _multiplies(view: View, node: Node | None) -> bool:
+    """Whether a node is a multiplication, or subtracts one: x - w * x."""
+    if node is None or node.primitive == "mul":
+        return node is not None
+    return node.primitive == "sub" and any(m is not None and m.primitive == "mul" for m, _ in _makers(view, node))

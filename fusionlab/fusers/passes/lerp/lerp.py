@@ -1,0 +1,155 @@
+"""Pass `lerp`: x + w * (y - x), w an array or a number, broadcast in any way -> one `lerp` op.
+
+Spellings of the same number round differently. Those that round as the op does are taken; the others (x * (1 - w) + y * w and what is
+like it) are where `lerp=dict(reassociate=True)` asks for them. How a program writes a blend is read off the graph (`blends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ....graph.dtypes import is_float, narrows
+from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
+from ....kernels import OPS
+from ....kernels.ops.lerp.op import DTYPES
+from ...engine.base import Pass, Plan, Search, anchor_text, examined, option, propose
+from ...engine.layout import arrange_thin, axes_of, restore
+from ...engine.other_numbers import edge_note
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.site import Site
+from .blends import Blend, blends
+
+_DIGITS = "the number w is taken to 12 digits"
+# a - w * (a - b): the sign of a product and of a difference costs no rounding
+_AS_THE_OP_ROUNDS = frozenset({"x + w * (y - x)", "x - w * (x - y)"})
+
+
+@dataclass(frozen=True)
+class LerpPass:
+    """See the module docstring."""
+
+    name: str = "lerp"
+    op: str = "lerp"
+    formula: str = "x + w * (y - x), w an array or a number, broadcast in any way"
+    needs: str = "x, y and w of one float dtype (f64/f32/bf16/f16), or widened to it; a number for w between 0 and 1"
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        told = "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge"
+        object.__setattr__(self, "options", {"reassociate": (False, told)})
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        return lambda x, y, w: x + w * (y - x), (jnp.zeros((8, 16)), jnp.zeros((8, 16)), jnp.zeros(16))
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        asked = option(search, self, "reassociate")
+        for blend in blends(search.view, weighted_sums=asked):
+            # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
+            # asked for they are told as structures, and not declined one by one.
+            if asked or "1 - w" not in blend.match.scalars:
+                yield from examined(search, self.name, blend.nodes[-1], _Site(self, search, blend).examine)
+
+
+class _Site(Site):
+    """One blend, from its last sum to candidate or rejection."""
+
+    def __init__(self, pass_: Pass, search: Search, blend: Blend) -> None:
+        super().__init__(pass_, search, blend.nodes[-1])
+        self.blend, self.view = blend, blend.view
+
+    def examine(self) -> Candidate | Rejection:
+        text = self.blend.form.text.partition(", w a number")[0]
+        if text not in _AS_THE_OP_ROUNDS and not option(self.search, self.pass_, "reassociate"):
+            sentence = (
+                f"{anchor_text(self.anchor)} is {self.blend.form.text}, which rounds differently from x + w * (y - x)"
+            )
+            edit = "write x + w * (y - x), or allow it: passes=Strategy(lerp=dict(reassociate=True), ...)"
+            return self.rejection("rounding", sentence, edit=edit, site=self.blend.nodes, concepts=("lerp",))
+        try:
+            return self.candidate(text not in _AS_THE_OP_ROUNDS)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", site=self.blend.nodes)
+
+    def candidate(self, reassociated: bool) -> Candidate | Rejection:
+        found = self.blend.match
+        # Where w is a number, so are the factors of x and y: the blend's own, since a leaf of its view carries none.
+        scaled = frozenset("xy") if "w" in found.scalars else frozenset()
+        region = cut(self.view, self.anchor.outputs[0], found.leaves, scaled, through_casts=frozenset(found.leaves))
+        problem = self.dtypes(region)
+        if problem is not None:
+            return problem
+        told = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
+        notes = (
+            *told,
+            *self.otherwise(region.root.dtype) * reassociated,
+        )
+
+        def proposed() -> Candidate | Rejection:
+            plan = _plan(self.search, self.blend, region)
+            return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("lerp",))
+
+        leaks = escapes(region)
+        if leaks:
+            edit = "compute the outside use from x and y again"
+            return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
+        return proposed()
+
+    def otherwise(self, dtype: Any) -> tuple[str, ...]:
+        """What another spelling makes of the same numbers: y - x is larger than x and y where they differ in sign."""
+        return f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does", edge_note(dtype)
+
+    def dtypes(self, region: Region) -> Rejection | None:
+        """The rejection for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
+        made = region.root.dtype
+        given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        casts = (
+            n
+            for n in region.nodes
+            if n.primitive in CASTS and is_float(n.outputs[0].dtype) and is_float(n.inputs[0].dtype)
+        )
+        rounding = next((n for n in casts if narrows(n.outputs[0].dtype, n.inputs[0].dtype)), None)
+        floats = (n for n in region.nodes if n.primitive not in CASTS | VIEWS and is_float(n.outputs[0].dtype))
+        narrow = next((n for n in floats if narrows(n.outputs[0].dtype, made)), None)
+        where, edit = anchor_text(self.anchor), "cast x, y and w to the dtype of the result first"
+        if not given <= set(DTYPES):
+            what = f"blends {', '.join(sorted(given))} to {made}; the fused op takes {', '.join(DTYPES)}"
+        elif rounding is not None:
+            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+        elif narrow is not None:
+            what = f"reads {anchor_text(narrow)}, which is computed in {narrow.outputs[0].dtype}; the fused op would not round there"
+        elif any(narrows(made, v.dtype) for v in region.leaves.values()):
+            what = f"makes {made} of {', '.join(sorted(given))}; the fused op would round its operands first"
+        else:
+            return None
+        return self.rejection("dtype", f"{where} {what}", edit=edit, site=region.nodes)
+
+
+def _plan(search: Search, blend: Blend, region: Region) -> Plan:
+    """Operands with the result's axes, of size 1 where they are broadcast, in its dtype; a number for w as a scalar."""
+    found, view, sizes = blend.match, blend.view, blend.match.sizes
+    root_axes = axes_of(found, view, found.pattern.root, region.root)
+    groups = [[c] for c in root_axes if c is not None]
+    axes = {n: axes_of(found, view, found.leaf_id(n), v, broadcast=True) for n, v in region.leaves.items()}
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    where = {n: position[v.id] for n, v in region.leaves.items()}
+    dtype, number = region.root.dtype, found.scalars.get("w")
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        def one(name: str) -> Any:
+            if name not in where:
+                return jnp.asarray(number, dtype)
+            return arrange_thin(inputs[where[name]], axes[name], groups, sizes).astype(dtype)
+
+        return one("x"), one("y"), one("w")
+
+    def finish(out: Any) -> Any:
+        whole = [sizes[c] for group in groups for c in group]
+        return restore(jnp.broadcast_to(out, whole), groups, root_axes, region.root.shape, sizes)
+
+    op = OPS["lerp"]
+    formula = op.formula() if number is None else f"x + {number:.6g} * (y - x)"
+    return Plan(op, {"implementation": search.implementation}, operands, finish, formula)

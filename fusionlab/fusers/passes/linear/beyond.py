@@ -1,0 +1,262 @@
+"""Activations of products that stand beyond what the pass `gemm_epilogue` fuses: what stands in between, told once for each such node.
+
+From a product forward the pass goes as far as its bias and what is elementwise behind it. Here the rest is read back, from each
+activation that no site has come to: over parts, other shapes, factors and sums, to the products that it is made of. A part that is
+multiplied with another part of the same product is a gated pair whose weights are packed in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ....graph.certify.activations import ELEMENTWISE
+from ....graph.dtypes import is_float
+from ....graph.matching.region import VIEWS
+from ....graph.primitives import SUMS_OVER_DEVICES, having
+from ....graph.program.ir import Block, Node, Value
+from ....graph.program.scopes import is_backward
+from ...engine.base import Pass, Search, anchor_text, examined, reject
+from ...engine.outcomes import Candidate, Rejection
+
+PARTS = having("part") | {"squeeze"}
+_ACTIVATES = having("sigmoid", "exponential") | {"log1p", "clamp"}
+_RULES = having("rule")
+_COPIES = having("cast", "mark", "precision", "variance") | {"copy"}
+_STEPS = 60  # back from an activation to its products
+_SIDE_BY_SIDE = (
+    "multiply once, by the weights on top of each other: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
+)
+
+
+@dataclass
+class Between:
+    """What is made of products and stands between them and activations.
+
+    Attributes:
+      node: the first node, in program order, that an epilogue is not read through.
+      products: what that is made of, and `activations` of it.
+    """
+
+    node: Node
+    products: Mapping[int, Node]
+    activations: list[Node] = field(default_factory=list)
+
+
+def is_product(node: Node) -> bool:
+    """A product of floats, or a convolution that is one."""
+    return is_float(node.outputs[0].dtype) if node.primitive == "dot_general" else is_of_one_point(node)
+
+
+def is_of_one_point(node: Node) -> bool:
+    """Whether a convolution multiplies each position by one matrix."""
+    if node.primitive != "conv_general_dilated" or node.params["feature_group_count"] != 1:
+        return False
+    window = node.params["dimension_numbers"].rhs_spec[2:]
+    return all(node.inputs[1].shape[i] == 1 for i in window) and node.params["batch_group_count"] == 1
+
+
+def beyond(pass_: Pass, search: Search, told: Collection[int]) -> Iterator[Candidate | Rejection]:
+    """A rejection for each node that keeps activations from the products they are made of; `told`: nodes that a site of the pass has."""
+    found: dict[int, Between] = {}
+    for node in search.block.nodes:
+        if node.id in told or is_backward(node.eqn) or not activates(search, node):
+            continue
+        between = _read_back(search, node)
+        if between is not None and between.node.id not in told:
+            found.setdefault(between.node.id, between).activations.append(node)
+    for between in found.values():
+        yield from examined(search, pass_.name, between.node, lambda b=between: _declined(pass_, search, b))
+
+
+def activates(search: Search, node: Node) -> bool:
+    """Whether a node makes an activation of what it reads."""
+    if node.primitive in ("exp", "exp2"):
+        return not _is_summed(search.block, node)
+    if node.primitive == "log1p":  # a softplus; of anything else it is a loss
+        return _maker(search, node, {"exp", "exp2"}) is not None
+    if node.primitive in ("max", "min"):
+        return any(_is_number(search, a) for a in node.inputs) and is_float(node.outputs[0].dtype)
+    if node.primitive == "select_n":
+        maker = _maker(search, node, having("order"))
+        return maker is not None and any(_is_number(search, a) for a in maker.inputs)
+    return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_one(node.blocks))
+
+
+def _maker(search: Search, node: Node, names: Collection[str]) -> Node | None:
+    """The node that a node's first operand comes from, if its primitive is one of these."""
+    maker = search.block.producer.get(getattr(node.inputs[0], "id", -1))
+    return maker if maker is not None and maker.primitive in names else None
+
+
+def _holds_one(blocks: Collection[Block]) -> bool:
+    inner = [n for b in blocks for n in b.nodes]
+    return any(n.primitive in _ACTIVATES | {"max", "select_n"} or _holds_one(n.blocks) for n in inner)
+
+
+def _is_number(search: Search, atom: Any) -> bool:
+    return not isinstance(atom, Value) or search.view.is_literal(search.view.ref[atom.id])
+
+
+def _is_summed(block: Block, node: Node) -> bool:
+    """Whether exponentials are summed up, as a softmax's are."""
+    stack, seen = [node], {node.id}
+    while stack:
+        for user in block.users.get(stack.pop().outputs[0].id, ()):
+            if user.primitive == "reduce_sum":
+                return True
+            if user.id not in seen and user.primitive in VIEWS | _COPIES | {"mul", "select_n"}:
+                seen.add(user.id)
+                stack.append(user)
+    return False
+
+
+def _read_back(search: Search, activation: Node) -> Between | None:
+    """What an activation is made of; None where that is something else than products and what is given, or another activation's."""
+    products: dict[int, Node] = {}
+    on_the_way: dict[int, Node] = {}
+    stack, seen = [a for a in activation.inputs if isinstance(a, Value)], set[int]()
+    while stack:
+        value = stack.pop()
+        if value.id in seen or _is_number(search, value):
+            continue
+        seen.add(value.id)
+        node = search.block.producer.get(value.id)
+        if len(seen) > _STEPS or (node is not None and activates(search, node)):
+            return None
+        if node is None:
+            continue
+        if is_product(node):
+            products[node.id] = node
+        elif node.primitive in ELEMENTWISE | VIEWS | _COPIES | SUMS_OVER_DEVICES:
+            on_the_way[node.id] = node
+            stack += [a for a in node.inputs if isinstance(a, Value)]
+        elif node.primitive in PARTS and isinstance(node.inputs[0], Value):
+            on_the_way[node.id] = node
+            stack.append(node.inputs[0])
+        else:
+            return None
+    return _nearest(search, on_the_way, products) if products else None
+
+
+def _nearest(search: Search, nodes: Mapping[int, Node], products: Mapping[int, Node]) -> Between | None:
+    """Of what stands between products and an activation what to speak of: where two products meet, else where one is taken apart, else
+    the first that is no part of an epilogue."""
+    below: dict[int, frozenset[int]] = {v.id: frozenset({n.id}) for n in products.values() for v in n.outputs}
+    best: tuple[int, Node, frozenset[int]] | None = None
+    for _, node in sorted(nodes.items()):
+        made_of = {a.id: below[a.id] for a in node.inputs if isinstance(a, Value) and a.id in below}
+        if not made_of:
+            continue
+        all_of = frozenset[int]().union(*made_of.values())
+        below.update((v.id, all_of) for v in node.outputs)
+        rank = _rank(search, node, len(set(made_of.values())))
+        if best is None or rank < best[0]:
+            best = rank, node, all_of
+    return None if best is None else Between(best[1], {i: products[i] for i in sorted(best[2])})
+
+
+def _rank(search: Search, node: Node, operands: int) -> int:
+    """Which of several nodes to speak of, the least first; `operands` that are made of different products."""
+    if operands > 1:
+        return 0
+    if node.primitive in PARTS:
+        return 1
+    given = [a for a in node.inputs if isinstance(a, Value) and not _is_number(search, a)]
+    bias = node.primitive in _COPIES | {"add"} or (node.primitive in ELEMENTWISE and len(given) == 1)
+    shapes = (tuple(n for n in v.shape if n > 1) for v in (node.outputs[0], node.inputs[0]))
+    unit = node.primitive in VIEWS and len(set(shapes)) == 1
+    return 3 if bias or unit else 2
+
+
+# -- what is said -------------------------------------------------------------------------------------------------------------
+
+
+def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
+    code, what, edit = _sentence(search, between)
+    packed = between.node.primitive in PARTS and len(between.products) == 1
+    gates = [g for a in between.activations if packed for g in _gates(search, a)]
+    if gates:
+        code, edit = "activation", "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
+        what = (
+            f"takes a part of {_names(between)}, whose activation {gates[0].outputs[0]!r} multiplies with another part of it: "
+            f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
+        )
+    first = next(iter(between.products.values()))
+    made = reject(
+        search,
+        pass_.name,
+        code,
+        f"{anchor_text(between.node)} {what}",
+        first,
+        [between.node],
+        [between.node],
+        (1, 2),
+        edit,
+    )
+    return replace(made, site_ids=frozenset(n.id for n in (between.node, *between.activations, *gates)))
+
+
+def _names(between: Between) -> str:
+    return " and ".join(anchor_text(n) for n in list(between.products.values())[:2])
+
+
+def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
+    """The code, what the node does and what was needed, and the edit."""
+    node, activated = between.node, anchor_text(between.activations[0])
+    if len(between.products) > 1 and node.primitive == "add":
+        what = f"adds up {_names(between)} before {activated}; the fused op activates one product, with its bias"
+        return "bias", what, _SIDE_BY_SIDE
+    if node.primitive in PARTS:
+        what = f"takes a part of {_names(between)} before {activated}; the fused op activates all that it makes"
+        return "structure", what, "multiply by that part of the weight (and of the bias) alone"
+    if node.primitive in VIEWS:
+        what = (
+            f"gives {_names(between)} another shape before {activated}; the fused op activates what it makes as it is"
+        )
+        return "axes", what, "apply the activation first"
+    if node.primitive in SUMS_OVER_DEVICES:
+        return (
+            "structure",
+            f"sums {_names(between)} over devices before {activated}, which a fused op cannot wait for",
+            None,
+        )
+    what = f"stands between {_names(between)} and {activated}; the fused op has a bias there and nothing else"
+    return "activation", what, None
+
+
+def _gates(search: Search, activation: Node) -> list[Node]:
+    """The products of an activated part with another part of the same product."""
+    found: list[Node] = []
+    stack, seen = [activation], {activation.id}
+    while stack:
+        for user in search.block.users.get(stack.pop().outputs[0].id, ()):
+            if user.id in seen or user.primitive not in ELEMENTWISE | VIEWS | _COPIES or is_backward(user.eqn):
+                continue
+            seen.add(user.id)
+            if user.primitive == "mul" and len(_parts_below(search, user)) > 1:
+                found.append(user)
+            else:
+                stack.append(user)
+    return found
+
+
+def _parts_below(search: Search, node: Node) -> set[int]:
+    """The parts that a node is made of by elementwise steps: ids of the values."""
+    found: set[int] = set()
+    stack, seen = [a for a in node.inputs if isinstance(a, Value)], set[int]()
+    while stack and len(seen) < _STEPS:
+        value = stack.pop()
+        maker = search.block.producer.get(value.id)
+        if value.id in seen or maker is None:
+            continue
+        seen.add(value.id)
+        if maker.primitive in PARTS:
+            source = search.block.producer.get(getattr(maker.inputs[0], "id", -1))
+            unit = maker.primitive == "squeeze" and source is not None and source.primitive in PARTS
+            found |= set() if unit else {value.id}
+            stack += [maker.inputs[0]] if unit and isinstance(maker.inputs[0], Value) else []
+        elif maker.primitive in ELEMENTWISE | VIEWS | _COPIES | _RULES:
+            stack += [a for a in maker.inputs if isinstance(a, Value)]
+    return found

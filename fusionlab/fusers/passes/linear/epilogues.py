@@ -1,0 +1,241 @@
+"""What stands behind a product, or behind its sum with a bias: an activation to fuse with it, or why there is none.
+
+The activation is recognised by value, whatever its spelling. It is fused where nothing else reads what stands before it, and
+where nothing stands between that means something of its own: a derivative of the user's, a name, a cast, a stop_gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ....graph.certify.activations import NONLINEAR, Known, Recognised, between, cone, recognise, value_name
+from ....graph.matching.region import VIEWS, Escape
+from ....graph.primitives import SUMS_OVER_DEVICES, having
+from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import in_backward, in_differentiated, is_differentiated
+from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
+from ...engine.base import anchor_text
+from ...engine.outcomes import Rejection
+from ...engine.passages import passage
+from ...engine.site import Site
+
+KNOWN = {name: Known(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
+
+# What a norm and a loss make of a value before they sum it up.
+_MEASURES = having("power", "magnitude")
+# What says where a value lies on a mesh, and what else stands between two parts of a site and computes nothing.
+LAYS_OUT = having("placement")
+_BETWEEN = LAYS_OUT | {"name", "reduce_precision"}
+
+
+def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
+    """What a site is made of: "linear" with a bias, and its activation by its usual name, whatever the spelling."""
+    known = ACTIVATIONS.get(activation or "none")
+    return (*(("linear",) if bias else ()), *((known.kind,) if known and known.name != "none" else ()))
+
+
+def shown(activation: str) -> str:
+    """An activation as a user calls it: "relu" for any spelling of it."""
+    known = ACTIVATIONS.get(activation)
+    return known.kind if known is not None else activation
+
+
+class Epilogue:
+    """What is made of one value of a site: of its product, or (`biased`) of the product with its bias."""
+
+    def __init__(self, site: Site, start: Value, biased: bool) -> None:
+        self.site, self.start, self.biased = site, start, biased
+        self.view, self.certifier = site.view, site.search.certifier
+        # The end and the name of the activation that was declined for who else reads its inner values.
+        self.leaking: tuple[Value, str] | None = None
+
+    def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
+        """The last recognised function of the start that nothing escapes from, or why there is none."""
+        start, nodes = self.start, cone(self.view, self.start)
+        if not any(n.primitive in NONLINEAR for n in nodes):
+            return None, None, self.custom_rule()
+        problem: Rejection | None = None
+        first_unknown: tuple[Node, Recognised] | None = None
+        for node in reversed(nodes):
+            value = node.outputs[0]
+            if value.shape != start.shape or value.dtype != start.dtype:
+                continue
+            known = recognise(self.view, start, value, KNOWN, self.certifier)
+            if known.name is None:
+                if first_unknown is None and self.is_applied(node, nodes):
+                    first_unknown = node, known
+                continue
+            leak = self.leak(value)
+            if leak is None:
+                return value, known.name, None
+            larger = leak.user is not None and leak.user in nodes and not is_differentiated(leak.node.eqn)
+            if larger and first_unknown is not None:
+                continue  # a part of a larger function, which is the one to speak of
+            edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
+            if problem is None:
+                self.leaking = value, known.name
+                problem = self.site.escaping(leak, edit, nodes, shown(known.name), concepts_of(False, known.name))
+        if problem is None and first_unknown is not None:
+            problem = self.unknown(nodes, *first_unknown)
+        return None, None, problem or self.custom_rule()
+
+    def is_applied(self, node: Node, nodes: list[Node]) -> bool:
+        """Whether the program goes on with what a node makes of the start, so that it may be meant for an activation.
+
+        Not a derivative, which only a backward pass reads; nor a square or a magnitude that is only summed up, as a norm and a loss do;
+        nor what a loss is the sum of.
+        """
+        value = node.outputs[0]
+        made_by = {n.primitive for n in between(self.view, self.start, value)}
+        if in_backward(node) or not made_by & NONLINEAR:
+            return False
+        block, inside = self.site.search.block, {n.id for n in nodes}
+        if value.id in block.returned and not (block.path and in_differentiated(node)):
+            return True
+        readers = [u for u in self.site.users(value) if u.id not in inside and not in_backward(u)]
+        measured = made_by & NONLINEAR <= _MEASURES
+        return any(u.primitive != "reduce_sum" or not (measured or u.outputs[0].shape == ()) for u in readers)
+
+    def leak(self, end: Value) -> Escape | None:
+        """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
+        block = self.site.search.block
+        nodes = between(self.view, self.start, end)
+        inside = {n.id for n in nodes}
+        for value in (self.start, *(v for n in nodes for v in n.outputs)):
+            if value.id == end.id or self.view.is_literal(self.view.ref[value.id]):
+                continue
+            maker = block.producer[value.id]
+            if value.id in block.returned:
+                return Escape(value, maker, None)
+            for user in self.site.users(value):
+                if user.id not in inside:
+                    return Escape(value, maker, user)
+        return None
+
+    def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
+        """For a function that is no known activation."""
+        known = known.told()
+        why = known.why.replace(known.nearest, shown(known.nearest)) if known.nearest else known.why
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
+        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
+        if known.code == "gradient":
+            name = shown(known.nearest).partition("_")[0]
+            edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
+        if known.origin:
+            told = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
+            return replace(told, origin=known.origin)
+        return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
+
+    # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
+
+    def custom_rule(self) -> Rejection | None:
+        """Why an activation that is set apart is not fused."""
+        problem = self.set_apart()
+        name = self.behind(self.start) if problem is not None else None
+        return replace(problem, concepts=concepts_of(False, name)) if problem is not None and name else problem
+
+    def set_apart(self) -> Rejection | None:
+        """What stands right after the start and is no part of an activation."""
+        for user in self.site.users(self.start):
+            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+                sentence = (
+                    f"{anchor_text(user)} has a derivative of the user's own, which a fused activation would replace"
+                )
+                return self.site.rejection("custom_rule", sentence, [user], None, None, [user])
+            if user.primitive == "stop_gradient":
+                sentence = f"{anchor_text(user)} stops the gradient of the linear result"
+                return self.with_what_follows("stop_gradient", sentence, user, None)
+            if user.primitive in ("name", "reduce_precision") and self.goes_on(user.outputs[0]):
+                sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
+                edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
+                return self.with_what_follows("named_residual", sentence, user, edit)
+            if user.primitive in LAYS_OUT and self.goes_on(user.outputs[0]):
+                behind = "sum with the bias" if self.biased else "product"
+                sentence = f"{anchor_text(user)} says where the {behind} lies on the mesh before what follows; a fused op has no such value"
+                edit = "say it of x, of w, or of the result behind the bias and the activation"
+                return self.with_what_follows("sharding", sentence, user, edit)
+            if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
+                sentence = (
+                    f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
+                    f"the activation in {self.start.dtype}"
+                )
+                edit = "apply the activation before the cast"
+                return self.with_what_follows("dtype", sentence, user, edit)
+        return None
+
+    def with_what_follows(self, code: str, sentence: str, node: Node, edit: str | None) -> Rejection:
+        """The rejection for a node that sets an activation apart, with what that is made of."""
+        told = self.site.rejection(code, sentence, [node], None, edit, [node])
+        return replace(told, site_ids=told.site_ids | {n.id for n in self.following(node.outputs[0])})
+
+    def following(self, value: Value) -> list[Node]:
+        """The activation of a copy of the start, node by node."""
+        way = passage(self.site, value)
+        nodes = [*way.views, *cone(self.view, way.end)]
+        if any(n.primitive in NONLINEAR for n in nodes):
+            return nodes
+        between = [
+            u for u in self.site.users(value) if u.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}
+        ]
+        return [n for u in between for n in (u, *self.following(u.outputs[0]))]
+
+    def goes_on(self, value: Value) -> bool:
+        """Whether a bias or an activation follows a copy of the start."""
+        users = self.site.users(value)
+        added = [a for u in users if u.primitive == "add" for a in u.inputs if a is not value]
+        if self.is_activated(value) or (not self.biased and any(map(self.site.given, added))):
+            return True
+        return any(self.goes_on(u.outputs[0]) for u in users if u.primitive in _BETWEEN)
+
+    def is_activated(self, value: Value) -> bool:
+        """Whether a nonlinear function follows."""
+        return any(n.primitive in NONLINEAR for n in cone(self.view, passage(self.site, value).end))
+
+    # -- the name of the activation, fused or not -----------------------------------------------------------------------
+
+    def known(self) -> str | None:
+        """The last known activation of the start, else one that is set apart from it."""
+        return self.known_after(self.start) or self.behind(self.start)
+
+    def known_after(self, value: Value) -> str | None:
+        """The last known activation of a value."""
+        nodes = cone(self.view, value)
+        names = (recognise(self.view, value, n.outputs[0], KNOWN, self.certifier).name for n in reversed(nodes))
+        return next((n for n in names if n), None)
+
+    def behind(self, value: Value) -> str | None:
+        """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
+        for user in self.site.users(value):
+            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+                return value_name(user, KNOWN, self.certifier)
+            if user.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}:
+                return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
+        return None
+
+
+# -- what is no activation ------------------------------------------------------------------------------------------------
+
+
+def feeds_softmax(site: Site, value: Value) -> bool:
+    """Whether exponentials are made of a value: it is the scores of an attention."""
+    view, level = site.view, {site.nid(value)}
+    for _ in range(7):
+        if any(view.nodes[n].op == "exp" for n in level):
+            return True
+        level = {u for n in level for u in view.users.get(n, ()) if view.nodes[u].op != "dot"}
+    return False
+
+
+def summed_over_devices(site: Site, product: Value) -> Node | None:
+    """The sum over devices between a row-parallel product and what is added to it, as its bias."""
+    value, found = product, None
+    while len(users := site.users(value)) == 1:
+        (user,) = users
+        if found is not None and user.primitive == "add":
+            return found
+        if found is None and user.primitive in SUMS_OVER_DEVICES:
+            found = user
+        elif user.primitive not in VIEWS:
+            return None
+        value = user.outputs[user.inputs.index(value)]
+    return None

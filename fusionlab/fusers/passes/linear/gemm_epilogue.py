@@ -1,0 +1,428 @@
+"""Pass `gemm_epilogue`: act(x @ w + b) -> one `gemm_epilogue` op.
+
+The anchor is a product. What is linear there is matched by example (`linear_parts`); the activation is recognised by value, from the
+linear result onwards (`epilogues`). Every product with a bias or an activation is a site; a bare product is not, since there is
+nothing to fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ....errors import unknown_name
+from ....graph.certify.alike import most_sizes_first
+from ....graph.dtypes import is_float, narrows
+from ....graph.matching.match import close
+from ....graph.matching.region import CASTS, NotARegion, Region, cut
+from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import is_backward
+from ....kernels import OPS
+from ....kernels.op.arrays import precisions
+from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
+from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
+from ....kernels.ops.gemm_epilogue.op import DTYPES
+from ...engine.base import Plan, Search, anchor_text, examined, option, reason_to_tell
+from ...engine.layout import Axes, arrange, axes_of, in_order, restore
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.passages import Passage, narrow, passage, replayed, rounding, unplaced
+from .beyond import beyond, is_of_one_point
+from .epilogues import Epilogue, concepts_of, summed_over_devices
+from .linear_groups import GROUPINGS
+from .linear_parts import Linear, LinearSite
+
+_KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
+DEFAULT = lax.Precision.DEFAULT
+_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
+_FLOATS = "cast x, w and b to bfloat16 or float32"
+
+
+@dataclass(frozen=True)
+class GemmEpiloguePass:
+    """See the module docstring."""
+
+    name: str = "gemm_epilogue"
+    op: str = "gemm_epilogue"
+    formula: str = "act(x @ w + b), act one of " + ", ".join(ACTIVATIONS)
+    needs: str = (
+        "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read by the "
+        "activation alone"
+    )
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        strict = (False, "judge the weight's rank before any squeeze, as the original pass did")
+        grouping = (
+            "per_layer",
+            "of backward passes that are in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
+            "layer behind, where that is the only one its result feeds",
+            GROUPINGS,
+        )
+        object.__setattr__(self, "options", {"strict_rank": strict, "grouping": grouping})
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def linear(x: Any, w: Any, b: Any) -> Any:
+            return jax.nn.gelu(x @ w + b)
+
+        return linear, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(16))
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises UnknownNameError for a grouping that there is none of."""
+        grouping = options.get("grouping", self.options["grouping"][0])
+        if grouping not in GROUPINGS:
+            raise unknown_name("grouping", grouping, GROUPINGS)
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        self.check(search.options)
+        told: set[int] = set()
+        for node in most_sizes_first(filter(_is_anchor, search.block.nodes)):
+            for outcome in examined(search, self.name, node, _Site(self, search, node).examine):
+                told |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
+                yield outcome
+        yield from beyond(self, search, told)
+
+
+def _is_anchor(node: Node) -> bool:
+    return (node.primitive == "dot_general" or is_of_one_point(node)) and not is_backward(node.eqn)
+
+
+@dataclass(frozen=True)
+class Wide:
+    """What a site computes in float32 of operands of 16 bits.
+
+    Attributes: `dtype` of the operands, `start` where float32 begins (as the op's `wide`), `out` as the op's.
+    """
+
+    dtype: str = ""
+    start: str | None = None
+    out: str | None = None
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return {} if self.start is None else {"wide": self.start, "out": self.out}
+
+    def notes(self, activation: str, bias: bool) -> tuple[str, ...]:
+        keeps = ACTIVATIONS[activation].residual == "preactivation" and bias
+        return (_KEPT.format(self.dtype),) if self.start == "epilogue" and keeps else ()
+
+
+class _Site(LinearSite):
+    """One product, from anchor to candidate or rejection."""
+
+    def examine(self) -> Iterator[Candidate | Rejection]:
+        if is_of_one_point(self.anchor) and self.view.nodes[self.nid(self.product)].op != "dot":
+            yield from self.convolution()
+            return
+        problem = self.wrong_dtype()
+        if problem is not None:
+            yield problem
+        if self.view.nodes[self.nid(self.product)].op != "dot":
+            return
+        linear = self.linear()
+        if isinstance(linear, Rejection):
+            yield linear
+        elif linear is not None:
+            yield from self.with_activation(linear)
+
+    def convolution(self) -> Iterator[Rejection]:
+        """For a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
+        added = self.addition()
+        total = added[1] if added is not None else self.product
+        nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
+        if not nodes:
+            return
+        what = (
+            "multiplies by one matrix, as a convolution whose window is one point, but not each position once: it has a stride, "
+            "padding or a dilation; the fused op is made of products"
+        )
+        edit = "take the positions first, x[:, ::2, ::2], and multiply these by the matrix, x @ w[0, 0]"
+        yield self.rejection("structure", f"{anchor_text(self.anchor)} {what}", edit=edit, progress=(1, 2), site=nodes)
+
+    def wrong_dtype(self) -> Rejection | None:
+        """For a product of integers with something to fuse behind it."""
+        users = self.users(self.product)
+        if is_float(self.product.dtype) or not any(u.primitive in ("add", "max", "custom_jvp_call") for u in users):
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)} computes in {self.product.dtype}; the fused op takes {', '.join(DTYPES)}"
+        )
+        return self.rejection("dtype", sentence, edit=_FLOATS)
+
+    def with_activation(self, linear: Linear) -> Iterator[Candidate | Rejection]:
+        way = passage(self, linear.value)
+        behind = Epilogue(self, way.end, linear.bias)
+        end, name, problem = behind.activation()
+        if name is None and way.end is not linear.value and behind.leaking is None and problem is None:
+            way = Passage(linear.value)
+            behind = Epilogue(self, linear.value, linear.bias)
+            end, name, problem = behind.activation()
+        if end is not None and name is not None:
+            yield self.candidate(linear, end, name, (), way.views)
+            return
+
+        def otherwise() -> Iterator[Candidate | Rejection]:
+            return self.linear_part(linear, problem, behind.leaking)
+
+        if behind.leaking is not None and self.search.differentiated:
+            end, name = behind.leaking
+            outcome = self.candidate(linear, end, name, (), way.views)
+            if isinstance(outcome, Candidate):
+                yield replace(outcome, otherwise=lambda: self.by_rule(linear, end, name, way.views, otherwise))
+                return
+            problem = reason_to_tell(problem, outcome)
+        yield from otherwise()
+
+    def by_rule(
+        self,
+        linear: Linear,
+        end: Value,
+        activation: str,
+        views: tuple[Node, ...],
+        otherwise: Callable[[], Iterator[Candidate | Rejection]],
+    ) -> Iterator[Candidate | Rejection]:
+        """A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all."""
+        outcome = self.candidate(linear, end, "relu", (_BY_RULE,), views, True) if activation == "relu_tie" else None
+        if isinstance(outcome, Candidate):
+            yield replace(outcome, otherwise=otherwise)
+        else:
+            yield from otherwise()
+
+    def linear_part(
+        self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
+    ) -> Iterator[Candidate | Rejection]:
+        """The product with its bias, where the activation behind it is not fused, and why that is not."""
+        if problem is not None:
+            yield replace(problem, region=self.whole(linear, leaking))
+        summed = None if linear.bias else summed_over_devices(self, self.product)
+        notes = (f"linear part only: {problem.sentence}",) if problem else ()
+        if linear.bias:
+            yield self.candidate(linear, linear.value, "none", notes)
+        elif summed is not None:
+            notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
+            yield self.candidate(linear, linear.value, "none", notes)
+
+    def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:
+        """The product with the activation that was declined, as a region; None where it cannot be cut out."""
+        try:
+            return None if leaking is None else cut(self.view, leaking[0], linear.leaves, as_read=frozenset({"x"}))
+        except NotARegion:
+            return None
+
+    def candidate(
+        self,
+        linear: Linear,
+        end: Value,
+        activation: str,
+        notes: tuple[str, ...],
+        views: tuple[Node, ...] = (),
+        by_rule: bool = False,
+    ) -> Candidate | Rejection:
+        """The site that ends in `end`, or where that is rounded.
+
+        `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
+        """
+        dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
+        try:
+            region, more = self.region(linear, end, dtype)
+            if dtype is not None and linear.bias and region.leaves["b"].dtype != dtype:
+                dtype = None  # a bias that is made in float32 of one of 16 bits: so is the whole
+                region, more = self.region(linear, end, dtype)
+            after = (*views, *more)
+            if by_rule:
+                region = replace(region, relus=_maximum(region))
+            wide = Wide() if dtype is None else self.wide(region, dtype)
+            problem = self.conditions(linear, region, activation, wide)
+            if problem is not None:
+                return replace(problem, site_ids=problem.site_ids | region.node_ids)
+            plan = _plan(self, linear, region, activation, wide, after)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
+        concepts = concepts_of(linear.bias, activation)
+        notes = (*notes, *wide.notes(activation, linear.bias))
+        return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
+
+    def region(self, linear: Linear, end: Value, dtype: Any) -> tuple[Region, tuple[Node, ...]]:
+        """The site that ends in `end`, or where that is rounded to `dtype`; and the views in between."""
+        rounded = None if dtype is None else rounding(self, end, dtype)
+        root = end if rounded is None else rounded.end
+        found = cut(self.view, root, linear.leaves, as_read=self.as_read(dtype), through_casts=self.widened(dtype))
+        return found, rounded.views if rounded is not None else ()
+
+    def narrow(self, linear: Linear) -> Any:
+        """The dtype of 16 bits that both operands of the product have, or are widened from; None where there is none."""
+        first, second = (narrow(self, a) for a in self.anchor.inputs)
+        if first is None or first != second:
+            return None
+        if np.dtype(self.anchor.inputs[0].dtype) != np.float32:
+            return first
+        asked = precisions(self.anchor.params.get("precision"))
+        bias = [v for v in self.view.values_of[linear.leaves["b"]] if v.dtype == first] if linear.bias else [None]
+        return first if bias and all(p in (None, DEFAULT) for p in asked) else None
+
+    def widened(self, dtype: Any) -> frozenset[str]:
+        """The leaves that are read as they are before they are widened."""
+        operands = {"x", "w"} if any(a.dtype != dtype for a in self.anchor.inputs) else set()
+        return frozenset({"b", *operands} if dtype is not None else ())
+
+    def as_read(self, dtype: Any) -> frozenset[str]:
+        return frozenset({"x"}) - self.widened(dtype)
+
+    def wide(self, region: Region, dtype: Any) -> Wide:
+        """What of a site is computed in float32, of operands of 16 bits."""
+        last = self.search.block.producer[region.root.id]
+        rounds = any(
+            n.primitive in CASTS and n.outputs[0].dtype == dtype and n is not last and narrows(dtype, n.inputs[0].dtype)
+            for n in region.nodes
+        )
+        kept = np.dtype(self.anchor.outputs[0].dtype) == np.float32 and not rounds
+        out = None if region.root.dtype == dtype else "float32"
+        return Wide(np.dtype(dtype).name, "product" if kept else "epilogue", out)
+
+    def mixed(self, region: Region) -> bool:
+        """Whether a product computes in the dtype of the result, which x or w has, of operands some of which have fewer bits: these are
+        widened, and nothing is rounded.
+        """
+        made = region.root.dtype
+        leaves, operands = [v.dtype for v in region.leaves.values()], [a.dtype for a in self.anchor.inputs]
+        wide = np.dtype(made).name in ("float32", "float64") and self.anchor.outputs[0].dtype == made
+        return (
+            wide
+            and made in operands
+            and len(set(leaves)) > 1
+            and all(is_float(d) and not narrows(made, d) for d in leaves)
+        )
+
+    def conditions(self, linear: Linear, region: Region, activation: str, wide: Wide) -> Rejection | None:
+        if self.anchor not in region.nodes:
+            raise NotARegion("the product does not stand inside the site")
+        values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
+        dtypes = {str(v.dtype) for v in values} if not self.mixed(region) else {str(region.root.dtype)}
+        concepts = concepts_of(linear.bias, activation)
+        if len(dtypes) != 1:
+            sentence = (
+                f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
+            )
+            edit = "cast x, w and b to one dtype before the product"
+            return self.rejection("dtype", sentence, edit=edit, concepts=concepts)
+        if wide.start == "product" and wide.dtype == "float16":
+            sentence = (
+                f"{anchor_text(self.anchor)} keeps its sum in float32; not every backend multiplies float16 so, and a gradient of "
+                f"float16 has not its range"
+            )
+            return self.rejection(
+                "dtype", sentence, edit="use bfloat16, or give the product float16", concepts=concepts
+            )
+        if not dtypes <= set(DTYPES):
+            sentence = f"{anchor_text(self.anchor)} computes in {dtypes.pop()}; the fused op takes {', '.join(DTYPES)}"
+            return self.rejection("dtype", sentence, edit=_FLOATS, concepts=concepts)
+        x, w = region.leaves["x"], region.leaves["w"]
+        if len(x.shape) < 2:
+            sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
+            edit = "give x a leading axis, or map the layer with jax.vmap"
+            return self.rejection("rank", sentence, [self.anchor], None, edit)
+        if is_of_one_point(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
+            sentence = (
+                f"{anchor_text(self.anchor)} multiplies every position by one matrix, as a convolution; a product in its place was not "
+                f"measured on a GPU"
+            )
+            edit = "name the pass to have it all the same: passes='gemm_epilogue'"
+            return self.rejection("unmeasured", sentence, [self.anchor], None, edit, region.nodes, concepts)
+        if option(self.search, self.pass_, "strict_rank") and len(w.shape) != 2:
+            sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
+            edit = "reshape the weight to a matrix, or leave strict_rank off"
+            return self.rejection("rank", sentence, [self.anchor], None, edit)
+        scale = self.scale(linear, region)
+        if not close(scale, 1.0):
+            sentence = f"{anchor_text(self.anchor)}: the product is multiplied by {scale:g} before the bias"
+            return self.rejection("scalar", sentence, [self.anchor], None, "fold the factor into x or w")
+        return None
+
+    def scale(self, linear: Linear, region: Region) -> float:
+        """The factor on the product that its operands do not carry themselves."""
+        m = linear.match
+        carried = self.carried(region, ("x", "w"))
+        if not linear.matched_bias:
+            return float(self.view.ref[self.product.id].coef) / carried
+        root = self.view.nodes[m.nodes[m.pattern.root]]
+        product = self.nid(self.product)
+        on_edge = next(float(o.coef) for o in root.operands if o.nid == product)
+        return on_edge / carried
+
+
+def _maximum(region: Region) -> frozenset[int]:
+    """The one maximum of a site.
+
+    Raises:
+      NotARegion: there are several.
+    """
+    found = frozenset(n.id for n in region.nodes if n.primitive == "max")
+    if len(found) != 1:
+        raise NotARegion("it is made of several maxima")
+    return found
+
+
+def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wide, after: tuple[Node, ...]) -> Plan:
+    """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the axes of what is matched, and through its views."""
+    search, behind = site.search, linear.behind
+    m, view, sizes = linear.match, search.view, linear.match.sizes
+    axes: dict[str, Axes] = {
+        role: axes_of(m, view, linear.leaf(role), v)
+        for role, v in region.leaves.items()
+        if role != "b" or linear.matched_bias
+    }
+    x_axes, w_axes = axes["x"], axes["w"]
+    k = in_order(w_axes, [c for c in w_axes if c is not None and c in x_axes])
+    n = tuple(c for c in w_axes if c is not None and c not in k)
+    rows = tuple(c for c in x_axes if c is not None and c not in k)
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    pick = {role: position[v.id] for role, v in region.leaves.items()}
+    point = site.anchor.primitive != "dot_general"  # a convolution's weight has axes of one entry
+    direct = len(k) == 1 and len(n) == 1 and len(x_axes) >= 2 and (len(w_axes) == 2 or (point and None not in x_axes))
+    x_contract = x_axes.index(k[0]) if direct else -1
+    w_real = [c for c in w_axes if c is not None]
+    w_contract = w_real.index(k[0]) if direct else 0
+    w_groups = [[c] for c in w_real] if direct else [k, n]
+    out_groups = [[c] for c in rows] + [list(n)]
+    matched = linear.value if behind is None and linear.bias else site.product
+    root_axes = axes_of(m, view, m.pattern.root, matched)  # an activation keeps the axes
+    views = (*(behind.views if behind is not None else ()), *after)
+
+    def added(given: Any) -> Any:
+        if behind is None:
+            return arrange(given, axes["b"], [n], sizes)
+        given = unplaced(site, region.leaves["b"], behind.added, behind.views, given)
+        return arrange(given, tuple(c if c in n else None for c in root_axes), [n], sizes)
+
+    widened = region.root.dtype if site.mixed(region) else None
+
+    def given(inputs: Any, role: str) -> Any:
+        return inputs[pick[role]] if widened is None else inputs[pick[role]].astype(widened)
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        x, w = given(inputs, "x"), given(inputs, "w")
+        bias = added(given(inputs, "b")) if linear.bias else None
+        if direct:
+            return x, arrange(w, w_axes, w_groups, sizes) if point else w, bias
+        x_groups = [[c] for c in rows] or [[]]
+        return arrange(x, x_axes, [*x_groups, k], sizes), arrange(w, w_axes, w_groups, sizes), bias
+
+    def finish(out: Any) -> Any:
+        return replayed(views, restore(out, out_groups, root_axes, matched.shape, sizes))
+
+    attrs = {
+        "activation": activation,
+        "x_contract": x_contract,
+        "w_contract": w_contract,
+        "precision": site.anchor.params.get("precision"),
+        "implementation": search.implementation,
+        **wide.attrs,
+    }
+    op = OPS["gemm_epilogue"]
+    arithmetic = product_arithmetic(str(widened or region.leaves["x"].dtype), attrs["precision"], search.device)
+    return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)

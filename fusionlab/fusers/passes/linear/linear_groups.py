@@ -1,0 +1,118 @@
+"""The grouping `chained` of the linear family: an activation's derivative goes with the product of the layer behind it.
+
+`per_layer`, the default, gives each site's backward pass what belongs to the site: act', dX, dW, dBias. cuBLASLt's epilogues group
+otherwise (DRELU and DGELU stand behind dX), and so did the pass of PaddlePaddle/Paddle pull request 39437: where one linear layer feeds
+only the next, the first one's act' goes behind the second one's dX; an activation that feeds anything else has its act' by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from ....graph.backward.gradients import BackwardPart, Chain
+from ....graph.backward.vjp_split import Split, split_vjp
+from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
+from ....kernels.ops.gemm_epilogue.reference import unpacked
+from ...engine.base import Plan
+from ...engine.outcomes import Candidate, Rejection
+
+GROUPINGS = ("per_layer", "chained")
+
+
+def grouped(found: Sequence[Candidate | Rejection], grouping: str | None) -> list[Candidate | Rejection]:
+    """The sites, with the grouping of the linear ones that are fused with their backward passes; None means the default."""
+    sites = [c for c in found if isinstance(c, Candidate) and _is_linear(c)]
+    maker = {c.root.id: c for c in sites}
+    made: dict[int, Candidate] = {}
+    for c in sites:
+        assert c.backward is not None
+        assert c.region is not None
+        pair = replace(c.backward, grouping=grouping or GROUPINGS[0])
+        if grouping != "chained":
+            made[id(c)] = replace(c, backward=pair)
+            continue
+        x = c.region.leaves["x"]
+        before = maker.get(x.id)
+        link = before if before is not None and _feeds_only(before, c) else None
+        part = replace(c.site.backward, chain=_chain(c, link))
+        pair = replace(pair, joins="x" if link is not None else None)
+        made[id(c)] = replace(c, site=replace(c.site, backward=part), backward=pair)
+    return [made.get(id(item), item) for item in found]
+
+
+def _is_linear(c: Candidate) -> bool:
+    """Whether a site is a linear layer, fused with the op's own backward pass, which keeps its activation's residual and no more.
+
+    Not one whose derivative is computed in float32 of 16 bits: behind another layer's product it would be rounded.
+    """
+    part = c.site.backward if c.site is not None else None
+    if c.op != "gemm_epilogue" or part is None or c.attrs.get("gradient") is not None:
+        return False
+    if c.attrs.get("wide") is not None:
+        return False
+    act = ACTIVATIONS[c.attrs.get("activation", "none")]
+    return len(part.split.residuals) == (act.residual != "none")
+
+
+def _feeds_only(before: Candidate, c: Candidate) -> bool:
+    """Whether the first site's activated result is read by the second alone, whose gradient of it is the first one's cotangent."""
+    one, two = before.site.backward, c.site.backward
+    if before.attrs.get("activation", "none") == "none" or (one.block_path, one.site_path) != (
+        two.block_path,
+        two.site_path,
+    ):
+        return False
+    if one.block_path != one.site_path or not (_in_place(before) and _in_place(c)):
+        return False
+    share = next((s for i, s in two.gradients if two.leaves[i].id == before.root.id), None)
+    if share is None or share.own != {share.value.id} or share.value.id != one.cotangent.id:
+        return False
+    block = one.block
+    gone = before.all_node_ids | c.all_node_ids
+    read = (u for v in (before.root, share.value) for u in block.users.get(v.id, ()))
+    returned = {before.root.id, share.value.id} & block.returned
+    return not returned and all(u.id in gone for u in read)
+
+
+def _in_place(c: Candidate) -> bool:
+    """Whether the op takes x, and gives its result, as the program has them: nothing transposed or reshaped in between."""
+    plan: Plan = c.plan
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in c.site.leaves]
+    eqns = jax.make_jaxpr(lambda *a: plan.operands(*a)[0])(*avals).eqns
+    out = jax.make_jaxpr(plan.finish)(jax.ShapeDtypeStruct(c.root.shape, c.root.dtype))
+    return not eqns and not out.eqns and plan.attrs["x_contract"] in (-1, len(c.leaves["x"].shape) - 1)
+
+
+def _chain(c: Candidate, before: Candidate | None) -> Chain:
+    """The site's backward pass without its own act', and with that of the site before it."""
+    part: BackwardPart = c.site.backward
+    plan = replace(c.plan, attrs={**c.plan.attrs, "activation": "none"})
+    act = ACTIVATIONS[c.attrs.get("activation", "none")]
+    slope = None
+    if act.residual != "none":
+        (saved,) = part.split.residuals
+        slope = jax.make_jaxpr(lambda saved, t: act.scale(unpacked(saved, t.shape), t))(
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (saved, part.cotangent.aval))
+        )
+    linked = None if before is None else _derivative(part, plan, before)
+    return Chain(slope, _derivative(part, plan, None), linked, None if before is None else before.root)
+
+
+def _derivative(part: BackwardPart, plan: Plan, before: Candidate | None) -> Split:
+    """The derivative of a linear layer; with the site before, beyond its activation: the last input is that one's residual."""
+    avals = [v.aval for v in part.leaves]
+    wanted = [i for i, _ in part.gradients]
+    if before is None:
+        return split_vjp(plan.call, avals, part.root.aval, wanted)
+    (saved,) = before.site.backward.split.residuals
+    attrs = {**plan.attrs, "x_activation": before.attrs["activation"]}
+
+    def call(*inputs: Any) -> Any:
+        *own, residual = inputs
+        return plan.finish(plan.op.call(*plan.operands(*own), residual, **attrs))
+
+    return split_vjp(call, [*avals, saved], part.root.aval, wanted)

@@ -1,0 +1,265 @@
+"""The linear part of a site: x @ w + b, or x @ w, found at its product.
+
+It is matched by example. What is added to a product and is no bias is declined here, unless it shows that the product belongs to
+something else: the scores of an attention, or one of two products that are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....graph.canonical.rules import passed_whole
+from ....graph.matching.match import Match, match
+from ....graph.matching.pattern import Example, pattern_of
+from ....graph.program.ir import Node, Value
+from ...engine.base import Pass, Search, anchor_text
+from ...engine.layout import BROADCAST, axes_of
+from ...engine.outcomes import Rejection
+from ...engine.passages import passage, shapes_before, thin_shape
+from ...engine.site import Site
+from .beyond import activates
+from .epilogues import Epilogue, concepts_of, feeds_softmax
+
+LINEAR = Example("linear", lambda x, w, b: x @ w + b, {"x": "mk", "w": "kn", "b": "n"})
+PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What is added to a product behind views of it, `added`, its canonical node, and the views."""
+
+    added: Value
+    nid: int
+    views: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x @ w (+ b) found at an anchor: the raw value it makes, and the match.
+
+    Attributes:
+      behind: of a bias that is added behind views of the product: what is added there, with the views. The match is the product's.
+    """
+
+    value: Value
+    match: Match
+    bias: bool
+    swapped: bool = False  # the match calls the weight x: without a bias the pattern is symmetric
+    behind: Behind | None = None
+
+    def leaf(self, role: str) -> int:
+        """The pattern node of the operand that plays `role` ("x", "w" or "b")."""
+        names = {"x": "w", "w": "x"} if self.swapped else {}
+        return self.match.leaf_id(names.get(role, role))
+
+    @property
+    def matched_bias(self) -> bool:
+        """Whether the bias is a part of the match."""
+        return self.bias and self.behind is None
+
+    @property
+    def leaves(self) -> dict[str, int]:
+        """Role -> canonical node."""
+        found = {role: self.match.nodes[self.leaf(role)] for role in ("x", "w", "b")[: 3 if self.matched_bias else 2]}
+        return found if self.behind is None else found | {"b": self.behind.nid}
+
+
+class LinearSite(Site):
+    """A site whose anchor is a product: what is linear there.
+
+    Attributes:
+      product: the anchor's result, or, of rows that were merged for it, the value in which they are apart again.
+    """
+
+    def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
+        super().__init__(pass_, search, anchor)
+        self.product = self.rows_apart(anchor.outputs[0])
+
+    def rows_apart(self, product: Value) -> Value:
+        """The product itself, or, of rows that were merged for it, the value in which they are apart again."""
+        users = self.users(product)
+        if len(users) == 1 and users[0].primitive == "reshape":
+            apart = users[0].outputs[0]
+            if self.nid(apart) != self.nid(product) and self.view.nodes[self.nid(apart)].op == "dot":
+                return apart
+        return product
+
+    def linear(self) -> Linear | Rejection | None:
+        """The product with its bias, or bare; a Rejection when something is added that is no bias; None when it is no site."""
+        added = self.addition()
+        if added is None:
+            return self.biased_behind() or self.bare()
+        node, total, other = added
+        if self.made_of(self.view.read(other).nid, self.nid(self.product), 6):
+            if feeds_softmax(self, self.product):
+                return None  # it subtracts its maximum
+            return self.bare()  # h + 0.044715 h^3, and the like
+        if node.primitive == "sub":
+            if self.batch() and feeds_softmax(self, total):
+                return None  # attention scores
+            if sum(d >= 0 for d in self.view.read(other).dims) >= len(self.view.nodes[self.nid(self.product)].shape):
+                return self.bare()  # a difference from something as large, as a loss takes it: no bias
+            of = (
+                f"the product from {self.shown(other)}"
+                if other is node.inputs[0]
+                else f"{self.shown(other)} from the product"
+            )
+            sentence = f"{anchor_text(node)} subtracts {of}, where a bias is added"
+            return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
+        found = match(pattern_of(LINEAR), self.view, self.nid(total))
+        if isinstance(found, Match):
+            rows = self.row_bias(found, total, node)
+            return rows or Linear(total, found, True)
+        return self.not_a_bias(node, other)
+
+    def bare(self) -> Linear | Rejection | None:
+        """The product without a bias."""
+        found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
+        return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
+
+    def biased_behind(self) -> Linear | Rejection | None:
+        """The product with a bias that is added to it in another shape; a Rejection where that is given, and no bias."""
+        way = passage(self, self.product)
+        adds = [u for u in self.users(way.end) if u.primitive == "add" and way.views]
+        others = [a for a in adds[0].inputs if a is not way.end] if adds else []
+        thin = thin_shape(self, others[0], len(way.end.shape)) if len(others) == 1 else None
+        found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
+        if thin is None or not isinstance(found, Match):
+            return None
+        (other,) = others
+        assert isinstance(other, Value)
+        shapes = shapes_before(way.views, thin)
+        last = thin[-1] != 1
+        linear = None if shapes is None else self.of_features(found, shapes[-1], last)
+        if linear is not None:
+            behind = Behind(other, self.nid(other), way.views)
+            return replace(linear, value=adds[0].outputs[0], bias=True, behind=behind)
+        if thin == tuple(way.end.shape) or not self.given(other):
+            return None  # as large as the product, as a residual connection is, or made of something else
+        sentence = (
+            f"{anchor_text(adds[0])} adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
+            f"seen before that it varies along other axes of {self.product!r}"
+        )
+        edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
+        following = Epilogue(self, adds[0].outputs[0], True).following(adds[0].outputs[0])
+        told = self.rejection("bias", sentence, [adds[0]], (1, 2), edit)
+        return replace(told, site_ids=told.site_ids | {n.id for n in (*way.views, *following)})
+
+    def of_features(self, found: Match, thin: tuple[int, ...], last: bool) -> Linear | None:
+        """The product, its weight the operand along whose free axes, and no others, something of this shape varies: the features, which
+        come last in the product, or behind its views (`last`).
+        """
+        axes = axes_of(found, self.view, found.pattern.root, self.product, broadcast=True)
+        if BROADCAST in axes:
+            return None
+        varies = {c for c, n in zip(axes, thin, strict=True) if n != 1}
+        real = [c for c in axes if c is not None]
+        for swapped, letter in ((False, "n"), (True, "m")):
+            if varies and varies == set(found.letters[letter]) and (last or real[-1] in varies):
+                return Linear(self.product, found, False, swapped)
+        return None
+
+    def batch_of_weights(self, total: Value | None = None) -> Rejection | None:
+        """For a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""
+        start = total or self.product
+        behind = Epilogue(self, start, total is not None)
+        name, nodes = behind.known(), behind.following(start)
+        activated = name or any(activates(self.search, n) for n in nodes)  # a loss's square is no activation
+        if total is None and (not activated or feeds_softmax(self, start)):
+            return None
+        rank = len(self.anchor.inputs[1].shape)
+        sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
+        told = self.rejection("rank", sentence, concepts=concepts_of(total is not None, name))
+        added = [n for n in [self.search.block.producer[start.id]] if total is not None]
+        return replace(told, site_ids=told.site_ids | {n.id for n in (*added, *nodes)})
+
+    def batch(self) -> list[Any]:
+        """The batch axes of the product."""
+        dot = self.view.nodes[self.nid(self.product)]
+        return [x for x in dot.params if all(x in o.axes for o in dot.operands)]
+
+    def oriented(self, found: Match) -> Linear:
+        """Without a bias the weight is told by rank (it has one free axis), else by order (it stands on the right)."""
+        free = {"x": len(found.letters["m"]), "w": len(found.letters["n"])}
+        left = self.view.read(self.anchor.inputs[0]).nid
+        swapped = free["x"] == 1 if free["x"] != free["w"] else found.leaves["x"] != left
+        return Linear(self.product, found, False, swapped)
+
+    def addition(self) -> tuple[Node, Value, Any] | None:
+        """The add that reads the product (through views and scalings): (node, its result, the other operand)."""
+        nid = self.nid(self.product)
+        value = self.product
+        while True:
+            users = self.users(value)
+            adds = [
+                u
+                for u in users
+                if u.primitive in ("add", "sub") and self.view.nodes[self.nid(u.outputs[0])].op == "sum"
+            ]
+            if adds:
+                total = adds[0].outputs[0]
+                others = [a for a in adds[0].inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
+                return (adds[0], total, others[0]) if len(others) == 1 else None
+            same = [u for u in users if u.outputs and self.nid(u.outputs[0]) == nid]
+            if len(users) != 1 or not same:
+                return None
+            value = same[0].outputs[0]
+
+    def given_broadcast(self, atom: Any) -> bool:
+        """Whether an operand is an input of the block that is broadcast where the block's own node reads it (a hoisted bias)."""
+        view, index = self.view, None
+        if view.outer is not None and isinstance(atom, Value):
+            index = next((i for i, v in enumerate(view.block.inputs) if v.id == atom.id), None)
+        if view.outer is None or index is None or index >= passed_whole(view.outer[1]):
+            return False
+        outer, node = view.outer
+        return min(outer.read(node.inputs[index]).dims, default=0) < 0
+
+    def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
+        """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
+        axes = axes_of(found, self.view, found.pattern.root, total, broadcast=True)
+        features = found.letters["n"]
+        real = [c for c in axes if c is not None]
+        if not features or len(found.letters["m"]) != 1 or len(features) != 1 or real[-1] in features:
+            return None
+        sentence = f"{anchor_text(node)} adds a vector along the rows of the product, not along its output features"
+        edit = "transpose the product so that the features come last: (x @ w).T + b"
+        return self.rejection("bias", sentence, [node], (1, 2), edit)
+
+    def shown(self, atom: Any) -> str:
+        """What is added, as the program has it: a number, or a value with the line that makes it."""
+        ref = self.view.read(atom)
+        if self.view.is_literal(ref):
+            return f"{ref.coef:g}"
+        maker = self.search.block.producer.get(atom.id)
+        return repr(atom) if maker is None else anchor_text(maker)
+
+    def not_a_bias(self, node: Node, other: Any) -> Rejection | None:
+        """Why what is added is no bias; None when the product is no linear layer at all."""
+        dot = self.view.nodes[self.nid(self.product)]
+        batch = self.batch()
+        other_ref = self.view.read(other)
+        if self.view.nodes[other_ref.nid].op == "dot":
+            return None  # a sum of two products
+        span = sum(d >= 0 for d in other_ref.dims)
+        if batch:
+            # Attention scores plus a mask or a bias, and the like, are no linear layer.
+            is_bias = span < len(dot.shape) and not feeds_softmax(self, node.outputs[0])
+            return self.batch_of_weights(node.outputs[0]) if is_bias else None
+        if span >= len(dot.shape) and not self.given(other):
+            return None  # a residual connection: what is added was computed elsewhere
+        edit, concepts = None, ()
+        if span >= len(dot.shape) and self.given_broadcast(other):
+            what, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
+            edit = "broadcast the bias inside the loop"
+        elif span >= len(dot.shape):
+            what = f"a full tensor {list(other.shape)}, {self.shown(other)}, not a bias along the output features"
+            edit = "add the bias first, (x @ w + b) + y, if there is one"
+        elif not span:
+            what = f"a scalar, {self.shown(other)}, not a bias along the output features"
+        else:
+            axes = [i for i, size in enumerate(other.shape) if size != 1]
+            of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
+            what = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
+        return self.rejection("bias", f"{anchor_text(node)} adds {what}", [node], (1, 2), edit, concepts=concepts)

@@ -1,0 +1,279 @@
+"""The gated pair of a feed-forward, act(x @ w) * (x @ v), as one call of `gated_matmul`: an option of the pass `matmul_schedule`.
+
+What it is made of is read off the raw layer (`gates`), as products are. Taken where an implementation is named, or was measured faster
+than what XLA makes of the pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ....errors import ArgumentError
+from ....graph.certify.activations import between
+from ....graph.matching.region import CASTS, NotARegion, Region, dead_with
+from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import is_backward
+from ....kernels import OPS
+from ....kernels.op.arrays import is_explicitly_sharded
+from ....kernels.ops.gated_matmul.op import DTYPES
+from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
+from ....kernels.ops.matmul.axes import canonical
+from ...engine.base import AUTO_AXES, Pass, Plan, Search, anchor_text, examined
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.passages import is_half, passage, rounding
+from ...engine.site import Site
+from ..linear.epilogues import Epilogue, concepts_of
+from .gates import BETWEEN, Behind, sides_of
+
+IMPLEMENTATIONS = {"concatenated": "concatenated", "kernel": "cuda"}  # what the option names
+TOLD = (
+    'for a gated pair act(x @ w) * (x @ v): "concatenated": one product with the weights side by side; "kernel": one kernel of our own; '
+    "None: where one of them was measured faster"
+)
+OP = OPS["gated_matmul"]
+_ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
+_ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
+
+
+def checked(gated: Any) -> str | None:
+    """The option `gated`, as the implementation it names.
+
+    Raises:
+      ArgumentError: it is none of None, "concatenated" and "kernel".
+    """
+    if gated is not None and (not isinstance(gated, str) or gated not in IMPLEMENTATIONS):
+        names = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ArgumentError(f"matmul_schedule: gated is {gated!r}, needed {names} or None")
+    return None if gated is None else IMPLEMENTATIONS[gated]
+
+
+def gated_pairs(pass_: Pass, search: Search, named: str | None) -> Iterator[Candidate | Rejection]:
+    """The gated pairs of a block.
+
+    Args:
+      pass_: `matmul_schedule`.
+      search: over the block.
+      named: the implementation asked for; None for what was measured. Then nothing is declined either: a pair stays as it is written.
+    """
+    if search.implementation not in (None, named) or (named is None and search.device.platform != "cuda"):
+        return
+    for node in search.block.nodes:
+        if node.primitive == "mul" and not is_backward(node.eqn):
+            yield from examined(search, pass_.name, node, GatedSite(pass_, search, node, named).examine)
+
+
+class GatedSite(Site):
+    """One multiplication, from what it multiplies to a candidate or a rejection."""
+
+    def __init__(self, pass_: Pass, search: Search, anchor: Node, named: str | None) -> None:
+        super().__init__(pass_, search, anchor)
+        self.named = named
+
+    def examine(self) -> Iterator[Candidate | Rejection]:
+        sides = sides_of(self.view, self.anchor)
+        found = None if sides is None else self.pair(sides.activated, sides.gate, sides.up)
+        if isinstance(found, Candidate) or (found is not None and self.named is not None):
+            yield found
+
+    # -- from a pair to what becomes of it ---------------------------------------------------------------------------------
+
+    def pair(self, activated: Value, gate: Node, up: Behind) -> Candidate | Rejection:
+        problem = self.set_apart(up) or self.unlike(gate, up.product)
+        if problem is not None:
+            return problem
+        behind = Epilogue(self, self.widened(gate.outputs[0]), False)
+        end, name, problem = behind.activation()
+        if name is None and behind.leaking is not None and self.search.differentiated:
+            end, name = behind.leaking
+        if end is None or name is None:
+            sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
+            return problem or self.biased(gate) or self.rejection("activation", sentence, [gate], (1, 2))
+        end = self.rounded(end, activated)
+        if end is not activated:
+            node = self.search.block.producer[activated.id]
+            sentence = (
+                f"{anchor_text(node)} stands between {name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
+            )
+            return self.rejection(BETWEEN.get(node.primitive, "structure"), sentence, [node], (1, 2))
+        try:
+            return self.candidate(gate, up, end, name)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def widened(self, product: Value) -> Value:
+        """A product of 16 bits, or the float32 that it alone is widened to: the fused op computes in that, and rounds once."""
+        way = passage(self, product)
+        return product if way.views else way.end
+
+    def rounded(self, end: Value, activated: Value) -> Value:
+        """The activated gate as it is multiplied, if all that stands between is that it is rounded again to what its product has."""
+        last = None if end is activated or not is_half(activated.dtype) else rounding(self, end, activated.dtype)
+        return end if last is None or last.views else last.end
+
+    def set_apart(self, up: Behind) -> Rejection | None:
+        """Why the side that is not activated is no bare product."""
+        if not up.between or self.widened(up.product.outputs[0]) is up.between[0].outputs[0]:
+            return None
+        node = up.between[-1]
+        what = "adds a bias, which the fused op has none of" if node.primitive == "add" else "stands between"
+        sentence = f"{anchor_text(node)} {what}: {anchor_text(self.anchor)} does not multiply a product as it is"
+        return self.rejection(BETWEEN[node.primitive], sentence, [node], (1, 2))
+
+    def biased(self, gate: Node) -> Rejection | None:
+        """Where a bias is added before the activation."""
+        node = next((n for n in self.users(gate.outputs[0]) if n.primitive == "add"), None)
+        if node is None or not any(map(self.given, node.inputs)):
+            return None
+        sentence = f"{anchor_text(node)} adds a bias, which the fused op has none of"
+        return self.rejection("bias", sentence, [node], (1, 2))
+
+    def unlike(self, gate: Node, up: Node) -> Rejection | None:
+        """Why two products of one value are not act(x @ w) and x @ v."""
+        both = f"{anchor_text(gate)} and {anchor_text(up)}"
+        dimensions = [canonical(n.params["dimension_numbers"]) for n in (gate, up)]
+        (x, w), (_, v) = (n.inputs for n in (gate, up))
+        if not all(isinstance(a, Value) for n in (gate, up) for a in n.inputs):
+            return self.rejection("structure", f"{both} have a literal operand", [up])
+        plain = (((len(x.shape) - 1,), (0,)), ((), ())), (((len(x.shape) - 1,), (1,)), ((), ()))
+        if dimensions[0] != dimensions[1] or dimensions[0] not in plain or len(w.shape) != 2 or len(x.shape) < 2:
+            sentence = f"{both} are not both a product of rows, by their last axis, with a matrix that lies as the other's does"
+            return self.rejection("axes", sentence, [gate, up], (1, 2))
+        if self.view.read(w) == self.view.read(v) or w.shape != v.shape:
+            return self.rejection("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
+        if gate.params.get("precision") != up.params.get("precision"):
+            return self.rejection("structure", f"{both} are asked for in different precisions", [gate, up])
+        sharded = any(n.params.get("out_sharding") is not None for n in (gate, up))
+        if sharded or any(isinstance(a, Value) and is_explicitly_sharded(a.aval) for a in (x, w, v)):
+            return self.rejection("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
+        return self.wrong_dtypes(gate, up)
+
+    def wrong_dtypes(self, gate: Node, up: Node) -> Rejection | None:
+        """For dtypes that are not one, and results that are neither in it nor in float32 and then rounded to it."""
+        given = {np.dtype(a.dtype).name for n in (gate, up) for a in n.inputs}
+        made = {np.dtype(n.outputs[0].dtype).name for n in (gate, up)}
+        if len(given) == len(made) == 1 and given <= set(DTYPES):
+            (dtype,) = given
+            if made == given and np.dtype(self.root(gate).dtype).name == dtype:
+                return None
+            if made == {"float32"} and np.dtype(self.root(gate).dtype).name == dtype:
+                return self.narrow_range(gate, up) if dtype == "float16" and self.search.gradient else None
+        sentence = (
+            f"{anchor_text(gate)} and {anchor_text(up)} multiply {', '.join(sorted(given))} to {', '.join(sorted(made))}; "
+            f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
+        )
+        return self.rejection("dtype", sentence, [gate, up], (1, 2), "give both products, and the result, one dtype")
+
+    def narrow_range(self, gate: Node, up: Node) -> Rejection:
+        """For sums that the program keeps in float32 for its gradient, and the op in float16, where they may be infinite or 0."""
+        sentence = (
+            f"{anchor_text(gate)} and {anchor_text(up)} are kept in float32 for the gradient; the fused op keeps them in float16, "
+            f"which has not their range"
+        )
+        edit = "give both products the dtype of their operands, or use bfloat16"
+        return self.rejection("dtype", sentence, [gate, up], (1, 2), edit)
+
+    def root(self, gate: Node) -> Value:
+        """What the pair makes: of products in float32 of 16 bits, what alone reads it and rounds it to these."""
+        made = self.anchor.outputs[0]
+        if np.dtype(gate.inputs[0].dtype).name not in ("bfloat16", "float16"):
+            return made  # a cast behind it stays behind it
+        users = self.users(made)
+        alone = len(users) == 1 and made.id not in self.search.block.returned
+        if np.dtype(made.dtype).name == "float32" and alone and users[0].primitive in CASTS:
+            rounded = users[0].outputs[0]
+            if np.dtype(rounded.dtype).name in ("bfloat16", "float16"):
+                return rounded
+        return made
+
+    def common(self, gate: Node, up: Node) -> tuple[Value, tuple[Any, ...], tuple[Node, ...]] | None:
+        """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do; None where there is none.
+
+        Inside a `shard_map` x may also be marked as varying for each: the op does so itself.
+        """
+        first, second = gate.inputs[0], up.inputs[0]
+        dtypes: list[Any] = []
+        passed: dict[int, Node] = {}
+        while isinstance(first, Value) and isinstance(second, Value):
+            if first is second:
+                return first, tuple(reversed(dtypes)), tuple(passed.values())
+            makers = [m for a in (first, second) if (m := self.search.block.producer.get(a.id)) is not None]
+            kinds = {m.primitive for m in makers}
+            if len(makers) < 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
+                return None
+            dtypes += [first.dtype] if kinds <= CASTS else []
+            passed.update((m.id, m) for m in makers)
+            first, second = (m.inputs[0] for m in makers)
+        return None
+
+    # -- the candidate -----------------------------------------------------------------------------------------------------
+
+    def candidate(self, gate: Node, side: Behind, end: Value, name: str) -> Candidate | Rejection:
+        region, dtypes = self.region(gate, side, end)
+        up = side.product
+        inputs = {v.id: i for i, v in enumerate(region.inputs)}
+        where = {role: inputs[v.id] for role, v in region.leaves.items()}
+        ((_, (w_contract,)), _) = canonical(gate.params["dimension_numbers"])
+        attrs: dict[str, Any] = {
+            "activation": name,
+            "w_contract": w_contract,
+            "precision": gate.params.get("precision"),
+            "prefer": self.named,
+            "implementation": self.search.implementation,
+        }
+
+        def operands(*given: Any) -> tuple[Any, ...]:
+            x = given[where["x"]]
+            for dtype in dtypes:
+                x = x.astype(dtype)
+            return x, given[where["w"]], given[where["v"]]
+
+        refused = self.refused(gate, up, attrs)
+        if refused is not None:
+            return refused
+        dtype = np.dtype(gate.inputs[0].dtype).name
+        arithmetic = product_arithmetic(dtype, attrs["precision"], self.search.device)
+        plan = Plan(OP, attrs, operands, lambda out: out, OP.formula(**attrs), arithmetic)
+        rounds = np.dtype(gate.outputs[0].dtype).name in ("bfloat16", "float16")
+        notes = (_ROUNDED_ONCE.format(dtype),) if rounds else ()
+        concepts = concepts_of(False, name)
+        return self.offered(region, plan, "compute the outside use from x, w and v again", notes, concepts)
+
+    def refused(self, gate: Node, up: Node, attrs: Mapping[str, Any]) -> Rejection | None:
+        """Where an implementation is named and cannot run the call, or none is and none was measured faster than XLA's."""
+        nodes = zip(("x", "w", "v"), (*gate.inputs, up.inputs[1]), strict=True)
+        shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
+        given, full = OP.prepare(shapes, attrs)
+        if self.named is None:
+            name, why = OP.preferred("call", given, self.search.device, **full)
+            return self.rejection("slower", why) if name == "xla" else None
+        why = OP.implementations[self.named].refuses(given, self.search.device, **full)
+        if why is None:
+            return None
+        sentence = f"{anchor_text(self.anchor)}: {OP.formula(**attrs)} cannot run as {self.named!r}: {why}"
+        return self.rejection("implementation", sentence, site=[gate, up, self.anchor])
+
+    def region(self, gate: Node, side: Behind, end: Value) -> tuple[Region, tuple[Any, ...]]:
+        """The pair's nodes with x, w and v as leaves, and the dtypes that x is cast to."""
+        block, view, root, up = self.search.block, self.view, self.root(gate), side.product
+        shared = self.common(gate, up)
+        if shared is None:
+            raise NotARegion("its products do not read the same x: one of it is cast or laid out in another way")
+        x, dtypes, passed = shared
+        leaves = {"x": x, "w": gate.inputs[1], "v": up.inputs[1]}
+        last = (block.producer[root.id],) if root is not self.anchor.outputs[0] else ()
+        activation = between(view, gate.outputs[0], end)
+        numbers = [n for n in activation if view.is_literal(view.ref[n.outputs[0].id])]  # others may read them too
+        support = {n.id: n for n in (*passed, *numbers)}
+        inner = {
+            n.id: n
+            for n in (gate, up, *side.between, *side.copies, self.anchor, *last, *activation)
+            if n.id not in support
+        }
+        inner.update(dead_with(block, inner, support, leaves.values()))
+        kept = tuple(support[i] for i in sorted(support) if i not in inner)
+        nodes = tuple(inner[i] for i in sorted(inner))
+        return Region(block, root, leaves, nodes, kept, view.known_inputs), dtypes

@@ -1,0 +1,207 @@
+"""What a gated pair is made of, act(x @ w) * (x @ v), read off the raw layer: from the multiplication back to a bare product on one
+side, and on the other to a product of the same value through its activation. What becomes of it is for the pass `matmul_schedule`
+(`gated`) and for the structures to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....graph.canonical.rules import TRANSPARENT
+from ....graph.canonical.view import View
+from ....graph.certify.activations import ELEMENTWISE, NONLINEAR
+from ....graph.matching.region import VIEWS
+from ....graph.primitives import having
+from ....graph.program.ir import Node, Value
+
+_STEPS = 40  # between a product and what it is multiplied with
+# What may stand between the bare product and the multiplication so that it is no pair, and the code that says so.
+BETWEEN = {
+    "name": "named_residual",
+    "reduce_precision": "named_residual",
+    "stop_gradient": "stop_gradient",
+    "convert_element_type": "dtype",
+    "add": "bias",
+    **dict.fromkeys(VIEWS, "axes"),
+}
+COPIES = TRANSPARENT - VIEWS  # the value itself
+_PARTS = having("part")
+_RULES = having("rule")  # JAX's own, or a user's, which is declined
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A product, and what stands between it and a value, from the value back; `copies` set nothing apart."""
+
+    product: Node
+    between: tuple[Node, ...]
+    copies: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The sides of a multiplication: what is activated, of which product, and the product beside it."""
+
+    activated: Value
+    gate: Node
+    up: Behind
+
+    def alike(self, view: View) -> bool:
+        """Whether both products have one operand as it is, along the same axes."""
+        gate, up = self.gate, self.up.product
+        same = any(_as_read(view, a) == _as_read(view, b) for a, b in zip(gate.inputs, up.inputs, strict=True))
+        return same and gate.params["dimension_numbers"] == up.params["dimension_numbers"]
+
+    def nodes(self, view: View) -> dict[int, Node]:
+        """Both products, and what stands between them and the multiplication, by their ids."""
+        found = {n.id: n for n in (self.gate, self.up.product, *self.up.between, *self.up.copies)}
+        stack = [self.activated]
+        while stack:
+            node = view.block.producer.get(stack.pop().id)
+            if node is not None and node.id not in found:
+                found[node.id] = node
+                stack += [a for a in node.inputs if isinstance(a, Value)]
+        return found
+
+
+def sides_of(view: View, multiplication: Node) -> Sides | None:
+    """What a multiplication of two products with one operand in common is made of; None for any other."""
+    one, two = multiplication.inputs
+    for activated, bare in ((one, two), (two, one)):
+        if not isinstance(activated, Value) or not isinstance(bare, Value):
+            continue
+        gate, up = _origin(view, activated), _product_behind(view, bare)
+        if gate is not None and up is not None and gate is not up.product and _share_a_value(view, gate, up.product):
+            return Sides(activated, gate, up)
+    return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a value that a side of a multiplication is made of, what it is a part of, and whether by way of an activation."""
+
+    value: Value
+    whole: Value
+    activated: bool
+    nodes: dict[int, Node]
+
+
+def packed(view: View, multiplication: Node) -> dict[int, Node] | None:
+    """The nodes of a pair whose weights are packed in one product: a part of it, activated, times another part of it."""
+    one, two = (_part_of(view, a) if isinstance(a, Value) else None for a in multiplication.inputs)
+    if (
+        one is None
+        or two is None
+        or one.whole is not two.whole
+        or _as_read(view, one.value) == _as_read(view, two.value)
+    ):
+        return None
+    behind = _product_behind(view, one.whole)
+    if behind is None or one.activated == two.activated:
+        return None
+    return {n.id: n for n in (behind.product, *behind.between, *behind.copies)} | one.nodes | two.nodes
+
+
+def _part_of(view: View, value: Value) -> _Part | None:
+    """The one part of another value that a value is made of, entry by entry, whatever else is read on the way if it is given."""
+    parts: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
+    made: dict[int, Value] = {}
+    stack, activated = [value], False
+    while stack and len(nodes) < _STEPS:
+        at = stack.pop()
+        node = view.block.producer.get(at.id)
+        if node is None or (node.id in nodes and node.id not in parts) or _is_number(view, at):
+            continue  # given, or seen
+        if node.primitive in _PARTS and isinstance(node.inputs[0], Value):
+            parts[node.id] = nodes[node.id] = node
+            made[at.id] = at
+        elif node.primitive in ELEMENTWISE | COPIES | _RULES | BETWEEN.keys():
+            nodes[node.id] = node
+            activated = activated or node.primitive in NONLINEAR | _RULES
+            stack += [a for a in node.inputs if isinstance(a, Value)]
+        else:
+            return None
+    if len(made) != 1 or stack:
+        return None
+    ((node,), (part,)) = parts.values(), made.values()
+    whole = node.inputs[0]
+    return _Part(part, whole, activated, nodes) if isinstance(whole, Value) else None
+
+
+def given(view: View, atom: Any) -> bool:
+    """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
+    while isinstance(atom, Value):
+        maker = view.block.producer.get(atom.id)
+        if maker is None:
+            return True
+        if maker.primitive not in VIEWS | {"convert_element_type"}:
+            return False
+        atom = maker.inputs[0]
+    return True
+
+
+def _is_number(view: View, value: Value) -> bool:
+    ref = view.ref.get(value.id)  # none has what is inside a folded site
+    return ref is not None and view.is_literal(ref)
+
+
+def _product_behind(view: View, value: Value) -> Behind | None:
+    """The product that a value is, or would be but for a step or two that set it apart."""
+    passed: list[Node] = []
+    copies: list[Node] = []
+    while (node := view.block.producer.get(value.id)) is not None and len(passed) < _STEPS:
+        if node.primitive == "dot_general":
+            return Behind(node, tuple(passed), tuple(copies))
+        if node.primitive in COPIES and isinstance(node.inputs[0], Value):
+            copies.append(node)
+            value = node.inputs[0]
+            continue
+        sources = [a for a in node.inputs if isinstance(a, Value)]
+        if node.primitive == "add":
+            sources = [a for a in sources if not given(view, a)]
+        if node.primitive not in BETWEEN or len(sources) != 1:
+            return None
+        passed.append(node)
+        value = sources[0]
+    return None
+
+
+def _origin(view: View, value: Value) -> Node | None:
+    """The one product that an activated value is made of, whatever else is read on the way if it is given (a bias); None for what is
+    made otherwise, and for the bare product."""
+    products: dict[int, Node] = {}
+    seen: set[int] = set()
+    stack, steps, activated = [value], 0, False
+    while stack and steps < _STEPS:
+        one, steps = stack.pop(), steps + 1
+        node = view.block.producer.get(one.id)
+        if one.id in seen or _is_number(view, one):
+            continue
+        seen.add(one.id)
+        if node is not None and node.primitive == "dot_general":
+            products[node.id] = node
+        elif node is not None and (node.primitive in ELEMENTWISE | COPIES | _RULES | BETWEEN.keys()):
+            activated = activated or node.primitive in NONLINEAR | _RULES
+            stack += [a for a in node.inputs if isinstance(a, Value)]
+        elif node is not None or not given(view, one):
+            return None
+    found = list(products.values())
+    return found[0] if len(found) == 1 and not stack and activated else None
+
+
+def _share_a_value(view: View, gate: Node, up: Node) -> bool:
+    """Whether the products have an operand in common, as numbers."""
+    refs = [{_shown(view, a) for a in node.inputs} for node in (gate, up)]
+    return bool(refs[0] & refs[1])
+
+
+def _shown(view: View, atom: Any) -> Any:
+    """The canonical node that an operand shows, or the operand itself where the view has none."""
+    return view.read(atom).nid if not isinstance(atom, Value) or atom.id in view.ref else atom
+
+
+def _as_read(view: View, atom: Any) -> Any:
+    """An operand with its axes in their order, or itself where the view has none of it."""
+    return view.read(atom) if not isinstance(atom, Value) or atom.id in view.ref else atom

@@ -1,0 +1,236 @@
+"""Pass `matmul_schedule`: every product that no larger fusion claims -> the route that takes it.
+
+A route takes a product with all it can absorb (factors, a bias, an activation, a cast), or says why it does not (`kernels.matmul.routes`).
+A gated pair of products is one call of its own where that is asked for or was measured faster (`gated`), and wins over its products.
+A product that stays with XLA as it is written is no candidate and no rejection: it has a route, and `Findings.routes()` tells which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+
+from ....errors import ArgumentError
+from ....graph.certify.activations import ELEMENTWISE
+from ....graph.matching.region import NotARegion, escapes
+from ....graph.program.ir import Node, dtype_text
+from ....graph.program.scopes import is_backward
+from ....graph.settings import jax_defaults
+from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
+from ....kernels.ops.matmul.axes import Product, canonical
+from ....kernels.ops.matmul.op import MATMUL
+from ....kernels.ops.matmul.routes import Answer
+from ...engine.base import Pass, Plan, Search, examined, option, propose
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.site import Site
+from .gated import IMPLEMENTATIONS, TOLD, checked, gated_pairs
+from .products import Call, Reader, region_of, shapes_of
+from .route_table import ProductRoute, Routes, tag_of
+
+_WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
+
+
+@dataclass(frozen=True)
+class MatmulSchedulePass:
+    """See the module docstring."""
+
+    name: str = "matmul_schedule"
+    op: str = "matmul"
+    formula: str = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
+    needs: str = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
+    options: Any = None
+    takes_the_rest: bool = (
+        True  # where its op overlaps with another pass's, that one wins, unless it would run XLA's own code
+    )
+    sample_for: tuple[str, Mapping[str, Any]] = (
+        "sm_90",
+        MappingProxyType({"library": True}),
+    )  # device and options of the sample
+
+    def __post_init__(self) -> None:
+        told = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
+        library = (None, told, (None, True, False))
+        object.__setattr__(self, "options", {"library": library, "gated": (None, TOLD, (None, *IMPLEMENTATIONS))})
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def product(a: Any, b: Any, bias: Any) -> Any:
+            return 0.5 * (a @ b + bias[:, None])
+
+        return product, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8))
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises ArgumentError for a value of `library` or `gated` that is none."""
+        checked_switch(options.get("library"))
+        checked(options.get("gated"))
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        library = checked_switch(option(search, self, "library"))
+        yield from gated_pairs(self, search, checked(option(search, self, "gated")))
+        if search.device.platform != "cuda":
+            return  # there all stay with XLA
+        for node in search.block.nodes:
+            if node.primitive == "dot_general" and not is_backward(node.eqn):
+                yield from examined(search, self.name, node, Routed(self, search, node, library).examine)
+
+
+def checked_switch(library: Any) -> bool | None:
+    """The option `library`.
+
+    Raises:
+      ArgumentError: it is none of True, False and None.
+    """
+    if not any(library is known for known in (True, False, None)):  # 0 is no False where it is asked for by identity
+        raise ArgumentError(f"matmul_schedule: library is {library!r}, needed True, False or None")
+    return library
+
+
+class Routed(Site):
+    """One product, what stands behind it, and what each route says of it."""
+
+    def __init__(self, pass_: Pass, search: Search, anchor: Node, library: bool | None) -> None:
+        super().__init__(pass_, search, anchor)
+        self.library = library
+
+    def decided(self) -> tuple[Call, tuple[Answer, ...]] | None:
+        """What a route takes, with what the routes say; None for no product of the op's.
+
+        All of it, or all stays with XLA, which would fuse the rest with a product of its own: unless the switch is on. Then the library
+        takes the most that it can.
+        """
+        steps = Reader(self).steps()
+        if not steps:
+            return None
+        whole = steps[-1], self.answers(steps[-1])
+        if whole[1][-1].route.name != "xla" or not self.library:
+            return whole
+        parts = ((call, self.answers(call)) for call in reversed(steps[:-1]))
+        return next(((call, told) for call, told in parts if told[-1].route.name != "xla"), whole)
+
+    def left_behind(self, call: Call) -> str:
+        """What stands before and behind the product in a kernel of its own, in a few words; "" where nothing does."""
+        parts = []
+        for operand in (call.a, call.b):
+            maker = self.search.block.producer.get(operand.id)
+            if maker is not None and maker.primitive in ELEMENTWISE:
+                parts.append(f"{operand.name} = {maker.primitive} before it")
+        readers = self.users(call.value)
+        if len(readers) == 1 and readers[0].primitive in ELEMENTWISE:
+            parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} behind it")
+        return ", ".join(parts)
+
+    def answers(self, call: Call) -> tuple[Answer, ...]:
+        settings = {"library": self.library, "implementation": self.search.implementation}
+        given, full = MATMUL.prepare(shapes_of(call), call.attrs | settings)
+        return MATMUL.routes(given, self.search.device, **full)
+
+    def examine(self) -> Iterator[Candidate | Rejection]:
+        found = self.decided()
+        if found is None:
+            return
+        call, told = found
+        named = self.search.implementation
+        if named is not None and told[-1].route.implementation != named:
+            return  # that one does not take it
+        if told[-1].route.name == "xla" and not call.widened:
+            return
+        try:
+            yield self.candidate(call)
+        except NotARegion as reason:
+            yield self.rejection("structure", f"{self.anchor.outputs[0]!r}: {reason}")
+
+    def candidate(self, call: Call) -> Candidate | Rejection:
+        region = region_of(self, call)
+        if escapes(region):
+            raise NotARegion("an inner value is read outside of it")
+        told = _WIDENED.format(call.a.dtype)
+        plan = _plan(self, call, region.inputs)
+        notes = (told,) if call.widened else ()
+        outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
+        if not isinstance(outcome, Candidate) or not call.widened:
+            return outcome
+        # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
+        backends = (
+            replace(b, verdict="chosen", reason=told) if b.verdict == "same code" else b for b in outcome.backends
+        )
+        return replace(outcome, backends=tuple(backends))
+
+
+def _plan(site: Routed, call: Call, inputs: tuple[Any, ...]) -> Plan:
+    position = {v.id: i for i, v in enumerate(inputs)}
+    where: Mapping[str, int] = {name: position[v.id] for name, v in call.leaves.items()}
+
+    def operands(*given: Any) -> tuple[Any, ...]:
+        if call.bias is None:
+            return given[where["a"]], given[where["b"]], None
+        return given[where["a"]], given[where["b"]], given[where["bias"]].reshape(call.thin)
+
+    attrs = {**call.attrs, "library": site.library, "implementation": site.search.implementation}
+    formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
+    arithmetic = product_arithmetic(str(call.a.dtype), call.precision, site.search.device)
+    return Plan(MATMUL, attrs, operands, lambda out: out, formula, arithmetic)
+
+
+@jax_defaults()
+def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | None, findings: Any) -> Routes:
+    """The route of every product.
+
+    Args:
+      searched: a search over each block, with the custom rule that it belongs to, if it does.
+      library: the switch.
+      findings: whose candidates claim products.
+    """
+    mine = [c for c in findings.candidates if (c.pass_name, c.op) == (_PASS.name, _PASS.op)]
+    claims = {n: c for c in findings.candidates if c not in mine for n in c.all_node_ids}
+    own = {n: c for c in mine for n in c.all_node_ids}
+    rows = []
+    for search, rule in searched:
+        for node in search.block.nodes:
+            if node.primitive == "dot_general":
+                routed = Routed(_PASS, search, node, library)
+                rows.append(_row(routed, claims.get(node.id), own.get(node.id), rule))
+    return Routes(findings.device, tuple(sorted(rows, key=lambda row: row.node)))
+
+
+_PASS = MatmulSchedulePass()
+
+
+def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: Node | None) -> ProductRoute:
+    node = routed.anchor
+    first, second, *_ = node.inputs
+    about: dict[str, Any] = {
+        "node": node.id,
+        "value": node.outputs[0].name,
+        "scope": node.scope,
+        "source": str(node.source) if node.source else "",
+        "sizes": Product.of(first.shape, second.shape, canonical(node.params["dimension_numbers"])).sizes,
+        "dtype": f"{dtype_text(first.dtype)} x {dtype_text(second.dtype)} -> {dtype_text(node.outputs[0].dtype)}",
+    }
+    if claim is not None:
+        backend = claim.backend
+        by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
+        reason = f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")
+        return ProductRoute(**about, site=claim.id, formula=claim.formula, tag=tag_of(claim), reason=reason)
+    bare = MATMUL.formula()
+    if rule is not None:
+        return ProductRoute(
+            **about, formula=bare, reason=f"inside a {rule.primitive}, whose derivative is the user's own"
+        )
+    if is_backward(node.eqn):
+        whose = (
+            f"of the backward pass of {own.id}, whose products stay XLA's"
+            if own
+            else "of a backward pass that no fusion claims"
+        )
+        return ProductRoute(**about, formula=bare, reason=whose, site=own.id if own else "")
+    found = routed.decided()
+    if found is None:
+        return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")
+    call, told = found
+    formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
+    taken = told[-1].route.tag
+    behind = routed.left_behind(call)
+    return ProductRoute(**about, site=own.id if own else "", formula=formula, tag=taken, answers=told, split=behind)

@@ -1,0 +1,269 @@
+"""A matrix product and what stands around it, as the program writes it: casts of its operands, factors, a bias, an activation, a cast.
+
+Read off the raw layer, not off the canonical view: what is rounded where, and the dtype a product is summed in, is what matters here.
+Each step goes on only where nothing else reads what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from ....graph.certify.activations import between
+from ....graph.dtypes import is_float, narrows
+from ....graph.matching.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens
+from ....graph.program.ir import Node, Value
+from ....kernels.op.arrays import is_explicitly_sharded, precisions
+from ....kernels.ops.matmul.axes import Dimensions, Product, canonical
+from ...engine.site import Site
+from ..linear.epilogues import Epilogue
+
+_HALVES = frozenset({"bfloat16", "float16"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the op `matmul` as read off the program so far.
+
+    Attributes:
+      value: what it makes; `after`: the nodes behind the product that make it.
+      a, b, bias: raw values at the cut, and `thin`, the shape in which the bias broadcasts to the result.
+      product, out: dtypes; `alpha`, `beta`, `activation`: as of the op.
+      widened: the program widens both operands first, which multiplying them as they are leaves out.
+    """
+
+    value: Value
+    a: Value
+    b: Value
+    dimensions: Dimensions
+    precision: Any
+    widened: bool = False
+    after: tuple[Node, ...] = ()
+    bias: Value | None = None
+    thin: tuple[int, ...] = ()
+    alpha: float = 1.0
+    beta: float = 1.0
+    activation: str = "none"
+    product: str = ""
+    out: str = ""
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The op's attributes."""
+        names = ("dimensions", "precision", "product", "out", "alpha", "beta", "activation")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sizes(self) -> Product:
+        return Product.of(self.a.shape, self.b.shape, self.dimensions)
+
+    @property
+    def leaves(self) -> dict[str, Value]:
+        return {"a": self.a, "b": self.b} | ({"bias": self.bias} if self.bias is not None else {})
+
+
+class Reader:
+    """Reads the call at a product, one step after another."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.view, self.block = site, site.view, site.search.block
+
+    def bare(self) -> Call | None:
+        """The product alone; None where the op takes no such product."""
+        node = self.site.anchor
+        a, b = node.inputs
+        made = node.outputs[0]
+        if not (isinstance(a, Value) and isinstance(b, Value)) or not is_float(made.dtype):
+            return None
+        if np.dtype(a.dtype) != np.dtype(b.dtype) or node.params.get("out_sharding") is not None:
+            return None
+        if is_explicitly_sharded(a.aval) or is_explicitly_sharded(b.aval):
+            return None
+        dtype = np.dtype(made.dtype).name
+        dimensions = canonical(node.params["dimension_numbers"])
+        call = Call(made, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
+        narrow = self.narrow(a), self.narrow(b)
+        if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
+            return call
+        if any(p not in (None, lax.Precision.DEFAULT) for p in precisions(call.precision)):
+            return (
+                call  # asked for more than the default, or for an algorithm by name: with the operands that they have
+            )
+        # In float32 products of numbers of 16 bits are exact, and summed in float32 they are what the product of both as they are is.
+        return replace(call, a=narrow[0], b=narrow[1], widened=True)
+
+    def narrow(self, operand: Value) -> Value | None:
+        """What a float32 operand is widened from, if that has 16 bits."""
+        maker = self.block.producer.get(operand.id)
+        if maker is None or not widens(maker) or np.dtype(operand.dtype).name != "float32":
+            return None
+        (source,) = maker.inputs
+        return source if isinstance(source, Value) and np.dtype(source.dtype).name in _HALVES else None
+
+    def steps(self) -> list[Call]:
+        """The product alone, then with one more step behind it each time that nothing else reads; none where the op takes no such
+        product."""
+        call, found = self.bare(), []
+        while call is not None:
+            found.append(call)
+            call = self.further(call)
+        return found
+
+    def further(self, call: Call) -> Call | None:
+        """The call with the next step behind it; None where there is none that it could take."""
+        user = self.only_reader(call.value)
+        if call.out != call.product:  # a cast is the last
+            return None
+        if user is not None and user.primitive in CASTS:
+            return self.cast(call, user)
+        if call.activation != "none":
+            return None
+        found = None
+        if user is not None and user.primitive in SCALINGS:
+            found = self.scaled(call, user)
+        elif user is not None and user.primitive in ("add", "sub") and call.bias is None:
+            found = self.biased(call, user)
+        return found or self.activated(call)
+
+    def only_reader(self, value: Value) -> Node | None:
+        users = self.site.users(value)
+        if value.id in self.block.returned or len(users) != 1 or users[0].blocks:
+            return None
+        return users[0] if sum(a is value for a in users[0].inputs) == 1 else None
+
+    def cast(self, call: Call, user: Node) -> Call | None:
+        """To fewer bits: one that widens leaves a rounding point of the program's before it."""
+        made = user.outputs[0]
+        if not is_float(made.dtype) or not narrows(made.dtype, call.value.dtype):
+            return None
+        return replace(call, value=made, after=(*call.after, user), out=np.dtype(made.dtype).name)
+
+    def scaled(self, call: Call, user: Node) -> Call | None:
+        factor = -1.0 if user.primitive == "neg" else self.factor(call.value, user)
+        if factor is None:
+            return None
+        alpha, beta = call.alpha * factor, call.beta if call.bias is None else call.beta * factor
+        if not all(_is_held(one, call.product) for one in (alpha, beta)):
+            return None
+        return replace(call, value=user.outputs[0], after=(*call.after, user), alpha=alpha, beta=beta)
+
+    def factor(self, value: Value, user: Node) -> float | None:
+        """The number a value is multiplied by, or by whose inverse."""
+        first, second = user.inputs
+        other = second if first is value else first
+        ref = self.view.read(other)
+        if not self.view.is_literal(ref) or isinstance(ref.coef, complex) or user.outputs[0].shape != value.shape:
+            return None
+        if user.primitive == "mul":
+            return float(ref.coef)
+        return 1.0 / float(ref.coef) if second is other and ref.coef else None
+
+    def biased(self, call: Call, user: Node) -> Call | None:
+        first, second = user.inputs
+        other = second if first is call.value else first
+        made = user.outputs[0]
+        if not isinstance(other, Value) or made.shape != call.value.shape or is_explicitly_sharded(made.aval):
+            return None
+        found = self.bias(call, other)
+        if found is None:
+            return None
+        signs = (1.0, 1.0) if user.primitive == "add" else (1.0, -1.0) if first is call.value else (-1.0, 1.0)
+        return replace(
+            call,
+            value=made,
+            after=(*call.after, user),
+            bias=found[0],
+            thin=found[1],
+            alpha=call.alpha * signs[0],
+            beta=call.beta * signs[1],
+        )
+
+    def bias(self, call: Call, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+        """What is added, before it is broadcast and widened, with the shape in which it broadcasts; None for what is no bias."""
+        result = call.value.shape
+        thin, known = tuple(value.shape), self.view.is_literal(self.view.read(value))
+        value = value if known else self.widened(value)
+        maker = self.block.producer.get(value.id)
+        if not known and maker is not None and maker.primitive == "broadcast_in_dim" and len(maker.inputs) == 1:
+            (source,) = maker.inputs
+            if isinstance(source, Value):
+                places = dict(zip(maker.params["broadcast_dimensions"], source.shape, strict=True))
+                thin, value = tuple(places.get(i, 1) for i in range(len(value.shape))), self.widened(source)
+        thin = thin or (1,) * len(result)
+        if known or len(thin) != len(result) or any(n not in (1, m) for n, m in zip(thin, result, strict=True)):
+            return None
+        return (value, thin) if self.is_bias(call.sizes, thin) and is_float(value.dtype) else None
+
+    def widened(self, value: Value) -> Value:
+        """What a value is widened from, if it is: the op widens again what is added, and XLA adds none that it has to widen in a product's
+        own kernel (84 us against 55 on an H200: `python -m benchmarks matmul_schedule --only "to f32, bias"`)."""
+        while (maker := self.block.producer.get(value.id)) is not None and widens(maker):
+            (source,) = maker.inputs
+            if not isinstance(source, Value):
+                break
+            value = source
+        return value
+
+    @staticmethod
+    def is_bias(sizes: Product, thin: tuple[int, ...]) -> bool:
+        """Whether it has fewer entries than the result along the rows or the columns of each product."""
+        first, second = len(sizes.batch), len(sizes.batch) + len(sizes.rows)
+        whole = sizes.result
+        same = [math.prod(thin[i:j]) == math.prod(whole[i:j]) for i, j in ((first, second), (second, len(whole)))]
+        few = [math.prod(whole[first:second]) > 1, math.prod(whole[second:]) > 1]
+        return any(real and not alike for real, alike in zip(few, same, strict=True)) or not any(few)
+
+    def activated(self, call: Call) -> Call | None:
+        end, name, _ = Epilogue(self.site, call.value, call.bias is not None).activation()
+        if end is None or name is None:
+            return None
+        nodes = between(self.view, call.value, end)
+        return replace(call, value=end, after=(*call.after, *nodes), activation=name)
+
+
+def _is_held(factor: float, dtype: str) -> bool:
+    """Whether a factor is neither infinite nor 0 in the dtype it is applied in: several that are not may have a product that is."""
+    with np.errstate(over="ignore", under="ignore"):
+        held = float(np.asarray(factor).astype(dtype))
+    return math.isfinite(held) and held != 0.0
+
+
+def region_of(site: Site, call: Call) -> Region:
+    """The raw nodes between a call's operands and what it makes.
+
+    Raises:
+      NotARegion: something is read inside that is no operand.
+    """
+    block, view = site.search.block, site.view
+    leaves = call.leaves
+    stop = {v.id for v in leaves.values()}
+    inner = {n.id: n for n in (site.anchor, *call.after)}
+    support: dict[int, Node] = {}
+    stack = [a for n in inner.values() for a in n.inputs if isinstance(a, Value)]
+    while stack:
+        value = stack.pop()
+        node = block.producer.get(value.id)
+        if value.id in stop or value.id in view.known_inputs or (node is not None and node.id in inner | support):
+            continue
+        if node is None:
+            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
+        support[node.id] = node
+        stack.extend(a for a in node.inputs if isinstance(a, Value))
+    inner.update(dead_with(block, inner, support, leaves.values()))
+    kept = tuple(support[i] for i in sorted(support) if i not in inner)
+    nodes = tuple(inner[i] for i in sorted(inner))
+    return Region(block, call.value, leaves, nodes, kept, view.known_inputs)
+
+
+def shapes_of(call: Call) -> Mapping[str, Any]:
+    """The call's operands as the op takes them: shapes with dtypes."""
+    found = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in call.leaves.items()}
+    if call.bias is not None:
+        found["bias"] = jax.ShapeDtypeStruct(call.thin, call.bias.dtype)
+    return found

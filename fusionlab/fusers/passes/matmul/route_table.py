@@ -1,0 +1,172 @@
+"""The routes of a program's matrix products: a value to print, to read in a notebook, to assert in a test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from ....errors import MissingDependencyError
+from ....kernels.ops.matmul.routes import ROUTES, Answer
+from ...engine.grouping import nameless
+from ...engine.outcomes import Candidate
+
+_TAGS = {
+    "cublaslt": "evaluate",
+    "cudnn": "evaluate",
+    "cuda": "kernel",
+}  # what a library computes, what a kernel of ours does
+TAGS = ("evaluate", "kernel", "xla")
+
+
+def tag_of(candidate: Candidate) -> str:
+    """The tag of a product that a fusion claims: by what it runs on."""
+    return _TAGS.get(candidate.backend.name, "xla") if candidate.backend else "xla"
+
+
+@dataclass(frozen=True)
+class ProductRoute:
+    """One product and its route.
+
+    Attributes:
+      node, value, scope, source: where it stands: the node's number and the value it makes ("%12").
+      sizes: batch, rows, columns, inner.
+      dtype: of operands and result, "bf16 x bf16 -> f32".
+      formula: the product with what its route absorbs.
+      tag: "evaluate" (a library computes it), "kernel" or "xla".
+      site: the candidate it belongs to, "" for none.
+      answers: what each route said, in order, up to the one that takes it; none where a larger fusion claims the product.
+      reason: why no route was asked, "" where they were.
+      split: what stands beside the product in a kernel of its own.
+    """
+
+    node: int
+    value: str
+    scope: str
+    source: str
+    sizes: tuple[int, int, int, int]
+    dtype: str
+    formula: str
+    tag: str = "xla"
+    site: str = ""
+    answers: tuple[Answer, ...] = ()
+    reason: str = ""
+    split: str = ""
+
+    @property
+    def shape(self) -> str:
+        """ "8192x768x3072" (rows x inner x columns), of a batch "16 x 128x64x128"."""
+        batch, rows, columns, inner = self.sizes
+        text = f"{rows}x{inner}x{columns}"
+        return text if batch == 1 else f"{batch} x {text}"
+
+    @property
+    def why(self) -> str:
+        told = "; ".join(map(str, self.answers)) if self.answers else self.reason
+        return f"{told}; split: {self.split}" if self.split else told
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        told = [
+            {"route": a.route.name, "tag": a.route.tag, "takes": a.takes, "code": a.code, "sentence": a.sentence}
+            for a in self.answers
+        ]
+        plain = {name: getattr(self, name) for name in ("node", "value", "scope", "source", "dtype", "formula", "tag")}
+        more = {"sizes": list(self.sizes), "answers": told, "reason": self.reason, "split": self.split}
+        return plain | more | {"site": self.site}
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of all products of a program, in program order; a sequence of `ProductRoute`s.
+
+    Attributes: `device` (what they were decided for), `rows`.
+    """
+
+    device: str
+    rows: tuple[ProductRoute, ...]
+
+    def __iter__(self) -> Iterator[ProductRoute]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> ProductRoute:
+        return self.rows[index]
+
+    def counts(self) -> dict[str, int]:
+        """Tag -> how many products have it, zeros too."""
+        found = Counter(row.tag for row in self.rows)
+        return {tag: found[tag] for tag in TAGS}
+
+    def __str__(self) -> str:
+        """A line a product, alike ones together, and why each goes as it does."""
+        groups: dict[tuple[str, ...], list[ProductRoute]] = {}
+        for row in self.rows:
+            groups.setdefault((row.tag, row.formula, row.shape, row.dtype, nameless(row.why)), []).append(row)
+        counts = ", ".join(f"{n} {tag}" for tag, n in self.counts().items())
+        lines = [f"{len(self.rows)} products on {self.device}: {counts}"]
+        for alike in groups.values():
+            first, count = alike[0], len(alike)
+            where = f" ({first.source})" if first.source else ""
+            times = f"{count} times, first " if count > 1 else ""
+            lines.append(f"  {first.tag:8} {first.formula}, {first.shape}, {first.dtype}: {times}{first.value}{where}")
+            lines += [f"           {told}" for told in (first.answers or [first.reason])]
+            lines += [f"           split: {first.split}"] if first.split else []
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {"device": self.device, "counts": self.counts(), "products": [row.to_dict() for row in self.rows]}
+
+    def to_dataframe(self) -> Any:
+        """One row per product, as a pandas DataFrame.
+
+        Raises:
+          MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
+        columns = ["value", "source", "formula", "shape", "dtype", "tag", "site", "why"]
+        return pd.DataFrame([{name: getattr(row, name) for name in columns} for row in self.rows], columns=columns)
+
+    def _repr_html_(self) -> str:
+        names = ("product", "shape", "dtypes", "tag", *(route.name for route in ROUTES), "in kernels of their own")
+        head = "".join(f"<th style='{_CELL}'>{name}</th>" for name in names)
+        body = "".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)
+        return f"<table><caption>routes on {escape(self.device)}</caption><tr>{head}</tr>{body}</table>"
+
+
+_CELL = "text-align:left;vertical-align:top;padding:2px 8px"
+_TAKES, _REFUSES = "background:#d9f0d3;color:#1b1b1b", "color:#767676"
+
+
+def _cells(row: ProductRoute) -> str:
+    where = f"{row.value} {row.source}".strip()
+    cells = [
+        _cell(f"{escape(row.formula)} <small>{{}}</small>", where),
+        *(_cell("{}", t) for t in (row.shape, row.dtype, row.tag)),
+    ]
+    told = {answer.route.name: answer for answer in row.answers}
+    if not told:
+        cells.append(_cell("{}", row.reason, more=f" colspan={len(ROUTES)}"))
+    for route in ROUTES if told else ():
+        answer = told.get(route.name)
+        if answer is None:
+            cells.append(_cell("{}", "not asked", _REFUSES))
+        elif answer.takes:
+            cells.append(_cell("takes it: {}", answer.sentence, _TAKES))
+        else:
+            cells.append(_cell(f"<b>{answer.code}</b> {{}}", answer.sentence, _REFUSES))
+    return "".join([*cells, _cell("{}", row.split)])
+
+
+def _cell(form: str, text: str, style: str = "", more: str = "") -> str:
+    return f"<td style='{_CELL};{style}'{more}>{form.format(escape(text))}</td>"

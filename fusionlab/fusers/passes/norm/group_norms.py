@@ -1,0 +1,175 @@
+"""GroupNorm as a form of the norm pass: channels in groups, statistics over a group's channels and over positions -> one `group_norm` op,
+with the scale and the bias of the channels and the SiLU behind it.
+
+Programs part the channels by a reshape and join them again before the scale, behind it, or never (Flax repeats the statistics for each
+channel). An axis that a reshape takes apart is no one axis of the canonical view, so that the raw nodes between a result and what is taken
+apart are gone through: whatever else they read is a scale or a bias, by what reads it. Whether the whole is a GroupNorm the proof says. It
+compares numbers, and numbers tell functions apart where these are smooth: between x and a result stands nothing that has a threshold (a
+variance that is at least 0.1 is one on most numbers), but for a maximum with 0, which a variance is never below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ....graph.matching.region import NotARegion, Region, cut
+from ....graph.primitives import having
+from ....graph.program.ir import Atom, Node, Value
+from ....kernels import OPS
+from ...engine.base import Pass, Plan, Search
+from ...engine.outcomes import Candidate, Rejection
+from ..linear.epilogues import Epilogue
+from .misses import NormSite
+from .surroundings import ROOTS, Groups, MadeOf, Surroundings, as_written
+
+CONCEPTS = ("group_norm",)
+_SMOOTH = having("layout", "variance", "cast", "addition", "difference", "scaling", "power", "root", "copy") | {
+    "reduce_sum"
+}
+_EDIT = "compute the outside use from x again"
+
+
+class GroupSite(NormSite):
+    """One GroupNorm, from anchor to candidates and rejections.
+
+    Attributes:
+      channels: what is taken apart, and how.
+      odd: a node between x and a result that a norm has not.
+    """
+
+    def __init__(self, pass_: Pass, search: Search, anchor: Node, around: Surroundings, channels: Groups) -> None:
+        super().__init__(pass_, search, anchor)
+        self.around, self.channels = around, channels
+        self.is_of_x = MadeOf(around, channels.x)
+        self.odd: Node | None = None
+
+    def outcomes(self) -> Iterator[Candidate | Rejection]:
+        """What becomes of each value that may be the norm's result: the furthest first, behind a SiLU and as it is."""
+        for value in self.around.results if self.channels.batch_axes is not None else ():
+            vectors = self.vectors(value)
+            if vectors is None:
+                continue
+            joined = self.joined(value)
+            for root, activation in (*self.activated(joined), (joined, "none")):
+                outcome = self.outcome(root, activation, vectors)
+                if outcome is not None:
+                    yield outcome
+
+    def joined(self, value: Value) -> Value:
+        """Past the reshape that joins the channels again, where that alone reads a result."""
+        users = self.users(value)
+        alone = len(users) == 1 and value.id not in self.search.block.returned and users[0].primitive == "reshape"
+        return users[0].outputs[0] if alone else value
+
+    def activated(self, value: Value) -> Iterator[tuple[Value, str]]:
+        """A SiLU of a result, where nothing but a backward pass reads what stands before it."""
+        epilogue = Epilogue(self, value, biased=True)
+        end, name, _ = epilogue.activation()
+        if end is None and epilogue.leaking is not None and self.search.differentiated:
+            end, name = epilogue.leaking
+        if end is not None and name == "silu":
+            yield end, name
+
+    def vectors(self, root: Value) -> dict[str, Value] | None:
+        """The scale and bias of the channels between x and a result; None where it is made of anything else."""
+        found: dict[str, Value] = {}
+        stack, seen = [root], set[int]()
+        while stack:
+            node = self.around.maker(stack.pop())
+            if node is None or node.id in seen:
+                continue
+            seen.add(node.id)
+            if not self.is_smooth(node):
+                self.odd = self.odd or node
+                return None
+            for a in node.inputs:
+                if not isinstance(a, Value) or a == self.channels.x or self.number(a) is not None:
+                    continue
+                if self.is_of_x(a):
+                    stack.append(a)
+                    continue
+                slot, vector = _slot(node, a), self.flat(a)
+                if slot is None or vector is None:
+                    return None
+                if found.setdefault(slot, vector).id != vector.id:
+                    return None
+        return found
+
+    def number(self, atom: Atom) -> Any:
+        """The number that a value is everywhere; None where it is none."""
+        ref = self.view.read(atom)
+        return ref.coef if self.view.is_literal(ref) else None
+
+    def is_smooth(self, node: Node) -> bool:
+        """Whether a node is a smooth function of its operands, wherever it has a value, or takes a variance for what it is."""
+        if node.primitive in ROOTS:  # of the variance alone: the root of a square is a threshold
+            return self.nid(node.outputs[0]) == self.nid(self.anchor.outputs[0])
+        if node.primitive == "max":
+            return any(self.number(a) == 0 for a in node.inputs)
+        if node.primitive == "select_n":  # jnp.var asks whether it has more entries than ddof
+            return self.number(node.inputs[0]) is not None
+        return node.primitive in _SMOOTH or self.around.summed(node) is not None
+
+    def flat(self, value: Value) -> Value | None:
+        """The array of an entry for each channel, in their order, that a value repeats; None where it has more entries, or fewer."""
+        while True:
+            vector = self.around.base(value)
+            maker = self.around.maker(vector)
+            if maker is None or maker.primitive != "reshape" or not isinstance(maker.inputs[0], Value):
+                return vector if math.prod(vector.shape) == self.channels.x.shape[-1] else None
+            value = maker.inputs[0]
+
+    def outcome(self, root: Value, activation: str, vectors: Mapping[str, Value]) -> Candidate | Rejection | None:
+        """The site that ends in a value; None where it cannot be cut out."""
+        leaves = {"x": self.channels.x, **vectors}
+        shapes = {name: tuple(v.shape) for name, v in leaves.items()}
+        nids = {name: self.nid(v) for name, v in leaves.items()}
+        try:
+            region = cut(self.view, root, nids, through_casts=frozenset(leaves), shapes=shapes)
+        except NotARegion:
+            return None
+        if self.anchor not in region.nodes or any(region.leaves[n].shape != shape for n, shape in shapes.items()):
+            return None
+        epsilon = self.epsilon()
+        problem = self.dtypes(region) or self.unguarded(epsilon)
+        if problem is not None:
+            return problem
+        return self.offered(region, self.plan(region, activation, epsilon), _EDIT, self.notes(region), CONCEPTS)
+
+    def epsilon(self) -> float:
+        """The number added under the root; 0 where there is none."""
+        ref = self.view.read(self.anchor.inputs[0])
+        node = self.view.nodes[ref.nid]
+        added = (o.coef for o in node.operands if node.op == "sum" and self.view.nodes[o.nid].op == "one")
+        return float(ref.coef) * float(next(added, 0.0))
+
+    def plan(self, region: Region, activation: str, epsilon: float) -> Plan:
+        """x as it stands, [*B, *P, C]; the vectors [C], in the order of the groups."""
+        position = {v.id: i for i, v in enumerate(region.inputs)}
+        where = {n: position[v.id] for n, v in region.leaves.items()}
+        root = region.root
+
+        def operands(*inputs: Any) -> tuple[Any, ...]:
+            vectors = (inputs[where[n]].reshape(-1) if n in where else None for n in ("scale", "bias"))
+            return inputs[where["x"]].astype(root.dtype), *vectors
+
+        op = OPS["group_norm"]
+        attrs = {
+            "groups": self.channels.groups,
+            "epsilon": as_written(epsilon),
+            "activation": activation,
+            "batch_axes": self.channels.batch_axes,
+            "implementation": self.search.implementation,
+        }
+        there = {slot: slot in where for slot in ("scale", "bias")}
+        return Plan(op, attrs, operands, lambda out: out.reshape(root.shape), op.formula(**attrs, **there))
+
+
+def _slot(node: Node, atom: Value) -> str | None:
+    """What a vector is to a norm, by the node that reads it: x is multiplied by a scale, and a bias is added to."""
+    if node.primitive == "mul":
+        return "scale"
+    added = node.primitive == "add" or (node.primitive == "sub" and node.inputs[0] == atom)
+    return "bias" if added else None

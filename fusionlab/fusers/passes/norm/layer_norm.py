@@ -1,0 +1,354 @@
+"""Pass `layer_norm`: LayerNorm and RMSNorm, with a scale and a bias or without -> one `layer_norm` op. Where a kernel runs it, a residual
+and a vector that are added right before it are folded in; where the sum is read elsewhere too, the op gives it as well. Norms of groups of
+channels become one `group_norm` op (`group_norms.py`).
+
+The anchor is a root (or a power) of a mean of squares. The nodes between what is normalised and the results are looked at alone
+(`View.over`), so that neither a factor of x nor the product that makes it is mixed with the norm's own. There every coefficient has to
+be the example's; 1/N is captured and has to be the size of the axis that is summed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....graph.canonical.rules import is_jax_rule
+from ....graph.canonical.view import View
+from ....graph.dtypes import is_float, narrows
+from ....graph.matching.match import Match, Miss, close, match
+from ....graph.matching.pattern import Example, pattern_of
+from ....graph.matching.region import CASTS, NotARegion, Region, cut, escapes, widens
+from ....graph.program.ir import Node, Value
+from ....graph.program.order import waits_for_itself
+from ....graph.program.scopes import in_backward, is_backward
+from ....kernels import OPS
+from ...engine.base import Plan, Search, anchor_text, examined, propose
+from ...engine.layout import Axes, arrange, axes_of, in_order, restore
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.site import with_concepts
+from .examples import EXAMPLES, NEAR, PLAIN
+from .group_norms import GroupSite
+from .misses import BY_COUNT, NormSite
+from .summands import Summands, summands_of
+from .surroundings import ROOTS, Groups, Surroundings, as_written, summed_axes
+
+_LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
+_ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
+_OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
+_HELD = {
+    "stop_gradient": (
+        "stop_gradient",
+        "stops a gradient inside the norm; the fused op has the whole gradient of mean and variance",
+        "leave out the stop_gradient if the whole gradient is meant",
+    ),
+    "name": (
+        "named_residual",
+        "names a value inside the norm, which a remat policy may ask for",
+        "name x or the norm's result instead, with jax.ad_checkpoint.checkpoint_name",
+    ),
+    "custom_jvp_call": ("custom_rule", _OWN_RULE, None),
+    "custom_vjp_call": ("custom_rule", _OWN_RULE, None),
+}  # primitive -> rejection code, what it does, edit
+
+
+@dataclass(frozen=True)
+class LayerNormPass:
+    """See the module docstring."""
+
+    name: str = "layer_norm"
+    op: str = "layer_norm"
+    formula: str = (
+        "(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, or x / sqrt(mean(x^2) + epsilon) * scale + bias"
+    )
+    needs: str = (
+        "mean and variance over the same axis, any one, or over the last ones; epsilon inside the root and below 0.01; the statistics "
+        "read by the norm alone; f64/f32/bf16/f16"
+    )
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def norm(x: Any, scale: Any, bias: Any) -> Any:
+            centred = x - x.mean(-1, keepdims=True)
+            return centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
+
+        return norm, (jnp.zeros((8, 16)), jnp.zeros(16), jnp.zeros(16))
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        made: set[int] = set()
+        for node in search.block.nodes:
+            if node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn):
+                for outcome in examined(search, self.name, node, lambda n=node: self.at(search, n, made)):
+                    if isinstance(outcome, Candidate):
+                        made.add(outcome.root.id)
+                    yield outcome
+
+    def at(self, search: Search, node: Node, made: Collection[int]) -> Candidate | Rejection | None:
+        """What stands around one root; None where it is none of a norm."""
+        around = Surroundings(search, node)
+        return _Site(self, search, node, around, made).examine() if around.is_norm else None
+
+
+class _Site(NormSite):
+    """One norm, from anchor to candidate or rejection."""
+
+    def __init__(
+        self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings, made: Collection[int]
+    ) -> None:
+        super().__init__(pass_, search, anchor)
+        self.view, self.around, self.made = around.view, around, made
+        self.x = {"x": self.nid(around.x)}  # for the matcher: the leaf x is x, and nothing made of it
+
+    def examine(self) -> Candidate | Rejection:
+        """The candidate with the furthest result; else why the furthest match is none; else the nearest miss."""
+        if not self.around.is_mean:
+            edit = "take the mean of the squares, jnp.mean, if that is what is meant"
+            return self.rejection("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
+        channels = Groups.of(self.around)
+        problem: Rejection | None = None
+        if channels is not None:
+            site = GroupSite(self.pass_, self.search, self.anchor, self.around, channels)
+            for outcome in site.outcomes():
+                if isinstance(outcome, Candidate):
+                    return outcome
+                problem = problem or outcome
+            problem = problem or self.grouped(channels, site.odd)
+        paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
+        values: list[Value] = []
+        for value in self.around.results:
+            if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value) or self.is_one_of_casts(value):
+                continue  # the result has the dtype of x: a cast of it stays outside
+            found = self.matched(value)
+            if isinstance(found, Match):
+                outcome = self.named(self.candidate(found, value), found.pattern.example)
+                if isinstance(outcome, Candidate) and outcome.otherwise is None:
+                    return outcome if paired is None else _else(paired, outcome)
+                paired = paired or (outcome if isinstance(outcome, Candidate) else None)
+                problem = problem or (outcome if isinstance(outcome, Rejection) else None)
+            values.append(value)
+        if paired is not None:
+            return paired
+        if problem is not None:
+            return problem
+        told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
+        return told or self.missed(self.nearest(values))
+
+    def rejection(self, *args: Any, **told: Any) -> Rejection:
+        """As of any site: with where the root meets x, however far a match got."""
+        made = super().rejection(*args, **told)
+        return replace(made, site_ids=made.site_ids | {n.id for n in self.around.quotients[:1]})
+
+    def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
+        """With the norm's name, unless a number, what it is read by or its axes make it another function."""
+        if isinstance(outcome, Rejection) and (
+            outcome.code in ("scalar", "structure", "value") or (outcome.code == "axes" and self.over_batch())
+        ):
+            return outcome
+        concepts = (f"{example.name.partition('_')[0]}_norm",)
+        outcome = with_concepts(outcome, concepts)
+        if isinstance(outcome, Candidate) and outcome.plain is not None:
+            outcome = replace(outcome, plain=with_concepts(outcome.plain, concepts))
+        return outcome
+
+    def over_batch(self) -> bool:
+        """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
+        axes = [summed_axes(n, self.around.x) for n in self.around.sums_of_x]
+        return any(0 in a and len(self.around.x.shape) - 1 not in a for a in axes)
+
+    def is_widened(self, value: Value) -> bool:
+        """Whether a value is only another result, of the dtype of x, in a wider one."""
+        maker = self.search.block.producer.get(value.id)
+        source = maker.inputs[0] if maker is not None and widens(maker) else None
+        return isinstance(source, Value) and source.dtype == self.around.x.dtype and source in self.around.results
+
+    def is_one_of_casts(self, value: Value) -> bool:
+        """Whether a value is another result, cast for one of its several readers: that is the norm's, and each makes its own."""
+        maker = self.search.block.producer.get(value.id)
+        if maker is None or maker.primitive not in CASTS or maker.inputs[0] not in self.around.results:
+            return False
+        return sum(not in_backward(u) for u in self.users(maker.inputs[0])) > 1
+
+    def matched(self, value: Value) -> Match | None:
+        ref = self.view.ref[value.id]
+        fit = (e for e in EXAMPLES if close(ref.coef, 1.0) and e.fits(self.view, ref.nid))
+        found = (match(pattern_of(example), self.view, ref.nid, self.x) for example in fit)
+        return next((one for one in found if isinstance(one, Match)), None)
+
+    def nearest(self, values: Sequence[Value]) -> Miss:
+        """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
+        best: Miss | None = None
+        for ref in (self.view.ref[value.id] for value in values):
+            for example in EXAMPLES:
+                if not close(ref.coef, 1.0) or not example.ends_in(self.view, ref.nid):
+                    continue
+                found = match(pattern_of(example), self.view, ref.nid, self.x)
+                if isinstance(found, Miss) and (best is None or found.matched > best.matched):
+                    best = found
+        if best is not None:
+            return best
+        value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
+        found = match(pattern_of(PLAIN), self.view, self.nid(value), self.x)
+        assert isinstance(found, Miss)
+        return found
+
+    def nearly(self) -> Rejection | None:
+        """The rejection for a function known to be nearly a norm."""
+        for near in NEAR:
+            for value in self.around.results:
+                nid = self.nid(value)
+                for example in near.examples:
+                    if not example.fits(self.view, nid):
+                        continue
+                    if isinstance(match(pattern_of(example), self.view, nid, self.x), Match):
+                        problem = self.rejection("structure", f"{anchor_text(self.anchor)} {near.what}", edit=near.edit)
+                        return replace(problem, concepts=(f"{example.name.partition('_')[0]}_norm",))
+        return None
+
+    def uneven(self) -> Rejection | None:
+        """The rejection for sums of x over different axes."""
+        sums = self.around.sums_of_x
+        axes = [summed_axes(n, self.around.x) for n in sums]
+        other = next((i for i, a in enumerate(axes) if a != axes[0]), None)
+        if other is None:
+            return None
+        sentence = (
+            f"{anchor_text(sums[other])} sums over axes {axes[other]} and {anchor_text(sums[0])} over {axes[0]}; "
+            f"a norm takes its statistics over the same"
+        )
+        return self.rejection("axes", sentence, [sums[other]], edit="take the mean and the variance over the same axes")
+
+    def held(self) -> Rejection | None:
+        """The rejection for a node inside the norm that means something the fused op does not do."""
+        for primitive, (code, what, edit) in _HELD.items():
+            node = self.around.first(primitive)
+            if node is not None and not is_jax_rule(node):
+                return self.rejection(code, f"{anchor_text(node)} {what}", [node], edit=edit)
+        return None
+
+    # -- the candidate --------------------------------------------------------------------------------------------
+
+    def candidate(self, found: Match, root: Value) -> Candidate | Rejection:
+        try:
+            region = cut(self.view, root, found.leaves, through_casts=frozenset(found.leaves))
+            if self.anchor not in region.nodes:
+                raise NotARegion("the root of the variance does not stand inside the site")
+            problem = self.scalars(found) or self.dtypes(region)
+            if problem is not None:
+                return problem
+            leaks = escapes(region)
+            if leaks:
+                problem = self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
+                plain = self.unless_paired(problem, lambda: self.proposed(found, region))
+            else:
+                plain = self.proposed(found, region)
+            return self.with_summands(plain, found, region)
+        except NotARegion as reason:
+            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+
+    def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
+        """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
+        x = region.leaves["x"]
+        if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None or x.dtype != region.root.dtype:
+            return plain
+        axes = axes_of(found, self.view, found.leaf_id("x"), x)
+        features = in_order(axes, found.letters["n"])
+        summands = summands_of(self.search.block, x, axes.index(features[0]) if len(features) == 1 else None, self.made)
+        if summands is None:
+            return plain
+        leaks = escapes(summands.joined_to(region))
+        # A site of several results is not fused with its backward pass: that is for who reads the sum there to allow.
+        gives_sum = bool(leaks) and not self.search.differentiated
+        wide = summands.joined_to(region, (x,) if gives_sum else ())
+        if gives_sum and (escapes(wide) or waits_for_itself(wide.block, wide.leaves.values(), wide.roots) is not None):
+            return plain
+        outcome = self.proposed(found, wide, summands)
+        if not isinstance(outcome, Candidate) or outcome.same_code:
+            return plain
+        return replace(outcome, plain=plain, otherwise=(lambda: (plain,)) if leaks and not gives_sum else None)
+
+    def proposed(self, found: Match, region: Region, summands: Summands | None = None) -> Candidate | Rejection:
+        plan = _plan(self.search, self.view, found, region, summands)
+        if isinstance(plan, str):
+            edit = "move the normalised axes to the end first, with jnp.moveaxis"
+            return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
+        outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, self.notes(region))
+        # A root that is squared again is the number under it, with a gradient of NaN at 0.
+        return (
+            replace(outcome, edit=_ROOT_EDIT)
+            if isinstance(outcome, Rejection) and outcome.code == "gradient"
+            else outcome
+        )
+
+    def scalars(self, found: Match) -> Rejection | None:
+        size = math.prod(found.sizes[c] for c in found.letters["n"])
+        share, epsilon = found.scalars["1/N"], as_written(found.scalars["epsilon"])
+        where = anchor_text(self.anchor)
+        if not close(share, 1 / size):
+            sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
+            return self.rejection("scalar", sentence, edit=BY_COUNT)
+        return self.unguarded(epsilon)
+
+
+def _else(first: Candidate, last: Candidate) -> Candidate:
+    """A site that has to be fused with its backward pass, with one that has not in its place where that cannot be."""
+    if first.plain is None:
+        return replace(first, otherwise=lambda: (last,))
+    plain = replace(first.plain, otherwise=lambda: (last,))
+    return replace(first, plain=plain, otherwise=lambda: (plain,))
+
+
+def _plan(search: Search, view: View, found: Match, region: Region, summands: Summands | None = None) -> Plan | str:
+    """x (and a residual) as it stands where one axis is normalised over, else [*R, N] with the last axes merged; the vectors [N].
+
+    A sentence where several axes are normalised over that are not the last.
+    """
+    sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
+    own = {n: v for n, v in region.leaves.items() if n in found.leaves} | {"x": x}
+    axes: dict[str, Axes] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
+    order = [c for c in axes["x"] if c is not None]
+    features = in_order(axes["x"], found.letters["n"])
+    rows = [[c] for c in order if c not in features]
+    direct = len(features) == 1
+    if not direct and tuple(order[len(rows) :]) != features:
+        places = tuple(i for i, c in enumerate(axes["x"]) if c in features)
+        return f"it normalises over axes {places} of {list(x.shape)}; of several axes the fused op takes the last ones"
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    where = {n: position[v.id] for n, v in region.leaves.items()}
+    groups = [[c] for c in order] if direct else [*rows, list(features)]
+    root_axes = axes_of(found, view, found.pattern.root, region.root)
+    dtype = region.root.dtype
+
+    def whole(name: str, inputs: Sequence[Any]) -> Any:
+        if name not in where:
+            return None
+        given = inputs[where[name]].astype(dtype)
+        return given if direct else arrange(given, axes["x"], groups, sizes)
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        vectors = (
+            arrange(inputs[where[n]], axes[n], [features], sizes) if n in where else None for n in ("scale", "bias")
+        )
+        shift = inputs[where["shift"]].reshape(-1) if "shift" in where else None
+        return whole("x", inputs), *vectors, shift, whole("residual", inputs)
+
+    def finish(out: Any) -> Any:
+        if not region.others:
+            return restore(out, groups, root_axes, region.root.shape, sizes)
+        normed, total = out
+        summed = restore(total, groups, axes["x"], x.shape, sizes)
+        return restore(normed, groups, root_axes, region.root.shape, sizes), summed
+
+    op = OPS["layer_norm"]
+    attrs = {
+        "kind": found.pattern.example.name.partition("_")[0],
+        "epsilon": as_written(found.scalars["epsilon"]),
+        "axis": axes["x"].index(features[0]) if direct else -1,
+        "implementation": search.implementation,
+        **({"gives_sum": True} if region.others else {}),
+    }
+    there = {slot: slot in where for slot in ("scale", "bias", "shift", "residual")}
+    return Plan(op, attrs, operands, finish, op.formula(**attrs, **there))

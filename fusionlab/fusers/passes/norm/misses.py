@@ -1,0 +1,144 @@
+"""What every norm is asked, and what one that is nearly one is told: another share of the sum, an epsilon that is no number, statistics
+along another axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ....graph.dtypes import is_float, narrows
+from ....graph.matching.match import Miss
+from ....graph.matching.region import CASTS, Region
+from ....graph.program.ir import Node
+from ....kernels.ops.layer_norm.op import DTYPES
+from ....kernels.ops.layer_norm.reference import statistics_dtype
+from ...engine.base import anchor_text
+from ...engine.nearly import shown
+from ...engine.outcomes import Rejection
+from ...engine.site import ARGUMENT, CLOSE_OVER, Site
+from .surroundings import Groups, Surroundings, crossing, summed_axes
+
+_CANCELS = (
+    "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
+    "the mean of (x - mean)^2, and is right there"
+)
+_SPREAD = (
+    "x * inv - mean * inv cancels where |mean| is far above the standard deviation; the fused op takes the mean from x first, and is "
+    "right there"
+)
+_EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
+_NO_VECTOR = "it reads what is no scale and no bias of the channels, one entry for each"
+_AS_ONE = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
+BY_COUNT = "divide the sums by the number of entries (ddof=0)"
+# What the operations of a norm are to a reader.
+_WORDS = {
+    "reduce_sum": "a sum over the axis that is normalised",
+    "sum": "the mean of the squares and epsilon, or x without its mean,",
+    "prod": "x over the root, or a square,",
+}
+
+
+class NormSite(Site):
+    """A site at the root of a mean of squares: what is said where it matches no example.
+
+    Attributes:
+      around: what stands around the root.
+      x: the canonical node of what is normalised, by its name in the examples.
+    """
+
+    words = _WORDS
+    around: Surroundings
+    x: Mapping[str, int]
+
+    def missed(self, miss: Miss) -> Rejection:
+        near = self.near_miss(miss)
+        edge, edit = miss.pattern.edges.get(miss.at) if miss.at is not None else None, near.edit
+        if near.code == "scalar" and edge is not None and edge.scalar == "1/N":
+            edit = BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
+        elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
+            name = self.argument(miss.target)
+            if name is not None:
+                sentence = f"{anchor_text(self.anchor)}: {ARGUMENT.format('epsilon', name)}"
+                near, edit = replace(near, sentence=sentence), CLOSE_OVER.format(name)
+            else:
+                edit = "make epsilon a Python number, known when the program is traced"
+        elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
+            stands = f"{shown(self.view, miss.target, self.anchor)} stands where that is needed"
+            near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
+        return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
+
+    def grouped(self, channels: Groups, odd: Node | None) -> Rejection:
+        """The rejection of a GroupNorm in a layout that the op has not, or with something in it that a norm has not."""
+        groups, each, concepts = channels.groups, channels.each, ("group_norm",)
+        what = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
+        if channels.batch_axes is not None:
+            stands = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
+            return self.rejection(
+                "structure", f"{what}; {stands}", [odd] if odd else [], edit=_AS_ONE, concepts=concepts
+            )
+        where = "; it is fused where the channels stand last, behind the batch and the positions"
+        edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
+        return self.rejection("axes", what + where, edit=edit, concepts=concepts)
+
+    def unguarded(self, epsilon: float) -> Rejection | None:
+        """The rejection for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
+        if 0 < epsilon < _EPSILON_LIMIT:
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
+        )
+        return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")
+
+    def notes(self, region: Region) -> tuple[str, ...]:
+        """What the fused op does better: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
+        by_squares = len({self.search.view.ref[n.outputs[0].id].nid for n in self.around.sums}) > 1
+        spread = any(n in region.nodes for n in self.around.shifts)
+        return (_CANCELS,) * by_squares + (_SPREAD,) * spread
+
+    def dtypes(self, region: Region) -> Rejection | None:
+        x, made = region.leaves["x"].dtype, region.root.dtype
+        given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        edit = None
+        if not given <= set(DTYPES):
+            what = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
+        elif any(narrows(statistics_dtype(made), v.dtype) for v in region.leaves.values()):
+            what = f"takes parameters wider than the {np.dtype(statistics_dtype(made)).name} it would be computed in"
+        else:
+            casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
+            rounding = next((n for n in casts if narrows(n.outputs[0].dtype, x)), None)
+            if rounding is None:
+                return None
+            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            edit = "keep the statistics in the dtype of x, or a wider one"
+        return self.rejection("dtype", f"{anchor_text(self.anchor)} {what}", edit=edit, site=region.nodes)
+
+    def shifted(self) -> Rejection | None:
+        """The rejection for multiples of the root that are added up and are not x less its mean."""
+        if not self.around.shifts:
+            return None
+        node = self.around.shifts[0]
+        what = "adds two multiples of the root, which are not x and minus its mean by the same factor"
+        edit = "shift x * inv by -mean(x) * inv: one root, one epsilon, and the scale in both or in neither"
+        return self.rejection("structure", f"{anchor_text(node)} {what}", [node], edit=edit)
+
+    def transposed(self) -> Rejection | None:
+        """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
+        crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
+        node = None if crossed is None else self.raw_of(crossed)
+        if node is None:
+            return None
+        sums = self.around.sums_of_x
+        of = (
+            f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, summed_axes(sums[0], self.around.x)))}"
+            if sums
+            else ""
+        )
+        sentence = (
+            f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of{of}"
+        )
+        return self.rejection(
+            "axes", sentence, [node, *sums[:1]], edit="keep the axis of mean and variance: keepdims=True"
+        )

@@ -1,0 +1,127 @@
+"""What a norm's input is a sum of: a residual, or a vector of its features, that the fused op adds up itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ....graph.matching.region import CASTS, VIEWS, Region, widens
+from ....graph.program.ir import Block, Node, Value
+from ....graph.program.scopes import is_backward
+
+_ADDS = ("add", "add_any")
+
+
+@dataclass(frozen=True)
+class Summands:
+    """x = base + shift + residual, those that are there, by the nodes given.
+
+    Attributes:
+      base, residual: of the shape and dtype of x.
+      shift: a vector with one entry for each feature, of any shape; of the dtype of x.
+      nodes: the additions, and what broadcasts the shift.
+    """
+
+    base: Value
+    residual: Value | None
+    shift: Value | None
+    nodes: tuple[Node, ...]
+
+    def joined_to(self, region: Region, others: tuple[Value, ...] = ()) -> Region:
+        """The region of a norm with its additions; `others`: the sum, where it is one of its results."""
+        named: Mapping[str, Value | None] = {"x": self.base, "residual": self.residual, "shift": self.shift}
+        leaves = {n: v for n, v in ({**region.leaves, **named}).items() if v is not None}
+        nodes = {n.id: n for n in (*region.nodes, *self.nodes)}
+        support = tuple(n for n in region.support if n.id not in nodes)
+        return replace(
+            region, leaves=leaves, nodes=tuple(nodes[i] for i in sorted(nodes)), support=support, others=others
+        )
+
+
+def summands_of(block: Block, x: Value, feature: int | None, made: Collection[int] = frozenset()) -> Summands | None:
+    """How x is added up right before the norm; None where it is not, or where folding that in would be no gain.
+
+    Only additions in the dtype of x: one that widens its operands is XLA's to join with their casts. A vector added to a product stays with
+    the product, and the bias of another norm with that norm.
+
+    Args:
+      feature: the axis that is normalised over; None for several, of which no vector is looked for.
+      made: ids of the results of norms that were found before.
+    """
+    outer = _addition(block, x) if x.id not in made else None
+    if outer is None:
+        return None
+    for full, other in (outer.sides, outer.sides[::-1]):
+        found = _vector(block, x, full, other, feature)
+        if found is not None:
+            return Summands(full, None, found[0], (outer.node, *found[1]))
+    left, right = outer.sides
+    if not (_fits(left, x) and _fits(right, x)):
+        return None
+    for one, other in ((left, right), (right, left)):
+        inner = _addition(block, one) if one.id not in made and one.id != other.id else None
+        if inner is None or one.id in block.returned or len(block.users.get(one.id, ())) != 1:
+            continue
+        for full, vector in (inner.sides, inner.sides[::-1]):
+            found = _vector(block, x, full, vector, feature)
+            if found is not None:
+                return Summands(full, other, found[0], (outer.node, inner.node, *found[1]))
+    return Summands(left, right, None, (outer.node,))
+
+
+class _Addition(NamedTuple):
+    node: Node
+    sides: tuple[Value, Value]
+
+
+def _addition(block: Block, value: Value) -> _Addition | None:
+    """The node that adds a value up of two others of its dtype."""
+    node = block.producer.get(value.id)
+    if node is None or node.primitive not in _ADDS or is_backward(node.eqn):
+        return None
+    left, right = node.inputs
+    if not (isinstance(left, Value) and isinstance(right, Value)) or {left.dtype, right.dtype} != {value.dtype}:
+        return None
+    return None if _widened(block, left) or _widened(block, right) else _Addition(node, (left, right))
+
+
+def _widened(block: Block, value: Value) -> bool:
+    node = block.producer.get(value.id)
+    return node is not None and widens(node)
+
+
+def _fits(value: Value, x: Value) -> bool:
+    return tuple(value.shape) == tuple(x.shape) and value.dtype == x.dtype
+
+
+def _vector(
+    block: Block, x: Value, full: Value, value: Value, feature: int | None
+) -> tuple[Value, tuple[Node, ...]] | None:
+    """The vector of features that a value is, as the addition or a node broadcasts it, and that node; None where it is none, or is added to
+    a product."""
+    if feature is None or not _fits(full, x) or _is_product(block, full):
+        return None
+    if _along(value, x, feature):
+        return value, ()
+    node = block.producer.get(value.id)
+    source = node.inputs[0] if node is not None and node.primitive == "broadcast_in_dim" else None
+    if node is None or not isinstance(source, Value) or not _fits(value, x):
+        return None
+    along = [axis for axis, size in zip(node.params["broadcast_dimensions"], source.shape, strict=True) if size != 1]
+    return (source, (node,)) if along == [feature] and math.prod(source.shape) == x.shape[feature] else None
+
+
+def _along(value: Value, x: Value, feature: int) -> bool:
+    """Whether a value has the features of x, and one entry along its other axes."""
+    wanted = tuple(size if axis == feature else 1 for axis, size in enumerate(x.shape))
+    return tuple(value.shape) == wanted != tuple(x.shape)
+
+
+def _is_product(block: Block, value: Value) -> bool:
+    while (node := block.producer.get(value.id)) is not None and node.primitive in VIEWS | CASTS:
+        if not isinstance(node.inputs[0], Value):
+            return False
+        value = node.inputs[0]
+    return node is not None and node.primitive == "dot_general"

@@ -1,0 +1,357 @@
+"""What stands around the root of a mean of squares, in the raw program: what is normalised, how far the norm may reach, and
+the canonical view of the nodes in between. What it is a norm of, and whether, is for the examples of a pass to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....graph.canonical.factoring import factored
+from ....graph.canonical.nodes import Ref
+from ....graph.canonical.view import View
+from ....graph.dtypes import is_float
+from ....graph.matching.region import CASTS, VIEWS, widens
+from ....graph.primitives import having
+from ....graph.program.ir import Literal, Node, Value
+from ....graph.program.scopes import is_backward
+from ...engine.base import Search
+
+ROOTS = having("root") | {"pow"}
+_WRAPPERS = having("mark", "variance", "rule") | {"copy"}
+_LINEAR = VIEWS | CASTS | _WRAPPERS | having("difference", "scaling") | {"add"}
+# What may stand between x and a norm of it.
+INNER = _LINEAR | ROOTS | having("extreme") | frozenset("square integer_pow select_n reduce_sum abs".split())
+_NODE_LIMIT = 96  # of the nodes looked at around an anchor; a norm in bfloat16 has about 30
+
+
+def as_written(epsilon: float) -> float:
+    """A number as the user wrote it: the shortest that is the same float32, where it is one."""
+    short = float(str(np.float32(epsilon)))
+    return short if abs(float(np.float32(epsilon)) - epsilon) <= 1e-11 * epsilon else epsilon
+
+
+def summed_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
+    """The axes that a sum is over; of a product, those of an operand (the first that has the shape of x)."""
+    if node.primitive == "reduce_sum":
+        return tuple(sorted(int(a) for a in node.params["axes"]))
+    side = next((i for i, a in enumerate(node.inputs) if x is not None and a.shape == x.shape), 0)
+    return tuple(sorted(int(a) for a in node.params["dimension_numbers"][0][side]))
+
+
+class MadeOf:
+    """Whether a value is computed from x by what a norm is made of.
+
+    Attributes:
+      known: value id -> the answer.
+      nodes: those on the way, by id.
+    """
+
+    def __init__(self, around: Surroundings, x: Value) -> None:
+        self.around, self.first = around, around.maker(x)
+        self.known: dict[int, bool] = {x.id: True}
+        self.nodes: dict[int, Node] = {}
+
+    def __call__(self, atom: Any) -> bool:
+        if not isinstance(atom, Value):
+            return False
+        if atom.id in self.known:
+            return self.known[atom.id]
+        self.known[atom.id] = False
+        node = self.around.maker(atom)
+        inner = node is not None and (node.primitive in INNER or self.around.summed(node))
+        if node is None or not inner or len(self.known) > _NODE_LIMIT:
+            return False
+        if self.first is not None and node.id < self.first.id:
+            return False
+        found = [self(a) for a in node.inputs]  # each is looked at, for its nodes
+        if any(found):
+            self.known[atom.id] = True
+            self.nodes[node.id] = node
+        return self.known[atom.id]
+
+
+class Surroundings:
+    """What stands around a root of a mean of squares.
+
+    Attributes:
+      x: what is normalised.
+      sums: the sums below the root.
+      results: what may be the norm's result, the furthest first.
+      view: the canonical view of the nodes between x and the results.
+      is_norm: whether the root is one of a mean of x or its squares, and divides (or multiplies) what is made of x.
+      is_mean: whether a factor may make a mean of the sums below the root; where none does x is divided by its length.
+      quotients: the nodes in which the root divides (or multiplies) what is made of x.
+      shifts: those that add up two values that are made of the root.
+    """
+
+    def __init__(self, search: Search, anchor: Node) -> None:
+        self.search, self.block, self.anchor = search, search.block, anchor
+        self.is_norm = self.is_mean = False
+        self.sums = self._sums()
+        self.quotients: list[Node] = []
+        self.shifts: list[Node] = []
+        if not self.sums:
+            return
+        self.x = self._normalised(self.sums[0])
+        self.of_x = MadeOf(self, self.x)
+        self._made, self._nodes = self.of_x.known, self.of_x.nodes
+        self.results = self._results()
+        self.is_norm = bool(self.quotients) and (self.is_mean or self._of_x_alone())
+        if self.is_norm:
+            self.view = self._view()
+            self._factor(self.view)
+
+    @property
+    def sums_of_x(self) -> list[Node]:
+        """The sums of x, or of what is made of it, in program order."""
+        sums = ((n, self.summed(n)) for _, n in sorted(self._nodes.items()))
+        return [n for n, of in sums if of is not None and of.shape == self.x.shape]
+
+    def first(self, primitive: str) -> Node | None:
+        return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
+
+    def summed(self, node: Node) -> Value | None:
+        """What a node of the user's own sums up over more than unit axes: by a sum, or by a product of a value with itself or with one
+        number everywhere, which the view has as a sum.
+        """
+        sums = node.primitive in ("reduce_sum", "dot_general") and not is_backward(node.eqn)
+        values = [a for a in node.inputs if isinstance(a, Value) and not self._literal(a)] if sums else []
+        if not values or math.prod(values[0].shape) <= math.prod(node.outputs[0].shape):
+            return None
+        view = self.search.view
+        if node.primitive == "dot_general" and view.nodes[view.ref[node.outputs[0].id].nid].op != "reduce_sum":
+            return None
+        return values[0]
+
+    def maker(self, atom: Any) -> Node | None:
+        return self.block.producer.get(atom.id) if isinstance(atom, Value) else None
+
+    def _sums(self) -> list[Node]:
+        """The sums that the anchor is a root of, nearest first."""
+        found: list[Node] = []
+        level, seen = [self.maker(self.anchor.inputs[0])], set[int]()
+        while level and len(seen) < _NODE_LIMIT:
+            above: list[Node | None] = []
+            for node in level:
+                if node is None or node.id in seen:
+                    continue
+                seen.add(node.id)
+                if self.summed(node) is not None:
+                    found.append(node)
+                    self.is_mean |= node.primitive == "dot_general" and any(map(self._literal, node.inputs))
+                elif node.primitive in INNER and not is_backward(node.eqn):
+                    self.is_mean |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
+                    above += map(self.maker, node.inputs)
+            level = above
+        return found
+
+    def _of_x_alone(self) -> bool:
+        """Whether all sums below the root are of x, or of its squares: the length of several arrays is no statistic of one."""
+        return all(self._normalised(total) is self.x for total in self.sums)
+
+    def _literal(self, atom: Any) -> bool:
+        return isinstance(atom, Literal) or self.search.view.is_literal(self.search.view.ref[atom.id])
+
+    def base(self, value: Value, through: frozenset[str] = VIEWS) -> Value:
+        """Through views and widening casts that show the same canonical node."""
+        view = self.search.view
+        while (node := self.maker(value)) is not None and (node.primitive in through or widens(node)):
+            below = node.inputs[0]
+            if not isinstance(below, Value) or view.ref[below.id].nid != view.ref[value.id].nid:
+                break
+            if through is not VIEWS and view.ref[below.id].dims != view.ref[value.id].dims:
+                break
+            value = below
+        return value
+
+    def _as_read(self, value: Any) -> Value:
+        """Through widening casts and reshapes of unit axes."""
+        return self.base(value, frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}))
+
+    def _normalised(self, total: Node) -> Value:
+        """What a sum of squares, or of x itself, is a sum of: past the square, and past the subtraction of a mean of it."""
+        of = self.summed(total)
+        assert of is not None
+        value = self._as_read(of)
+        for _ in range(4):
+            node = self.maker(value)
+            if node is None or node.primitive not in _WRAPPERS | {"square", "integer_pow", "pow", "mul", "abs"}:
+                break
+            read = [self._as_read(a) for a in node.inputs if isinstance(a, Value)]
+            if len({self.search.view.ref[v.id] for v in read}) != 1:
+                break  # a product of two values: x itself
+            value = read[0]
+            if node.primitive not in _WRAPPERS | {"abs"}:
+                break
+        node = self.maker(value)
+        if node is not None and node.primitive == "sub" and isinstance(node.inputs[0], Value):
+            start = self._as_read(node.inputs[0])
+            if self._is_mean_of(node.inputs[1], start):
+                return start
+        return value
+
+    def _is_mean_of(self, atom: Any, x: Value) -> bool:
+        stack, seen = [self.maker(atom)], set[int]()
+        while stack and len(seen) < _NODE_LIMIT:
+            node = stack.pop()
+            if node is None or node.id in seen:
+                continue
+            seen.add(node.id)
+            of = self.summed(node)
+            if of is not None:
+                if self._as_read(of).id == x.id:
+                    return True
+            elif node.primitive in _LINEAR:
+                stack += map(self.maker, node.inputs)
+        return False
+
+    def _results(self) -> list[Value]:
+        """Forward from the root, through factors and one added term: values as large as x."""
+        if not self.of_x(self.anchor.outputs[0]):
+            return []
+        found: list[Value] = []
+        stack = [(self.anchor.outputs[0], False)]
+        size, seen = math.prod(self.x.shape), {self.anchor.id}
+        while stack and len(seen) < _NODE_LIMIT:
+            value, ended = stack.pop(0)
+            for node in self.block.users.get(value.id, ()):
+                if node.id in seen or node.primitive not in _LINEAR | {"integer_pow"} or is_backward(node.eqn):
+                    continue
+                others = [a for a in node.inputs if isinstance(a, Value) and a.id != value.id and not self._literal(a)]
+                shifted = bool(others) and all(map(self._after_root, others))
+                adds = node.primitive in ("add", "sub") and bool(others) and not shifted
+                if ended and (adds or others):
+                    continue
+                seen.add(node.id)
+                self._nodes[node.id] = node
+                made = node.outputs[0]
+                self._made[made.id] = True
+                whole = math.prod(made.shape) == size
+                if node.primitive in ("mul", "div"):
+                    met = [
+                        a for a in others if self.of_x(a)
+                    ]  # each is looked at, for its nodes: x, or a mean that x is shifted by
+                    if whole and any(math.prod(a.shape) == size for a in met):
+                        self.quotients.append(node)
+                elif shifted and len(list(filter(self.of_x, others))) == len(others):
+                    self.shifts.append(node)
+                if whole and node.primitive not in VIEWS and is_float(made.dtype):
+                    found.append(made)
+                stack.append((made, ended or adds))
+        return sorted(found, key=lambda v: -v.id)
+
+    def _after_root(self, value: Value) -> bool:
+        """Whether a value is made of the root, as the shift of a norm is that is written as a scale and a shift."""
+        view, stack, seen = self.search.view, [value], set[int]()
+        root = view.ref[self.anchor.outputs[0].id].nid  # which may be made more than once
+        while stack and len(seen) < _NODE_LIMIT:
+            node = self.maker(stack.pop())
+            if node is None or node.id < self.anchor.id or node.id in seen:
+                continue
+            if view.ref[node.outputs[0].id].nid == root:
+                return True
+            seen.add(node.id)
+            stack += [a for a in node.inputs if isinstance(a, Value)] if node.primitive in _LINEAR else []
+        return False
+
+    def _factor(self, view: View) -> None:
+        """The root before the sums whose terms it is a factor of: `x * r + (b - mean * r)` as `(x - mean) * r + b`."""
+        root = view.nodes[view.ref[self.anchor.outputs[0].id].nid]
+        if root.op != "prod" or len(root.operands) != 1:
+            return
+        for value in self.results:
+            ref = view.ref[value.id]
+            made = factored(view, ref.nid, root.operands[0].nid)
+            if made.nid != ref.nid:
+                dims = tuple(made.dims[d] if d >= 0 else d for d in ref.dims)
+                view.ref[value.id] = Ref(ref.coef * made.coef, made.nid, dims)
+                view.values_of.setdefault(made.nid, []).append(value)
+
+    def _view(self) -> View:
+        """Over the nodes between x and the results, and the views of whatever else those read."""
+        nodes, leaves = dict(self._nodes), [self.x]
+        made = {v.id for n in nodes.values() for v in n.outputs} | {self.x.id}
+        stack = [a for n in nodes.values() for a in n.inputs if isinstance(a, Value) and a.id not in made]
+        seen: set[int] = set()
+        while stack:
+            value = stack.pop()
+            if value.id in seen:
+                continue
+            seen.add(value.id)
+            node = self.maker(value)
+            if self._literal(value):
+                below = [] if node is None else [a for a in node.inputs if isinstance(a, Value)]
+            elif value.id == self.base(value).id:
+                leaves.append(value)
+                continue
+            else:
+                below = [a for a in self.block.producer[value.id].inputs[:1] if isinstance(a, Value)]
+            if node is not None:
+                nodes[node.id] = node
+            stack += below
+        return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Channels in groups: what a reshape makes of them, with statistics over a group's channels and over another axis, or more.
+
+    Attributes:
+      x: the value before the reshape.
+      groups, each: their number, and the channels of one.
+      batch_axes: leading axes of x that no sum is over, where those of positions and then the channels follow; None in another layout.
+    """
+
+    x: Value
+    groups: int
+    each: int
+    batch_axes: int | None
+
+    @classmethod
+    def of(cls, around: Surroundings) -> Groups | None:
+        """What is normalised at a root, as groups; None where it is none."""
+        value, sums = around.x, around.sums_of_x or around.sums
+        while (maker := around.maker(value)) is not None and maker.primitive == "convert_element_type":
+            value = maker.inputs[0]
+        if maker is None or maker.primitive != "reshape" or not isinstance(x := maker.inputs[0], Value):
+            return None
+        summed = set(summed_axes(sums[0], around.x))
+        starts = {math.prod(x.shape[:i]): n for i, n in enumerate(x.shape)}  # entries before an axis -> its length
+        for i, (groups, each) in enumerate(itertools.pairwise(value.shape)):
+            split = min(groups, each) > 1 and starts.get(math.prod(value.shape[:i])) == groups * each
+            if split and i not in summed and i + 1 in summed and len(summed) > 1:
+                return cls(x, groups, each, _batch_axes(x.shape, value.shape, i, summed))
+        return None
+
+
+def _batch_axes(before: Sequence[int], after: Sequence[int], i: int, summed: set[int]) -> int | None:
+    """How many axes are no positions, where the channels are the last axis, and axes `i` and the next one behind the reshape."""
+    batch = min(a for a in summed if a != i + 1)
+    last = (*before[:-1],) == (*after[:i],) and len(after) == i + 2
+    return batch if last and summed == {*range(batch, i), i + 1} else None
+
+
+def crossing(view: View, x: int, root: int) -> int | None:
+    """The canonical node in which one axis of x is met by another of its axes, as where a mean over rows is read along columns.
+
+    Args:
+      x, root: canonical nodes; the nodes between them are looked at.
+    """
+    known: dict[int, dict[int, int]] = {x: {i: i for i in range(len(view.nodes[x].shape))}}
+    for node in view.nodes[: root + 1]:  # operands stand before their readers
+        if node.id in known or node.op in ("leaf", "one"):
+            continue
+        mine: dict[int, int] = {}  # axis of the node -> the axis of x that it is
+        for operand in node.operands:
+            for axis, of in known.get(operand.nid, {}).items():
+                slot = operand.axes[axis] if axis < len(operand.axes) else -1  # a reshape's operand names none
+                if slot >= 0 and mine.setdefault(slot, of) != of:
+                    return node.id
+        known[node.id] = mine
+    return None

@@ -1,0 +1,6 @@
+"""Passes `fused_multi_transformer` and its kin: a whole layer of the sites of other passes, and rows of layers, as one op.
+
+Read `multi_transformer` first (the passes), then `reading` (a layer read off a block's view in which its sites are folded), `site`
+(cut out of its block), `plan` (the op and its operands) and `stacks` (rows of layers). The others each read one part: `norms`,
+`projections`, `rotary`, `rotary_tables`, `caches`, `streams`, `factors`, `axes`, `devices`. `sample` is what their pictures show.
+"""

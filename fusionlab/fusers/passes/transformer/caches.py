@@ -1,0 +1,156 @@
+"""How the keys and values of a layer join those of the tokens before: appended to them, or written into a cache at a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....graph.canonical.nodes import ONE, CNode
+from ....graph.canonical.view import View
+from .axes import Atoms, Shown, Side, Unread, Walk, renamed
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How the keys (or values) of a call join those before: `kind` is "append" or "write", `node` makes all of them, `step` is where
+    they are written, counted from the end where it is negative and `from_the_end`.
+    """
+
+    kind: str
+    node: int
+    shown: Shown
+    before: Side
+    step: int | None
+    from_the_end: bool = False
+
+
+def joins(node: CNode) -> tuple[tuple[Any, ...], int]:
+    """(raw shapes of what a concatenation joins, along which raw axis); ((), -1) where that is not known."""
+    known, _ = node.params
+    return (known[1], int(dict(known[2])["dimension"])) if known[0] == "params" else ((), -1)
+
+
+class CacheWalk(Walk):
+    """The part of a reading that is about caches. `met` holds the nodes that belong to the layer."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self.met: list[int] = []
+
+    def cached(self, side: Side) -> tuple[Cache | None, Side]:
+        """The cache that keys or values join, if any, and those of this call."""
+        node = self.node(side.nid)
+        if node.op == "concatenate" and self.joins_cache(side):
+            return self.appended(node, side)
+        if node.op == "dynamic_update_slice":
+            return self.written(node, side)
+        return None, renamed(side, {"s": "t"})
+
+    def joins_cache(self, side: Side) -> bool:
+        """Whether keys or values are put together of two along their positions, or written into others."""
+        node = self.node(side.nid)
+        if node.op != "concatenate":
+            return node.op == "dynamic_update_slice"
+        shapes, axis = joins(node)
+        lengths = [sum(s[d] for s in shapes) if d == axis else n for d, n in enumerate(shapes[0] if shapes else ())]
+        own = iter(side.shown)
+        along = [next(own) if n != 1 else () for n in lengths][axis : axis + 1]
+        return len(node.operands) == 2 and along != [("c",)]
+
+    def appended(self, node: CNode, side: Side) -> tuple[Cache, Side]:
+        shapes, axis = joins(node)
+        old, new = node.operands
+        sides = [self._joined(node, side, edge, shape, axis) for edge, shape in zip((old, new), shapes, strict=False)]
+        if len(sides) != 2 or old.coef != 1 or new.coef != 1:
+            raise Unread("keys or values are put together in a way that is not known", node.id)
+        self.met.append(node.id)
+        before, fresh = renamed(sides[0], {"s": "p"}), renamed(sides[1], {"s": "t"})
+        self.sizes["p"] = int(shapes[0][axis])
+        self.sizes.setdefault("t", int(shapes[1][axis]))
+        return Cache("append", node.id, side.shown, before, None), fresh
+
+    def _joined(self, node: CNode, side: Side, edge: Any, shape: Any, axis: int) -> Side:
+        """One operand of a concatenation along `axis`, or the update of a larger one."""
+        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
+        theirs, own = iter(edge.axes), iter(side.shown)
+        made = (
+            self.view.values_of[node.id][0].shape if axis < 0 else [2 if d == axis else n for d, n in enumerate(shape)]
+        )
+        for size, whole in zip(shape, made, strict=True):
+            atoms = next(own) if whole != 1 else ()
+            if size == 1:
+                continue
+            source = next(theirs)
+            if source < 0:
+                raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
+            found[source] = atoms
+        return Side(edge.nid, tuple(found))
+
+    def written(self, node: CNode, side: Side) -> tuple[Cache, Side]:
+        known, _ = node.params
+        if known[0] != "params":
+            raise Unread("a cache is written in a way that is not known", node.id)
+        shape, update, *_ = known[1]
+        old, new, *starts = node.operands
+        own = iter(side.shown)
+        atoms = [next(own) if n != 1 else () for n in shape]
+        moving = [d for d, n in enumerate(update) if n != shape[d]]
+        if len(moving) != 1 or atoms[moving[0]] != ("s",) or old.coef != 1 or new.coef != 1:
+            raise Unread("a cache is written otherwise than at one place along its positions", node.id, "axes")
+        at = starts[moving[0]]
+        if any(s.nid != ONE or s.coef != 0 for d, s in enumerate(starts) if d != moving[0]):
+            raise Unread("a cache is written at other than its first head, feature or batch entry", node.id, "axes")
+        if at.coef != 1 and at.nid != ONE:
+            raise Unread("a cache is written at a multiple of a step", node.id)
+        self.met.append(node.id)
+        fresh = renamed(self._part(node, new, update, atoms), {"s": "t"})
+        self.sizes.setdefault("t", int(update[moving[0]]))
+        before = self._part(node, old, shape, atoms)
+        if at.nid == ONE:
+            raise Unread(f"a cache is written at the fixed position {at.coef}", node.id)
+        step = self.before_wrapping(at.nid, int(shape[moving[0]]))
+        return Cache("write", node.id, side.shown, before, at.nid if step is None else step, step is not None), fresh
+
+    def _part(self, node: CNode, edge: Any, shape: Any, atoms: list[Atoms]) -> Side:
+        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
+        theirs = iter(edge.axes)
+        for size, own in zip(shape, atoms, strict=True):
+            if size == 1:
+                continue
+            source = next(theirs)
+            if source < 0:
+                raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
+            found[source] = own
+        return Side(edge.nid, tuple(found))
+
+    def before_wrapping(self, nid: int, length: int) -> int | None:
+        """The index of which this is `where(index < 0, index + length, index)`, as JAX has it of any index; None where it is not."""
+        node = self.node(nid)
+        if node.op != "select" or len(node.operands) != 3:
+            return None
+        negative, index, wrapped = node.operands
+        test, added = self.node(negative.nid), self.node(wrapped.nid)
+        if test.op != "gt" or added.op != "iadd" or len(test.operands) != 2 or len(added.operands) != 2:
+            return None
+        zero, tested = test.operands
+        numbers = [o.coef for o in added.operands if o.nid == ONE]
+        plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
+        whole = (
+            zero.nid == ONE
+            and zero.coef == 0
+            and tested.coef == 1
+            and index.coef == 1
+            and negative.coef == wrapped.coef == 1
+        )
+        return index.nid if whole and numbers == [length] and plain == [index.nid] and tested.nid == index.nid else None
+
+    def same_cache(self, keys: Cache | None, values: Cache | None) -> None:
+        """Keys and values join their caches alike."""
+        if keys is None or values is None:
+            return
+        if keys.kind != values.kind:
+            raise Unread("keys are appended and values are written, or the other way round", values.node)
+        if (keys.step, keys.from_the_end) != (values.step, values.from_the_end):
+            raise Unread("keys and values are written at different positions", values.node)
+        if keys.before.nid == values.before.nid:
+            raise Unread("keys and values are kept in one cache", values.node)

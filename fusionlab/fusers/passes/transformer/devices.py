@@ -1,0 +1,107 @@
+"""The plan of a layer whose heads and inner features are spread over devices: the op's two parts, and what devices sum between them.
+
+The sums over devices, c_allreduce_sum in Paddle's fused_multi_transformer, stay the program's own collectives, one behind each part, before
+the bias: no fusion crosses them. The entry to the block, Paddle's c_identity, is a pvary that JAX puts where types tell what varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....kernels import OPS
+from ....kernels.ops.multi_transformer.checks import OF_ATTENTION
+from ...engine.base import Plan
+from .plan import Maker, Planned, plan_by
+
+_ATTENTION_ONLY = (
+    "cache",
+    "cache_layout",
+    "gives_keys",
+    "rotary",
+    "is_causal",
+    "mask_value",
+    "scale",
+    "qkv",
+    "heads",
+    "kv_heads",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class OverDevices(Plan):
+    """A plan whose `op`, `attrs` and `operands` are those of the attention's part.
+
+    Attributes: `axes` (mesh axes that both parts are summed over), `sums` (the dtype that each is summed in), `makers` (slot -> the
+    operand, of the region's inputs), `forward` (attributes of the feed-forward's part).
+    """
+
+    axes: tuple[str, ...] = ()
+    sums: tuple[Any, ...] = ()
+    makers: Mapping[str, Maker] = field(default_factory=dict)
+    forward: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self, *inputs: Any) -> Any:
+        x = self.makers["x"](inputs)
+        attended, *keys = self.op.call(*self.operands(*inputs), **self.attrs)
+        a = self.added(x, attended, "out", 1, inputs)
+        given = {
+            "x": a,
+            **{n: make(inputs) for n, make in self.makers.items() if n != "x" and n in self.forward["present"]},
+        }
+        (fed,) = self.op.call(*given.values(), **self.forward)
+        return self.finish((self.added(a, fed, "down", 2, inputs), *keys))
+
+    def added(self, x: Any, part: Any, slot: str, number: int, inputs: Any) -> Any:
+        """x and what the devices' parts sum to, with its bias; behind the norm where that comes last."""
+        total = jax.lax.psum(part.astype(self.sums[number - 1]), self.axes)
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # 16 bits are rounded to once, as by the op on one device
+        bias = self.makers.get(f"{slot}_bias.0")
+        if bias is not None:
+            total = total.astype(wide) + jnp.reshape(bias(inputs), -1).astype(wide)
+        total = (x.astype(wide) + total.astype(wide)).astype(x.dtype)
+        epsilon = self.attrs["epsilons"][number - 1]
+        if self.attrs["pre_norm"] or epsilon is None:
+            return total
+        scale, shift = (
+            None if make is None else make(inputs)
+            for make in (self.makers.get(f"norm{number}_{part}.0") for part in ("scale", "bias"))
+        )
+        return OPS["layer_norm"].call(total, scale, shift, kind=self.attrs["norm"], epsilon=epsilon)
+
+
+def plan_over_devices(planned: Planned, implementation: str | None) -> Plan:
+    """The plan of a layer that sums over the mesh axes `planned.site.layer.axes`."""
+    attrs, makers = planned.attrs, planned.makers
+    norms = {1: ("norm1_scale", "norm1_bias"), 2: ("norm2_scale", "norm2_bias")} if attrs["pre_norm"] else {}
+    outside = {"norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias", "out_bias", "down_bias"}
+
+    def own(part: str) -> dict[str, Maker]:
+        number = 1 if part == "attention" else 2
+        kept = {n: n.partition(".")[0] for n in makers}
+        return {
+            n: makers[n]
+            for n, slot in kept.items()
+            if slot == "x"
+            or slot in norms.get(number, ())
+            or (slot not in outside and (slot in OF_ATTENTION) == (number == 1))
+        }
+
+    first = plan_by({**attrs, "part": "attention"}, own("attention"), planned.results, implementation)
+    rest = {n: v for n, v in attrs.items() if n not in _ATTENTION_ONLY}
+    forward = {**rest, "part": "feed_forward", "present": tuple(own("feed_forward")), "implementation": implementation}
+    return OverDevices(
+        first.op,
+        first.attrs,
+        first.operands,
+        first.finish,
+        f"{OPS['multi_transformer'].formula(**attrs)}, summed over {', '.join(planned.site.layer.axes)}",
+        axes=planned.site.layer.axes,
+        sums=planned.site.sums,
+        makers=makers,
+        forward=forward,
+    )

@@ -1,0 +1,109 @@
+"""The norms of a layer: folded sites, whose scale and shift may stand behind them where the norm's own site is without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....graph.canonical.fused_nodes import Labelled
+from .axes import Side, Unread, number_of, slot_of
+from .streams import StreamWalk
+
+EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
+_BEHIND = (("sum", "bias"), ("prod", "scale"))  # what is done last, first
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm: `out` is its result, and `site` is the node of its own site, which may be without the scale and the shift."""
+
+    out: Side
+    site: int
+    x: Side
+    kind: str
+    epsilon: float
+    scale: Side | None
+    bias: Side | None
+
+    @property
+    def nid(self) -> int:
+        return self.out.nid
+
+
+class NormWalk(StreamWalk):
+    """The part of a reading that is about norms."""
+
+    def norm(self, side: Side) -> Norm:
+        """The norm that makes a value, where it is one over the model's width."""
+        inner, behind = self._without(side)
+        node = self.node(inner.nid)
+        if node.op != "layer_norm" or not isinstance(node.params, Labelled):
+            raise Unread(f"{self.node(side.nid).op} stands where the op has a norm", side.nid)
+        known = dict(zip(node.params.labels, inner.shown, strict=True))
+        over = [x for x, name in enumerate(node.params.names) if name == "n"]
+        if [known.get(x) for x in over] != [("e",)]:
+            raise Unread("a norm is taken over other axes than the model's width", side.nid, "axes")
+        sides = dict(behind)
+        for slot in ("x", "scale", "bias"):
+            i = slot_of(node, slot)
+            if i is None:
+                continue
+            if node.operands[i].coef != 1:
+                raise Unread("a norm's operand is multiplied by a number", side.nid, "scalar")
+            if slot != "x" and behind:
+                raise Unread(f"a norm has a {slot}, and more behind it", side.nid)
+            sides[slot] = Side(node.operands[i].nid, tuple(known[x] for x in node.operands[i].axes))
+        epsilon = number_of(node, "epsilon")
+        if epsilon > EPSILON_LIMIT:
+            raise Unread(
+                f"epsilon is {epsilon:g}, above the {EPSILON_LIMIT:g} up to which a layer is fused", side.nid, "scalar",
+                "take a smaller epsilon, if that is what is meant",
+            )  # fmt: skip
+        self.met += dict.fromkeys((inner.nid, side.nid))
+        kind = str(dict(node.params.traits)["kind"])
+        return Norm(side, inner.nid, sides["x"], kind, epsilon, sides.get("scale"), sides.get("bias"))
+
+    def normed(self, side: Side) -> Side | None:
+        """The node of the norm that makes a value, if one does."""
+        inner, _ = self._without(side)
+        return inner if self.node(inner.nid).op == "layer_norm" else None
+
+    def norm_from(self, norm: Side) -> Side:
+        """What a norm's scale and shift make of it, where they stand behind it and nothing else reads it without them."""
+        if any(slot_of(self.node(norm.nid), slot) is not None for _, slot in _BEHIND):
+            return norm
+        side = norm
+        for op, _ in reversed(_BEHIND):
+            readers = self.readers(side.nid)
+            if [n.op for n in readers] != [op]:
+                continue
+            known = next(
+                self.slots(readers[0], i, side.shown) for i, o in enumerate(readers[0].operands) if o.nid == side.nid
+            )
+            if len(known) == len(readers[0].shape):
+                made = self.result(readers[0], known)
+                side = made if self._parted(made) is not None else side
+        return side
+
+    def _without(self, side: Side) -> tuple[Side, dict[str, Side]]:
+        """What a norm's scale and shift behind it are of, and they themselves."""
+        found: dict[str, Side] = {}
+        for op, slot in _BEHIND:
+            parts = self._parted(side) if self.node(side.nid).op == op else None
+            if parts is not None:
+                side, found[slot] = parts
+        return side, found
+
+    def _parted(self, side: Side) -> tuple[Side, Side] | None:
+        """(the other, a vector along the model's width) of a sum or a product of two, neither with a factor."""
+        node = self.node(side.nid)
+        if (
+            len(node.operands) != 2
+            or any(o.coef != 1 for o in node.operands)
+            or (node.op == "prod" and node.params != (1.0, 1.0))
+        ):
+            return None
+        sides = [Side(o.nid, tuple(side.shown[x] for x in o.axes)) for o in node.operands]
+        for whole, vector in (sides, sides[::-1]):
+            if vector.shown == (("e",),) and len(whole.shown) == len(side.shown):
+                return whole, vector
+        return None

@@ -1,0 +1,350 @@
+"""The `multi_transformer` op that stands in for a layer that was read: its attributes, its operands out of the site's inputs, and what
+of its results the site makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....errors import ArgumentError, UnknownNameError
+from ....graph.canonical.nodes import tidy
+from ....graph.canonical.view import View
+from ....graph.matching.region import Region, region_signature
+from ....graph.program.in_shard_map import make_jaxpr
+from ....kernels import OPS
+from ....kernels.ops.multi_transformer.checks import TURNED
+from ...engine.base import Plan, Search
+from .axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
+from .factors import FACTOR, factors_of
+from .rotary import NEIGHBOURS
+from .rotary_tables import Table
+from .site import Leaf, Site
+
+_PLAIN = {"softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
+
+
+def attributes_of(site: Site) -> dict[str, Any]:
+    """The op's attributes.
+
+    Raises:
+      Unread: the attention is one that the op has no room for.
+    """
+    layer, attention = site.layer, site.attention
+    if {"factors", "dropout_key"} & attention.leaves.keys():
+        raise Unread("its attention drops weights, or has factors on them", layer.attention, "dropout")
+    for name, plain in _PLAIN.items():
+        if attention.attrs.get(name, plain) != plain:
+            raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
+    if layer.norm1.kind != layer.norm2.kind:
+        raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
+    if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
+        what = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
+        raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
+    window = attention.attrs.get("window")
+    is_causal = bool(attention.attrs.get("is_causal", False)) and window is None
+    if window is not None and site.masks:
+        raise Unread(f"its attention has window = {window} and a mask or bias", layer.attention, "mask")
+    if (is_causal or window is not None) and layer.key_cache is not None:
+        raise Unread(
+            "its attention hides keys by their place in the cache from its first position on, whatever the step",
+            layer.attention,
+            "mask",
+        )
+    active = layer.gate or layer.up
+    return {
+        "layers": 1,
+        "heads": layer.sizes.get("h", 1),
+        "kv_heads": layer.key_heads,
+        "qkv": layer.columns,
+        "pre_norm": layer.pre_norm,
+        "norm": layer.norm1.kind,
+        "epsilons": (layer.norm1.epsilon, layer.norm2.epsilon),
+        "activation": active.activation,
+        "gated": layer.gate is not None,
+        "scale": float(tidy(float(attention.attrs["scale"]) * site.factor)),
+        "is_causal": is_causal,
+        "mask_value": float(attention.attrs.get("mask_value", -jnp.inf)),
+        "cache": layer.key_cache.kind if layer.key_cache else None,
+        "cache_layout": "BHSD" if site.heads_before_length else "BSHD",
+        "rotary": None if layer.rotary is None else 1,
+        "gives_keys": bool(site.others) and layer.key_cache is None,
+        "precision": site.precisions[0],
+        "attention_precision": site.precisions[1],
+    }
+
+
+Maker = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, each root of the region of the results.
+
+    `takes` and `gives` are how x and the root lie in the program: the op's batch axes, and each raw axis as letters with their lengths.
+    """
+
+    site: Site
+    attrs: Mapping[str, Any]
+    makers: Mapping[str, Maker]
+    results: tuple[Maker, ...]
+    takes: Any
+    gives: Any
+
+    def plan(self, implementation: str | None) -> Plan:
+        return plan_by(self.attrs, self.makers, self.results, implementation)
+
+
+def plan_by(
+    attrs: Mapping[str, Any], makers: Mapping[str, Maker], results: Sequence[Maker], implementation: str | None
+) -> Plan:
+    """The plan of a call with these operands, by slot."""
+    op = OPS["multi_transformer"]
+    full = {**attrs, "present": tuple(makers), "implementation": implementation}
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        return tuple(make(inputs) for make in makers.values())
+
+    def finish(outs: Any) -> Any:
+        made = [result(outs) for result in results]
+        return tuple(made) if len(made) > 1 else made[0]
+
+    return Plan(op, full, operands, finish, op.formula(**full))
+
+
+def planned(view: View, site: Site) -> Planned:
+    """The call that stands for a layer.
+
+    Raises:
+      Unread: the op has no room for something in it.
+    """
+    planner = _Planner(view, site)
+    attrs = attributes_of(site) | {"turned": planner.turned}
+    root = raw_axes(view, site.region.root, site.layer.root.shown)
+    made = dict(planner.makers(attrs)), tuple(planner.results(attrs))
+    return Planned(site, attrs, *made, planner.sized(planner.axes["x"]), planner.sized(root))
+
+
+class _Planner:
+    def __init__(self, view: View, site: Site) -> None:
+        self.view, self.site = view, site
+        self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
+        self.where = {v.id: i for i, v in enumerate(site.region.inputs)}
+        self.axes = {slot: self.raw(slot, leaf) for slot, leaf in site.leaves.items()}
+
+    def sized(self, axes: Sequence[Atoms]) -> Any:
+        return self.site.letters("b"), tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
+
+    def raw(self, slot: str, leaf: Leaf) -> tuple[Atoms, ...]:
+        return raw_axes(self.view, self.region.leaves[slot], leaf.side.shown)
+
+    def makers(self, attrs: Mapping[str, Any]) -> Iterator[tuple[str, Maker]]:
+        """Slot -> the operand, of the region's inputs."""
+        shared = ("x", "step")
+        yield "x", self.arranged("x")
+        yield from ((slot, self.table(table)) for slot, table in self.site.tables.items())
+        if self.site.masks:
+            yield from self.masked()
+        elif (window := self.site.attention.attrs.get("window")) is not None:
+            is_causal = bool(self.site.attention.attrs.get("is_causal", False))
+            yield "mask", lambda _: _in_window(self.sizes.get("t", 1), self.sizes.get("s", 1), window, is_causal)
+        if "step" in self.site.leaves:
+            yield "step", self.step
+        for slot in self.site.leaves:
+            if slot in shared or slot.endswith(FACTOR):
+                continue
+            made = self.as_it_lies(slot) or self.arranged(slot)
+            if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
+                batch, length, heads, features = self.site.leaves[slot].groups
+                made = self.arranged(slot, (batch, heads, length, features))
+            yield f"{slot}.0", self.multiplied(slot, made)
+
+    def table(self, table: Table) -> Maker:
+        """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
+        axes, rotary = raw_axes(self.view, table.value, table.side.shown), self.layer.rotary
+        batch = {a for axis in axes for a in axis if a.startswith("b")}
+        if batch and batch != set(self.site.letters("b")):
+            raise Unread(
+                "the tables of its rotary embedding differ along some of its batch axes", self.layer.attention, "rotary"
+            )
+        at = [self.where[self.region.leaves[f"table:{v.id}"].id] for v in table.inputs]
+        program = table.program(self.region.block, self.region.known)
+        groups = (self.site.letters("b"), ("t",), (rotary.width if rotary else "c",))
+        check_groups(axes, groups, table.side.nid)
+        times = 2 if groups[-1] == ("w",) else 1
+
+        def made(inputs: Sequence[Any]) -> Any:
+            whole = arranged(program(*(inputs[i] for i in at)), axes, groups, self.sizes)
+            whole = in_halves(whole) if rotary is not None and rotary.neighbours else whole
+            return jnp.concatenate([whole] * times, axis=-1)
+
+        return made
+
+    def arranged(self, slot: str, groups: Any = None) -> Maker:
+        have, at = self.axes[slot], self.where[self.region.leaves[slot].id]
+        groups = groups or self.site.leaves[slot].groups
+        check_groups(have, groups, self.site.leaves[slot].side.nid)
+        return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
+
+    def factors(self, slot: str) -> tuple[float, str | None]:
+        """(number, slot of a vector) that a weight or bias is multiplied by."""
+        layer = self.layer
+        product = {"out": layer.out, "up": layer.up, "down": layer.down}.get(slot.removesuffix("_bias"))
+        return (1.0, None) if product is None else factors_of(product, slot, self.region.leaves)
+
+    def part(self, slot: str) -> slice | None:
+        """The columns of a weight or bias that are one side of a gate, where there are others."""
+        product = {"up": self.layer.up, "gate": self.layer.gate}.get(slot.removesuffix("_bias"))
+        return None if product is None or product.part is None else slice(product.part[0], sum(product.part))
+
+    def turns_neighbours(self, slot: str) -> bool:
+        """Whether a weight or bias has columns whose neighbours are turned as pairs, where the op turns halves."""
+        rotary = self.layer.rotary
+        return rotary is not None and rotary.neighbours and slot.removesuffix("_bias") in ("q", "k")
+
+    def as_halves(self, slot: str) -> bool:
+        """Whether the op has other columns of an operand than the program, or in another order."""
+        return self.turns_neighbours(slot) or self.part(slot) is not None
+
+    def multiplied(self, slot: str, made: Maker) -> Maker:
+        """An operand, its last axis the product's features, times what the program multiplies the product by."""
+        number, vector = self.factors(slot)
+        if self.turns_neighbours(slot):
+            return lambda inputs: in_halves(made(inputs))
+        if (part := self.part(slot)) is not None:
+            return lambda inputs: made(inputs)[..., part]
+        if vector is not None:
+            along = self.arranged(vector)
+            return lambda inputs: made(inputs) * (along(inputs) * number)
+        return made if number == 1.0 else lambda inputs: made(inputs) * number
+
+    @property
+    def turned(self) -> tuple[str, ...]:
+        """The weights that lie [out, in], as the op has them named."""
+        return tuple(slot for slot in TURNED if slot in self.site.leaves and self.lies(slot) == "turned")
+
+    def lies(self, slot: str) -> str | None:
+        """How a weight's letters stand in the program's array: as the op has them, "turned", or otherwise (None)."""
+        value, leaf = self.region.leaves[slot], self.site.leaves[slot]
+        have = [a for axis in self.axes[slot] for a in axis]
+        wanted = [a for group in leaf.groups for a in group if a in have]
+        ends = [a for group in leaf.groups[-1:] if slot == "out" for a in group] or list(leaf.groups[0])
+        turned = (
+            [*ends, *(a for a in wanted if a not in ends)]
+            if slot == "out"
+            else [*(a for a in wanted if a not in ends), *ends]
+        )
+        matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
+        fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
+        if not fits or self.factors(slot) != (1.0, None) or self.as_halves(slot):
+            return None
+        return "plain" if have == wanted else "turned" if have == turned else None
+
+    def as_it_lies(self, slot: str) -> Maker | None:
+        """The weight or bias itself, where the op takes it as it lies."""
+        at = self.where[self.region.leaves[slot].id]
+        if slot in TURNED and self.lies(slot) is not None:
+            return lambda inputs: inputs[at]
+        value = self.region.leaves[slot]
+        if self.as_halves(slot):
+            return None
+        return (lambda inputs: inputs[at]) if slot.endswith("_bias") and len(value.shape) == 1 else None
+
+    def step(self, inputs: Sequence[Any]) -> Any:
+        """Where the program writes its cache: clamped, as an update of a slice is."""
+        step, length = inputs[self.where[self.region.leaves["step"].id]], self.sizes["s"]
+        step = step.astype(jnp.int32) if step.dtype.itemsize < 4 else step  # of 8 bits, it may not count to the length
+        if self.layer.key_cache is not None and self.layer.key_cache.from_the_end:
+            step = jnp.where(step < 0, step + length, step)
+        return jnp.clip(step, 0, length - self.sizes.get("t", 1)).astype(jnp.int32)
+
+    def masked(self) -> Iterator[tuple[str, Maker]]:
+        """The mask or bias, made as the attention's own site makes it."""
+        attention, own = self.site.attention, self.site.attention.region
+        assert own is not None
+        of_mask = {
+            own.leaves[theirs].id: self.where[self.region.leaves[mine].id] for mine, theirs in self.site.masks.items()
+        }
+
+        def both(inputs: Sequence[Any]) -> tuple[Any, ...]:
+            given = [inputs[of_mask[v.id]] if v.id in of_mask else jnp.zeros(v.shape, v.dtype) for v in own.inputs]
+            return attention.plan.operands(*given)
+
+        shapes = jax.eval_shape(lambda *xs: both(xs), *(v.aval for v in self.region.inputs))
+        found = [number for number in (3, 4) if shapes[number] is not None]
+        if len(found) > 1:
+            raise Unread("its attention has a mask and a bias", self.layer.attention, "mask")
+        if any(len(shapes[number].shape) > 4 for number in found):
+            raise Unread("its mask has several batch axes", self.layer.attention, "axes")
+        if found:
+            keys = self.sizes.get("s", 1)
+            yield "mask", lambda inputs: _over_keys(both(inputs)[found[0]], keys)
+
+    def results(self, attrs: Mapping[str, Any]) -> list[Maker]:
+        """The region's roots, of the op's results."""
+        batch, sizes = self.site.letters("b"), self.sizes
+        root = self.region.root
+        want = raw_axes(self.view, root, self.layer.root.shown)
+        check_groups(want, (batch, ("t",), ("e",)), self.layer.root.nid)
+        made = [lambda outs: restored(outs[0], (batch, ("t",), ("e",)), want, root.shape, sizes)]
+        key = "g" if "g" in sizes else "h"
+        for other in self.site.others:
+            length = "t" if self.layer.key_cache is None else "s"
+            middle = ((key,), (length,)) if attrs["cache_layout"] == "BHSD" else ((length,), (key,))
+            groups = (batch, *middle, ("d" if other.of_values else "c",))
+            axes = raw_axes(self.view, other.value, other.side.shown)
+            check_groups(axes, groups, other.side.nid)
+            made.append(
+                lambda outs, g=groups, w=axes, o=other: restored(
+                    outs[2 if o.of_values else 1], g, w, o.value.shape, sizes
+                )
+            )
+        return made
+
+
+def _in_window(queries: int, keys: int, window: tuple[int, int], is_causal: bool) -> Any:
+    """Which keys a query sees, [1, 1, queries, keys]: so many before its own position and so many behind it."""
+    ahead = jnp.arange(keys) - jnp.arange(queries)[:, None]
+    seen = (ahead >= -window[0]) & (ahead <= (0 if is_causal else window[1]))
+    return seen[None, None]
+
+
+def in_halves(x: Any) -> Any:
+    """The entries along the last axis with even numbers, and then those with odd ones."""
+    pairs = jnp.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
+    return jnp.reshape(jnp.swapaxes(pairs, -1, -2), x.shape)
+
+
+def _over_keys(x: Any, keys: int) -> Any:
+    """A mask as [batch, heads, queries, keys], with every key."""
+    x = jnp.reshape(x, (*(1,) * (4 - x.ndim), *x.shape))
+    return jnp.broadcast_to(x, (*x.shape[:3], keys))
+
+
+def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
+    """Whether the op takes the operands, and gives results of the dtypes that the program has.
+
+    Raises:
+      Unread: it does not; the program is left as it is.
+    """
+    region = planned.site.region
+    key = ("layer fits", region_signature(region), tuple(sorted(planned.attrs.items())))
+    problem = search.certifier.once(key, lambda: _misfit(region, plan))
+    if problem is not None:
+        raise Unread(problem[1], planned.site.layer.attention, problem[0])
+
+
+def _misfit(region: Region, plan: Plan) -> tuple[str, str] | None:
+    """(code, why) the op cannot stand for a region."""
+    try:
+        made = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
+    except (ArgumentError, UnknownNameError) as error:
+        return "structure", f"the op does not take it: {error}"
+    for root, aval in zip(region.roots, made, strict=True):
+        if (root.shape, root.dtype) != (aval.shape, aval.dtype):
+            return "dtype", f"the op would give {aval.dtype}{list(aval.shape)} for {root!r}"
+    return None

@@ -1,0 +1,244 @@
+"""The projections of a layer: products that make queries, keys and values of one value, each its own or one for all three."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....graph.canonical.fused_nodes import Labelled, labels_of
+from ....graph.canonical.view import View
+from .axes import Atoms, Cut, Side, Unread, letters_in, slot_of
+from .rotary import Rotary, RotaryWalk
+
+PRODUCTS = ("gemm_epilogue", "dot")
+CODES = {
+    "name": "named_residual",
+    "stop_gradient": "stop_gradient",
+    "custom_jvp_call": "custom_rule",
+    "custom_vjp_call": "custom_rule",
+}  # of what stands where the op has something else
+HELD = {
+    "name": "it names a value inside the layer, which a remat policy may ask for",
+    "stop_gradient": "it stops a gradient inside the layer",
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product with what follows it.
+
+    Attributes: `nid`, `out` (its own axes, or those of what the next make of it), `x`, `w`, `bias` (None: none), `activation`, `factor` (a
+    vector that it is multiplied by behind its bias; None: none), `stretch` (a number that its weight is multiplied by), `part` (the first
+    and the number of those of the weight's columns that it is of; None: all).
+    """
+
+    nid: int
+    out: Side
+    x: Side
+    w: Side
+    bias: Side | None
+    activation: str
+    factor: Side | None = None
+    stretch: float = 1.0
+    part: tuple[int, int] | None = None
+
+
+class ProjectionWalk(RotaryWalk):
+    """The part of a reading that is about the projections.
+
+    Attributes: `attention` (canonical node), `steps` (done so far), `decoder`, `is_fused` (as far as known), `held` (a node inside that a
+    fused layer may not have, found on the way), `rotary` (how queries and keys are turned).
+    """
+
+    def __init__(self, view: View, attention: int) -> None:
+        super().__init__(view)
+        self.attention = attention
+        self.steps = 0
+        self.decoder = self.is_fused = False
+        self.held: int | None = None
+        self.rotary: Rotary | None = None
+
+    def product(self, side: Side, feature: str, base: str = "e") -> Product:
+        """The product that makes a value with the axis `feature` from its weight, through views."""
+        made = self.through(self.up(side))
+        node = self.node(made.nid)
+        known = dict(zip(labels_of(node) or (), made.shown, strict=False))
+        if node.op == "gemm_epilogue" and isinstance(node.params, Labelled):
+            slots = [slot_of(node, "x"), slot_of(node, "w"), slot_of(node, "bias")]
+            activation = str(dict(node.params.traits)["activation"])
+        elif node.op == "dot":
+            w = next((i for i, o in enumerate(node.operands) if self._has(o, known, feature)), None)
+            slots = [None if w is None else 1 - w, w, None]
+            activation = "none"
+        else:
+            raise Unread(f"{node.op} stands where the op has a projection", node.id)
+        if slots[0] is None or slots[1] is None or any(node.operands[i].coef != 1 for i in slots if i is not None):
+            raise Unread("a product is multiplied by a number", node.id, "scalar")
+        self.met.append(node.id)
+        summed = {x for i in slots[:2] for x in node.operands[i].axes} - known.keys()  # type: ignore[index]
+        new = {x: base if n == 0 else f"{base}{n}" for n, x in enumerate(sorted(summed))}
+        x, w, bias = (None if i is None else self.operand(node, made.shown, i, new) for i in slots)
+        assert x is not None
+        assert w is not None
+        return Product(node.id, made, x, self.up(w, parts=False), bias and self.up(bias, parts=False), activation)
+
+    def through(self, side: Side) -> Side:
+        """Past what a layer may not have, so that it is told at the end that it is a layer but for that."""
+        while self.node(side.nid).op in HELD:
+            self.held = self.held or side.nid
+            edge = self.node(side.nid).operands[0]
+            if len(self.node(side.nid).operands) != 1 or edge.axes != tuple(range(len(side.shown))):
+                break
+            side = self.up(Side(edge.nid, side.shown))
+        return side
+
+    def _has(self, edge: Any, known: dict[int, Atoms], feature: str) -> bool:
+        return any(_holds(atom, feature) for x in edge.axes for atom in known.get(x, ()))
+
+    def projections(self, query: Side, keys: Side, values: Side) -> tuple[Product, Product, Product, str]:
+        if self.sizes.get("s") is not None and not self.decoder and self.sizes["s"] != self.sizes.get("t", 1):
+            raise Unread(
+                f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention",
+                self.attention,
+            )
+        query, keys = self.turned_alike(query, keys)
+        found: list[Product] = []
+        for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
+            self.positioned(side, what)
+            one = self.product(side, feature)
+            if one.activation != "none":
+                raise Unread(
+                    f"the {what} are activated: {one.activation} stands behind their product", one.nid, "activation"
+                )
+            found.append(one)
+            if one.x.nid != found[0].x.nid:
+                raise Unread(f"queries and {what} are made of different values", one.nid)
+            self.steps += 1
+        q, k, v = found
+        together = len({q.nid, k.nid, v.nid})
+        self.is_fused = together == 1
+        self.check_heads(q)
+        if together == 3:
+            return q, k, v, "separate"
+        if together == 2:
+            raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
+        return q, k, v, self.columns(q, k, v)
+
+    def check_heads(self, queries: Product) -> None:
+        """The columns of the queries' weight are heads and their features.
+
+        Raises:
+          Unread: they are rows of the attention too: of one token a text, it has the heads that share a head of keys for rows.
+        """
+        if "t" not in {a for atom in self.features(queries) for a in letters_in(atom)}:
+            return
+        each = self.sizes["t"]
+        raise Unread(
+            f"queries of one position, {each} heads of them for each head of keys on an axis of their own; needed all heads on one axis",
+            queries.nid,
+            "axes",
+            f"repeat keys and values for the heads that share them, jnp.repeat(k, {each}, axis=...): the op reads them without a copy",
+        )
+
+    def turned_alike(self, query: Side, keys: Side) -> tuple[Side, Side]:
+        """What queries and keys are before a rotary embedding, of both or none.
+
+        Raises:
+          Unread: they are not turned alike.
+        """
+        (self.rotary, before), (theirs, keys_before) = self.unturned(query), self.unturned(keys)
+        if (self.rotary is None) != (theirs is None):
+            what, whose = ("queries", query) if theirs is None else ("keys", keys)
+            raise Unread(f"only the {what} are turned by a rotary embedding", whose.nid, "rotary")
+        if self.rotary != theirs:
+            raise Unread("queries and keys are turned by different tables", keys.nid, "rotary")
+        if self.rotary is not None and theirs is not None:
+            self.rotary = replace(self.rotary, products=self.rotary.products | theirs.products)
+        return before, keys_before
+
+    def positioned(self, side: Side, what: str) -> None:
+        """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding in a form that
+        is not read.
+
+        Raises:
+          Unread: one of them.
+        """
+        node = self.node(self.up(side).nid)
+        products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in PRODUCTS}
+        if node.op == "prod" and len(products) == 1:
+            raise Unread(
+                f"the {what} are multiplied by a value that is no number known when tracing, as by a scale of each head",
+                node.id,
+                "scalar",
+            )
+        if node.op in ("sum", "concatenate", "prod"):
+            below = {self.node(o.nid).op for o in node.operands}
+            turned = node.op == "concatenate" or "prod" in below or "concatenate" in below
+            if turned:
+                raise Unread(
+                    f"the {what} are changed between their product and the attention, as by a rotary embedding in another form",
+                    node.id,
+                    "rotary",
+                )
+
+    def up_of(self, edge: Any) -> int:
+        """What an operand is made of, through reshapes."""
+        nid = edge.nid
+        while self.node(nid).op == "reshape":
+            nid = self.node(nid).operands[0].nid
+        return nid
+
+    def columns(self, q: Product, k: Product, v: Product) -> str:
+        """How one product holds the columns of queries, keys and values."""
+        read = [self.strides(self.features(p)) for p in (q, k, v)]
+        (total, *_), c, d = read[0], self.sizes.get("c", 1), self.sizes.get("d", 1)
+        heads = self.sizes.get("h", 1)
+        of_keys = any(_holds(a, "h") for a in self.features(k))
+        few = self.sizes.get("g", heads if of_keys else 1)
+        starts = [start for _, start, _ in read]
+        inner = [strides for *_, strides in read]
+        dense = all(s.get("c", s.get("d", 1)) == 1 for s in inner)
+        by_head = [s.get("h", s.get("g")) for s in inner]
+        if c == d and dense and total == (heads + 2 * few) * c:
+            one = [b is None or b == c for b in by_head]
+            if all(one) and starts == [0, heads * c, (heads + few) * c]:
+                return "concatenated"
+            if few == heads and all(b is None or b == 3 * c for b in by_head) and starts == [0, c, 2 * c]:
+                return "interleaved"
+        raise Unread(
+            "the columns of its one projection are in another order than queries, keys, values, as a whole or by head",
+            q.nid,
+            "axes",
+        )
+
+    def features(self, product: Product) -> Atoms:
+        """The columns of a product's weight, outer first, as the product's axes have them."""
+        rows = {a for axis in product.x.shown for a in axis}
+        return tuple(a for axis in product.out.shown for a in axis if a not in rows)
+
+    def strides(self, atoms: Atoms) -> tuple[int, int, dict[str, int]]:
+        """(number of entries, where the first is, stride of each letter) of merged letters and cuts."""
+        stride, start, found = 1, 0, {}
+        for atom in reversed(atoms):
+            if isinstance(atom, Cut):
+                _inside, first, theirs = self.strides(atom.inner)
+                found.update({a: s * stride for a, s in theirs.items()})
+                start += (atom.start + first) * stride
+            else:
+                found[atom] = stride
+            stride *= self.size(atom)
+        return stride, start, found
+
+    def common_source(self, q: Product, k: Product, v: Product) -> Side:
+        """What all three are made of."""
+        if not q.x.nid == k.x.nid == v.x.nid:
+            raise Unread("queries and keys are made of different values, as in a cross attention", self.attention)
+        if not q.x.shown == k.x.shown == v.x.shown:
+            raise Unread("queries, keys and values read one value along different axes", self.attention, "axes")
+        if any(a not in ("t", "e") and str(a)[0] != "b" for a in q.x.atoms):
+            raise Unread("its attention has rows along an axis of heads, as of one head alone", self.attention, "axes")
+        return q.x
+
+
+def _holds(atom: Any, letter: str) -> bool:
+    return letter in letters_in(atom)

@@ -1,0 +1,442 @@
+"""A whole transformer layer, read off a block's view in which its small sites are folded into the ops they become.
+
+The reading starts at an attention. Upwards it finds the projections and what they are made of, downwards the output projection, the
+residual sums, the norms and the feed-forward. It only says what a layer could be made of: the site is certified like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....graph.canonical.fused_nodes import Labelled, labels_of
+from ....graph.canonical.nodes import CNode
+from ....graph.canonical.view import View
+from ....graph.primitives import SUMS_OVER_DEVICES
+from .axes import Side, Unread, slot_of
+from .caches import Cache
+from .factors import FactorWalk
+from .norms import Norm, NormWalk
+from .projections import CODES, HELD, PRODUCTS, Product
+from .rotary import Rotary
+
+STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer is made of.
+
+    Attributes:
+      root: the node it ends in. x: what it reads, [b.., t, e].
+      q, k, v: their projections; all three the same one in `fused`, whose columns are told by `columns`.
+      keys, values: the call's own, as the attention or the cache reads them.
+      key_cache, value_cache: None where there is none.
+      factor: what queries times keys are multiplied by, besides the attention's own scale.
+      rotary: the tables that queries and keys are turned by, if they are.
+      axes: the mesh axes along which its two last products are summed; none where it is on one device.
+      attention: the attention's node. out, up, gate, down: the other products. norm1, norm2: the attention's and the feed-forward's.
+    """
+
+    root: Side
+    x: Side
+    attention: int
+    q: Product
+    k: Product
+    v: Product
+    keys: Side
+    values: Side
+    key_cache: Cache | None
+    value_cache: Cache | None
+    out: Product
+    norm1: Norm
+    norm2: Norm
+    up: Product
+    gate: Product | None
+    down: Product
+    pre_norm: bool
+    columns: str
+    factor: float
+    rotary: Rotary | None
+    axes: tuple[str, ...]
+    sizes: dict[str, int]
+    halves: dict[str, tuple[str, ...]]
+
+    @property
+    def fused(self) -> bool:
+        return self.columns != "separate"
+
+    @property
+    def decoder(self) -> bool:
+        return self.key_cache is not None
+
+    def parts(self, letter: str) -> tuple[str, ...]:
+        """A letter, or those of its two axes."""
+        return self.halves.get(letter, (letter,))
+
+    @property
+    def key_heads(self) -> int:
+        """Of keys and values: as many as of queries, fewer, or one that they have no axis of."""
+        if "g" in self.sizes:
+            return self.sizes["g"]
+        return self.sizes.get("h", 1) if "h" in self.keys.atoms else 1
+
+
+class Partial(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
+    """A layer that was read so far only: the steps done, whether it is a decoder and fused as far as known, and why it ends."""
+
+    def __init__(
+        self, why: Unread, steps: int, decoder: bool, fused: bool, nids: tuple[int, ...], axes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(str(why))
+        self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
+
+
+class Reader(NormWalk, FactorWalk):
+    """Reads the layer around one attention of a view.
+
+    Raises (`read`):
+      Partial: it is none; the exception says how far it got.
+    """
+
+    def __init__(self, view: View, attention: int) -> None:
+        super().__init__(view, attention)
+        self.met.append(attention)
+        self.factor = 1.0
+        self.axes: tuple[str, ...] = ()
+        self.alone: int | None = None  # the output projection, where no sum over devices reads it
+
+    def read(self) -> Layer:
+        try:
+            return self._read()
+        except Unread as why:
+            op = self.node(why.nid).op
+            if why.code == "structure" and op in CODES:
+                why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, CODES[op])
+            raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes) from None
+
+    def _read(self) -> Layer:
+        node = self.node(self.attention)
+        names = self.letters(node)
+        sides = {slot: self.of_attention(node, names, slot) for slot in ("query", "key", "value")}
+        self.decoder = any(self.joins_cache(sides[slot]) for slot in ("key", "value"))
+        key_cache, keys = self.cached(sides["key"])
+        value_cache, values = self.cached(sides["value"])
+        if (key_cache is None) != (value_cache is None):
+            raise Unread("keys and values do not both join a cache", self.attention)
+        q, k, v, columns = self.projections(sides["query"], keys, values)
+        self.same_cache(key_cache, value_cache)
+        source = self.common_source(q, k, v)
+        out = self.output(node, names)
+        layer = self.around(source, (q, k, v, columns), (keys, values), (key_cache, value_cache), out)
+        if self.held is not None:
+            raise Unread(f"{self.node(self.held).op} stands inside", self.held)
+        return layer
+
+    # -- the attention --------------------------------------------------------------------------------------------
+
+    def letters(self, node: CNode) -> dict[int, str]:
+        """Label of the attention's -> its letter here."""
+        if slot_of(node, "sink") is not None:
+            raise Unread("its attention has a sink", node.id)
+        count, names = itertools.count(), {}
+        for label, name in enumerate(node.params.names):
+            names[label] = f"b{next(count)}" if name == "b" else name
+        if len(set(names.values())) != len(names):
+            raise Unread("its attention has rows or heads along several axes", node.id, "axes")
+        for operand in node.operands:
+            for axis, label in enumerate(operand.axes):
+                self.sizes.setdefault(names[label], self.node(operand.nid).shape[axis])
+        return names
+
+    def of_attention(self, node: CNode, names: dict[int, str], slot: str) -> Side:
+        number = slot_of(node, slot)
+        assert number is not None
+        edge = node.operands[number]
+        if slot != "value" and edge.coef != 0:
+            self.factor *= edge.coef  # of one number times the other, whichever of the two has it
+        elif edge.coef != 1:
+            raise Unread(f"its {slot} is multiplied by {edge.coef:g}", edge.nid, "scalar")
+        return Side(edge.nid, tuple((names[label],) for label in edge.axes))
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def reader(self, side: Side, what: str, wanted: Collection[str], needed: str) -> CNode:
+        """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out."""
+        users = self.readers(side.nid)
+        fit = [n for n in users if n.op in wanted]
+        if len(fit) == 1:
+            return fit[0]
+        if not users:
+            raise Unread(f"nothing reads {what}, needed {needed}", side.nid)
+        if not fit:
+            raise Unread(
+                f"{', '.join(sorted({n.op for n in users}))} reads {what} where the op has {needed}", users[0].id
+            )
+        raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {what}, needed one", side.nid)
+
+    def output(self, node: CNode, names: dict[int, str]) -> Product:
+        """The product that the attention's heads are given to."""
+        side = Side(node.id, tuple((names[x],) for x in node.params.labels))
+        what, ends = "the attention's result", ("the output projection",)
+        user = self.reader(side, what, {"reshape", *PRODUCTS}, *ends)
+        while user.op == "reshape":
+            side = self.after_reshape(user, side.shown)
+            user = self.reader(side, what, {"reshape", *PRODUCTS}, *ends)
+        found = self.consumed(user, side, "e")
+        if found is None:
+            raise Unread(f"{user.op} reads the attention's result where the op has the output projection", user.id)
+        if found.activation != "none":
+            raise Unread(f"the output projection is activated: {found.activation}", user.id, "activation")
+        wanted, read = ({p for a in of for p in self.halves.get(a, (a,))} for of in ("hd", found.x.atoms))
+        if not wanted & self.sizes.keys() <= read:
+            raise Unread("the output projection does not read all heads", user.id, "axes")
+        self.steps += 1
+        return found
+
+    def consumed(self, node: CNode, side: Side, made: str) -> Product | None:
+        """A product that reads `side`, whose weight has the axis `made`; None where the node is none."""
+        if node.op == "gemm_epilogue" and isinstance(node.params, Labelled):
+            slots = [slot_of(node, "x"), slot_of(node, "w"), slot_of(node, "bias")]
+            activation = str(dict(node.params.traits)["activation"])
+        elif node.op == "dot":
+            x = next(i for i, o in enumerate(node.operands) if o.nid == side.nid)
+            slots, activation = [x, 1 - x, None], "none"
+        else:
+            return None
+        ix, iw, ib = slots
+        assert ix is not None
+        assert iw is not None
+        if node.operands[ix].nid != side.nid or any(node.operands[i].coef != 1 for i in slots if i is not None):
+            return None
+        labels = labels_of(node) or ()
+        known = self.slots(node, ix, side.shown)
+        weight = node.operands[iw]
+        fresh = [x for x in weight.axes if x not in known]
+        if len(fresh) > 1 or any(x in labels and x in known for x in weight.axes):
+            raise Unread("a weight has rows, or columns along several axes", node.id, "axes")
+        for x in fresh:
+            self.sizes.setdefault(made, self.node(weight.nid).shape[weight.axes.index(x)])
+            known[x] = (made,)
+        self.met.append(node.id)
+        sides = [Side(node.operands[i].nid, tuple(known[x] for x in node.operands[i].axes)) for i in (ix, iw)]
+        bias = None if ib is None else Side(node.operands[ib].nid, tuple(known[x] for x in node.operands[ib].axes))
+        weight, bias = self.up(sides[1], parts=False), bias and self.up(bias, parts=False)
+        return Product(node.id, self.result(node, known), sides[0], weight, bias, activation)
+
+    def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
+        """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
+        users = self.readers(side.nid)
+        fit = [n for n in users if n.op == "sum" and any(o.nid in of or self.up_of(o) in of for o in n.operands)]
+        return fit[0] if len(fit) == 1 else self.reader(side, what, {"sum"}, "a residual sum")
+
+    def added(self, side: Side, what: str, of: Collection[int]) -> tuple[Side, Side]:
+        """The sum that reads a value, and what it adds to it: one of the nodes `of`, if any."""
+        side = self.towards(side, ("sum",))
+        node = self.sum_of(side, what, of)
+        if len(node.operands) != 2 or any(o.coef != 1 for o in node.operands):
+            raise Unread(f"{what} is added with a factor, or to more than one value", node.id, "scalar")
+        mine = next(i for i, o in enumerate(node.operands) if o.nid == side.nid)
+        known = self.slots(node, mine, side.shown)
+        total = self.result(node, known)
+        other = node.operands[1 - mine]
+        self.met.append(node.id)
+        return total, Side(other.nid, tuple(known[x] for x in other.axes))
+
+    def residual(self, product: Product, what: str, of: Collection[int]) -> tuple[Product, Side, Side]:
+        """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
+        over them first; then its bias may be added before what it goes to or behind it.
+        """
+        product = self.scaled(product)
+        made = self.over_devices(product)
+        total, rest = self.added(made, what, of)
+        if made is product.out:
+            if self.axes:
+                raise Unread(
+                    f"{what} is not summed over {', '.join(self.axes)}, as the output projection's is",
+                    made.nid,
+                    "region",
+                )
+            self.alone = product.nid
+            return product, total, rest
+        if product.factor is not None:
+            raise Unread(
+                f"{what} is multiplied by a vector before it is summed over devices", product.out.nid, "region"
+            )
+        bias = None
+        if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
+            bias = rest
+            total, rest = self.added(total, what, of)
+        elif [self.node(u).op for u in self.view.users.get(total.nid, ())] == ["sum"]:
+            end, bias = self.added(total, what, ())
+            if bias.atoms != {"e"}:
+                raise Unread(f"{what} is added to more than one value", end.nid)
+            total = end
+        return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
+
+    def over_devices(self, product: Product) -> Side:
+        """The product's result, or the sum of all devices' where there is one."""
+        users = self.readers(product.out.nid)
+        if not any(n.op in SUMS_OVER_DEVICES for n in users):
+            return product.out
+        node = self.reader(product.out, "the product", SUMS_OVER_DEVICES, "a sum over devices")
+        (raw, *_) = self.view.values_of[node.id]
+        params = self.view.block.producer[raw.id].params
+        axes = params.get("axes", params.get("axis_name", ()))
+        known, self.axes = self.axes, tuple(sorted(map(str, axes)))
+        over, coef = ", ".join(self.axes), node.operands[0].coef
+        if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
+            raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
+        if not all(isinstance(axis, str) for axis in axes):
+            raise Unread(f"it sums over {over}, which is no name of a mesh axis", node.id, "region")
+        if self.alone is not None:
+            raise Unread(
+                f"the output projection's result is not summed over {over}, as the feed-forward's is",
+                self.alone,
+                "region",
+            )
+        if known not in ((), self.axes):
+            raise Unread(f"sums over {', '.join(known)} and over {over}", node.id, "region")
+        if coef != 1:
+            raise Unread(f"what is summed over {over} is the product times {coef:g}", node.id, "scalar")
+        if product.bias is not None:
+            raise Unread(
+                "a bias is added before the sum over devices, and so by each of them",
+                product.nid,
+                "bias",
+                "add it behind the sum",
+            )
+        self.met.append(node.id)
+        # A node that the view does not look into names, for each of its own axes, its operand's.
+        own, shown = node.operands[0].axes, product.out.shown
+        if sorted(own) != list(range(len(shown))):
+            raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
+        return Side(node.id, tuple(shown[axis] for axis in own))
+
+    def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
+        made = self.normed(source)
+        of = {source.nid, *(o.nid for o in self.node(source.nid if made is None else made.nid).operands[:1])}
+        out, total, rest = self.residual(out, "the output projection's result", of)
+        q, k, v, columns = projected
+        pre = not self.same_value(rest, source)
+        if pre and made is None:
+            raise Unread(
+                "queries, keys and values read no norm, nor what is added to the attention's result",
+                source.nid,
+                about="norm before",
+            )
+        readers = [self.node(u).op for u in self.view.users.get(total.nid, ())]
+        if not pre and "sum" in readers and made is not None:
+            raise Unread(
+                "what is added to the attention's result is its norm's result, needed what that norm was taken of",
+                total.nid,
+            )
+        self.steps += 1
+        if pre:
+            norm1, norm2, x = self.norms_before(source, total, rest)
+            fed = norm2.out
+        else:
+            norm1, norm2, x = self.norm_after(total), None, source
+            fed = norm1.out
+        self.steps += 1
+        up, gate, down = self.feed_forward(self.towards(fed, PRODUCTS))
+        self.steps += 1
+        down, end, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
+        again = total if pre else fed
+        if not self.same_value(rest, again):
+            raise Unread("the feed-forward's result is added to another value than what it was made of", end.nid)
+        self.steps += 1
+        root = end
+        if norm2 is None:
+            norm2 = self.norm_after(end)
+            root = norm2.out
+        root = self.parted_again(root, x)
+        return Layer(
+            root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
+            pre, columns, self.factor, self.rotary, self.axes, self.sizes, self.halves,
+        )  # fmt: skip
+
+    def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:
+        norm1 = self.norm(source)
+        if not self.same_value(norm1.x, rest):
+            if norm1.x.nid == rest.nid:
+                raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
+            raise Unread("what is added to the attention's result is not what its norm was taken of", total.nid)
+        total = self.towards(total, ("layer_norm",))
+        found = [u for u in self.view.users.get(total.nid, ()) if self.node(u).op == "layer_norm"]
+        if len(found) != 1:
+            raise Unread(
+                f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
+            )
+        return norm1, self.norm(self.norm_from(Side(found[0], total.shown))), norm1.x
+
+    def norm_after(self, total: Side) -> Norm:
+        total = self.towards(total, ("layer_norm",))
+        try:
+            node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm")
+        except Unread as why:
+            raise Unread(str(why), why.nid, why.code, about="norm after") from None
+        return self.norm(self.norm_from(Side(node.id, total.shown)))
+
+    def feed_forward(self, fed: Side) -> tuple[Product, Product | None, Product]:
+        """Up (and gate) and down products of what a norm gave."""
+        readers = self.readers(fed.nid)
+        products = [
+            p for n in readers if n.op in ("gemm_epilogue", "dot") and (p := self.consumed(n, fed, "f")) is not None
+        ]
+        if len(products) == 2:
+            return self.gated(products)
+        if len(products) != 1:
+            raise Unread(
+                f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate", fed.nid
+            )
+        (up,) = products
+        if (quick := self.quick(up)) is not None:
+            return quick, None, replace(self.last(quick.out), stretch=1.0 / quick.stretch)
+        if (both := self.packed(up)) is not None:
+            return both[0], both[1], self.last(both[2])
+        if up.activation == "none":
+            user = self.view.users.get(up.nid, (up.nid,))[0]
+            if self.node(user).op in CODES:
+                raise Unread("it stands behind the feed-forward's first product", user)
+            if self.node(user).op in ("split", "slice"):
+                raise Unread(
+                    "one product makes both sides of the feed-forward's gate, where the op has two",
+                    user,
+                    edit="multiply by each part of the weight, w1, w2 = jnp.split(w, 2, -1)",
+                )
+            raise Unread("the feed-forward has no activation that the op knows", user, "activation")
+        return up, None, self.last(up.out)
+
+    def gated(self, products: list[Product]) -> tuple[Product, Product, Product]:
+        active = [p for p in products if p.activation != "none"]
+        if len(active) != 1:
+            raise Unread(
+                "two products read the feed-forward's norm, and not one of them is activated",
+                products[0].nid,
+                "activation",
+            )
+        (gate,) = active
+        (up,) = (p for p in products if p is not gate)
+        node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")
+        if tuple(node.params) != (1.0, 1.0) or {o.nid for o in node.operands} != {gate.nid, up.nid}:
+            raise Unread("the gate is not multiplied with the other product", node.id)
+        if any(o.coef != 1 for o in node.operands):
+            raise Unread("the gate is multiplied by a number", node.id, "scalar")
+        mine = next(i for i, o in enumerate(node.operands) if o.nid == gate.nid)
+        known = self.slots(node, mine, gate.out.shown)
+        if self.slots(node, 1 - mine, up.out.shown) != known:
+            raise Unread("the gate is multiplied along other axes", node.id, "axes")
+        self.met.append(node.id)
+        return up, gate, self.last(self.result(node, known))
+
+    def last(self, side: Side) -> Product:
+        node = self.reader(side, "the feed-forward's inner value", PRODUCTS, "its second product")
+        down = self.consumed(node, side, "e")
+        if down is None:
+            raise Unread(f"{node.op} reads the feed-forward's inner value where the op has the second product", node.id)
+        if down.activation != "none":
+            raise Unread(f"the feed-forward's second product is activated: {down.activation}", node.id, "activation")
+        return down

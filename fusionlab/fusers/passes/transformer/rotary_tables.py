@@ -1,0 +1,127 @@
+"""The tables of a layer's rotary embedding as values of the program.
+
+Queries and keys are often turned by a function of the user's that makes its cosines and sines itself: then the program has them twice,
+and what both are made of is what the layer reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from ....graph.canonical.view import View
+from ....graph.jax_compat import has_side_effects
+from ....graph.matching.region import look_through
+from ....graph.program.equations import slice_jaxpr
+from ....graph.program.ir import Block, Literal, Node, Value
+from .axes import Side, Unread
+from .rotary import Rotary
+
+_FREELY_MADE = ("one", "iota")  # numbers and positions: what else is made of them, as a mask, has them of its own
+_NODES = 64  # that make a table, at most
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of cosines or sines, `[.., t, w]`: `value` in the program, made of `inputs` by `nodes`; of itself where it is there once."""
+
+    value: Value
+    side: Side
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+
+    def program(self, block: Block, known: Mapping[int, Any]) -> Callable[..., Any]:
+        """(inputs) -> the table. `known`: scalar block inputs that are literals at the call, by value id."""
+        made = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value, known))
+        return lambda *given: made(*given)[0]
+
+
+def tables_of(view: View, base: View, rotary: Rotary) -> dict[str, Table]:
+    """ "cos" and "sin".
+
+    Args:
+      view: the block's folded view, in which the layer was read. base: its view as it stands.
+
+    Raises:
+      Unread: the program makes one several times over, not all alike.
+    """
+    return {
+        slot: _table(view, base, rotary.products, side) for slot, side in (("cos", rotary.cos), ("sin", rotary.sin))
+    }
+
+
+def _table(view: View, base: View, products: frozenset[int], side: Side) -> Table:
+    copies = {v.id: v for nid in products for v in _read(view, base, nid, side.nid)}
+    if not copies or any(base.ref[i].coef != 1 for i in copies):
+        raise Unread("its rotary embedding reads a table times a number", side.nid, "rotary")
+    values = [copies[i] for i in sorted(copies)]
+    if len(values) == 1:
+        return Table(values[0], side, (values[0],), ())
+    inputs, nodes = _made_of(base, values, side.nid)
+    return Table(values[0], side, inputs, nodes)
+
+
+def _read(view: View, base: View, product: int, table: int) -> Iterator[Value]:
+    """The table's values that the multiplications of a node read, without views."""
+    for value in view.values_of.get(product, ()):
+        node = view.block.producer.get(value.id)
+        if node is None or node.primitive not in ("mul", "dot_general"):
+            continue
+        for a in node.inputs:
+            if isinstance(a, Value) and view.ref[a.id].nid == table:
+                yield _beneath(base, a)[0]
+
+
+def _beneath(base: View, value: Value) -> tuple[Value, list[Node]]:
+    """What a site's operand is bound to where this value is read, and the views between."""
+    return look_through(base, value, through_casts=True)
+
+
+def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
+    """(what several copies of one value are all made of, the nodes that make the first of them of it).
+
+    Raises:
+      Unread: they are made in different ways, by too many nodes, or by what has effects beside its results.
+    """
+    block = base.block
+    inputs: dict[int, Value] = {}
+    nodes: dict[int, Node] = {}
+    stack = [list(copies)]
+    while stack:
+        values = stack.pop()
+        if values[0].id in base.known_inputs:
+            continue
+        if len({base.twins.get(v.id, v.id) for v in values}) == 1 and (
+            base.nodes[base.ref[values[0].id].nid].op not in _FREELY_MADE or values[0].id not in block.producer
+        ):
+            given, views = _beneath(base, values[0])
+            inputs[given.id] = given
+            nodes.update((n.id, n) for n in views)
+            continue
+        made = [block.producer.get(v.id) for v in values]
+        if values[0].id in {v.id for n in nodes.values() for v in n.outputs}:
+            continue
+        first, *others = made
+        if (
+            first is None
+            or has_side_effects(first.eqn)
+            or len(nodes) >= _NODES
+            or any(not _alike(first, n) for n in others)
+        ):
+            raise Unread("the tables of its rotary embedding are made in different ways", nid, "rotary")
+        nodes[first.id] = first
+        for number, atom in enumerate(first.inputs):
+            if isinstance(atom, Value):
+                stack.append([n.inputs[number] for n in made])  # type: ignore[union-attr]
+    return tuple(inputs.values()), tuple(nodes[i] for i in sorted(nodes))
+
+
+def _alike(one: Node, other: Node | None) -> bool:
+    if other is None or one.primitive != other.primitive or len(one.inputs) != len(other.inputs):
+        return False
+    literals = [isinstance(a, Literal) == isinstance(b, Literal) for a, b in zip(one.inputs, other.inputs, strict=True)]
+    return all(literals) and jax.tree.structure(one.params) == jax.tree.structure(other.params)

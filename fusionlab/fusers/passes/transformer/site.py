@@ -1,0 +1,333 @@
+"""A layer that was read, cut out of its block: its operands, its region, and what else of it is read outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ....graph.canonical.view import View
+from ....graph.dtypes import narrows
+from ....graph.matching.region import NotARegion, Region, cut, escapes, look_through
+from ....graph.primitives import SUMS_OVER_DEVICES
+from ....graph.program.ir import Value
+from ...engine.base import Search, all_nodes, escape_text
+from ...engine.outcomes import Candidate
+from .axes import Atoms, Side, Unread
+from .factors import BOTH, FACTOR
+from .reading import Layer
+from .rotary_tables import Table, tables_of
+
+_HEADS = {"h", "g"}
+_STRUCTURAL = ("query", "key", "value", "q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An operand of the op: what it is in the view, and the op's axes, a group of letters for each."""
+
+    side: Side
+    groups: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A further value of the site's: the keys or values of all positions, or of this call."""
+
+    value: Value
+    side: Side
+    of_values: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer cut out of its block.
+
+    Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
+    `masks` (leaf of the region -> leaf of the attention's), `tables` (of its rotary embedding),
+    `factor` (of its scores, besides the attention's scale),
+    `precisions` (of its products, and of the attention's), `sums` (the dtypes in which devices sum its two parts, if they do).
+    """
+
+    layer: Layer
+    region: Region
+    leaves: Mapping[str, Leaf]
+    others: tuple[Made, ...]
+    attention: Candidate
+    masks: Mapping[str, str]
+    tables: Mapping[str, Table]
+    factor: float
+    precisions: tuple[Any, Any]
+    sums: tuple[Any, ...]
+
+    def letters(self, kind: str) -> tuple[str, ...]:
+        return tuple(a for a in self.layer.sizes if a.startswith(kind))
+
+    @property
+    def heads_before_length(self) -> bool:
+        """Whether the caches, or the keys that are given, have heads before positions."""
+        sides = [c.before.shown for c in (self.layer.key_cache,) if c is not None] or [
+            m.side.shown for m in self.others
+        ]
+        order = [a for axis in (sides[0] if sides else ()) for a in axis]
+        heads = [i for i, a in enumerate(order) if a in _HEADS]
+        length = [i for i, a in enumerate(order) if a in ("s", "t", "p")]
+        return bool(heads and length) and heads[0] < length[0]
+
+
+def operands_of(layer: Layer) -> dict[str, Leaf]:
+    """Slot -> leaf, of one layer."""
+    batch = tuple(a for a in layer.sizes if a.startswith("b"))
+    key = "g" if "g" in layer.sizes else "h"
+    found: dict[str, Leaf | None] = {"x": Leaf(layer.x, (batch, ("t",), ("e",)))}
+    for name, norm in (("norm1", layer.norm1), ("norm2", layer.norm2)):
+        found[f"{name}_scale"] = norm.scale and Leaf(norm.scale, (("e",),))
+        found[f"{name}_bias"] = norm.bias and Leaf(norm.bias, (("e",),))
+    if layer.fused:
+        columns = tuple(f"n{i}" for i in range(8))
+        found["qkv"] = Leaf(_as_columns(layer.q.w, layer), (("e",), columns))
+        found["qkv_bias"] = layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))
+    else:
+        for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
+            groups = tuple(layer.parts(a) for a in axes)
+            found[slot] = Leaf(_in_parts(product.w, layer), (("e",), *groups))
+            found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
+    found["out"] = Leaf(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
+    found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
+    for slot, product in (("out", layer.out), ("down", layer.down)):
+        found[f"{slot}{FACTOR}"] = product.factor and Leaf(product.factor, (("e",),))
+    for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
+        if product is not None:
+            ends = ("f", "e") if slot == "down" else ("e", "f" if product.part is None else BOTH)
+            found[slot] = Leaf(product.w, tuple((a,) for a in ends))
+            found[f"{slot}_bias"] = product.bias and Leaf(product.bias, ((ends[1],),))
+    if layer.key_cache is not None and layer.value_cache is not None:
+        length = "s" if layer.key_cache.kind == "write" else "p"
+        found["cache_k"] = Leaf(layer.key_cache.before, (batch, (length,), (key,), ("c",)))
+        found["cache_v"] = Leaf(layer.value_cache.before, (batch, (length,), (key,), ("d",)))
+        if layer.key_cache.step is not None:
+            found["step"] = Leaf(Side(layer.key_cache.step, ()), ())
+    return {slot: leaf for slot, leaf in found.items() if leaf is not None}
+
+
+def _in_parts(side: Side, layer: Layer) -> Side:
+    return Side(side.nid, tuple(tuple(p for a in axis for p in layer.parts(a)) for axis in side.shown))
+
+
+def _as_columns(side: Side, layer: Layer) -> Side:
+    """The one weight of queries, keys and values, with letters of its own for its columns."""
+    shown, count = [], 0
+    for axis in side.shown:
+        if axis == ("e",):
+            shown.append(axis)
+            continue
+        name = f"n{count}"
+        count += 1
+        layer.sizes.setdefault(name, _length(axis, layer.sizes))
+        shown.append((name,))
+    return Side(side.nid, tuple(shown))
+
+
+def _length(atoms: Atoms, sizes: Mapping[str, int]) -> int:
+    length = 1
+    for a in atoms:
+        length *= sizes[a] if isinstance(a, str) else a.total
+    return length
+
+
+# -- the region -------------------------------------------------------------------------------------------------------
+
+
+def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> Site:
+    """The layer cut out of its block.
+
+    Args:
+      view: the block's view with its small sites folded, in which the layer was read.
+      attention: the attention's own site.
+
+    Raises:
+      NotARegion, Unread: it cannot be.
+    """
+    assert attention.region is not None
+    leaves = operands_of(layer)
+    masks = _mask_leaves(attention)
+    base = search.view
+    tables = {} if layer.rotary is None else tables_of(view, base, layer.rotary)
+    given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
+    given |= {name: base.ref[value.id].nid for name, value in masks.items()}
+    read = {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
+    given |= {name: base.ref[v.id].nid for name, v in read.items()}
+    root = _raw(view, layer.root.nid, None)
+    wide = frozenset({"x", *read, *(n for n in leaves if n.startswith("norm"))})
+    region = _cut(base, root, given, wide, masks, ())
+    others = _others(view, layer, region)
+    if others:
+        region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
+    other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
+    if other is not None:
+        raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
+    _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
+    sums = _sums(view, region)
+    names = {name: name.partition(":")[2] for name in masks}
+    precisions = _precisions(region, attention.region)
+    factor = _factor(base, region, layer)
+    return Site(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
+
+
+def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
+    """The op's queries and keys are made of what has the dtype of x. A softmax makes much of little: where the program makes them of
+    something wider, it means to.
+
+    Raises:
+      Unread: it does.
+    """
+    x = region.leaves["x"].dtype
+    for node in region.nodes:
+        read = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == source]
+        if node.primitive != "dot_general" or not read:
+            continue
+        wide = look_through(view, read[0], through_casts=True)[0].dtype
+        if narrows(x, wide):
+            raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
+
+
+def _factor(base: View, region: Region, layer: Layer) -> float:
+    """What the op's scores are multiplied by, besides the attention's scale: the layer's factor, less what its weights have already.
+
+    Raises:
+      Unread: queries or keys have one, and it is not told whether their one weight has it.
+    """
+    weights = [base.ref[region.leaves[slot].id].coef for slot in ("qkv", "q", "k") if slot in region.leaves]
+    if layer.factor == 1 and layer.fused:
+        return 1.0
+    if layer.fused and weights != [1]:
+        raise Unread(
+            f"queries and keys have the factor {layer.factor:g}, and their weight one too", layer.q.nid, "scalar"
+        )
+    return layer.factor / math.prod(weights)
+
+
+def _sums(view: View, region: Region) -> tuple[Any, ...]:
+    """The dtypes in which devices sum, of the attention and of the feed-forward.
+
+    Raises:
+      Unread: what they sum has more bits than the op's parts have, which are of the dtype of x.
+    """
+    x = region.leaves["x"].dtype
+    found: dict[int, Any] = {}
+    for node in region.nodes:
+        if node.primitive not in SUMS_OVER_DEVICES:
+            continue
+        total = node.outputs[0]
+        nid = view.ref[total.id].nid
+        parts = [look_through(view, a, through_casts=True)[0].dtype for a in node.inputs if isinstance(a, Value)]
+        wide = [dtype for dtype in parts if narrows(x, dtype)]
+        if wide:
+            why = f"devices sum products of {wide[0]}, where the op has parts of the {x} of the layer's input"
+            raise Unread(why, nid, "rounding")
+        if found.setdefault(nid, total.dtype) != total.dtype:
+            raise Unread(f"devices sum one value as {found[nid]} and as {total.dtype}", nid, "rounding")
+    return tuple(found.values())
+
+
+def _cut(
+    base: View,
+    root: Value,
+    given: Mapping[str, int],
+    wide: frozenset[str],
+    masks: Mapping[str, Value],
+    others: tuple[Value, ...],
+) -> Region:
+    """The region, with masks bound to the values that the attention's own site has them bound to: as they are read, or without views."""
+    for as_read in (frozenset[str](), frozenset(masks)):
+        region = cut(base, root, given, through_casts=wide, as_read=as_read, others=others)
+        if all(region.leaves[name].id == value.id for name, value in masks.items()):
+            if region.leaves["x"].shape == root.shape:
+                return region
+            return _shaped_alike(base, root, given, wide, as_read, others) or region
+    raise NotARegion(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
+
+
+def _shaped_alike(
+    base: View,
+    root: Value,
+    given: Mapping[str, int],
+    wide: frozenset[str],
+    as_read: frozenset[str],
+    others: tuple[Value, ...],
+) -> Region | None:
+    """The region that takes x as it gives its result, as the layers after it do: what makes a token's embedding that is none of the layer's
+    own. None where x is not read so throughout.
+    """
+    try:
+        region = cut(base, root, given, frozenset(), as_read, wide, others, {"x": root.shape})
+    except NotARegion:
+        return None
+    x = region.leaves["x"]
+    return region if (x.shape, x.dtype) == (root.shape, root.dtype) else None
+
+
+def _mask_leaves(attention: Candidate) -> dict[str, Value]:
+    assert attention.region is not None
+    return {f"mask:{n}": v for n, v in attention.region.leaves.items() if n not in _STRUCTURAL}
+
+
+def _raw(view: View, nid: int, dtype: Any) -> Value:
+    """The raw value in the block that first shows a node."""
+    for value in view.values_of.get(nid, ()):
+        if dtype is None or value.dtype == dtype:
+            return value
+    raise NotARegion("one of its operands is no value of the program's own")
+
+
+def _base_id(view: View, base: View, nid: int) -> int:
+    return base.ref[_raw(view, nid, None).id].nid
+
+
+def _others(view: View, layer: Layer, region: Region) -> tuple[Made, ...]:
+    """The keys and values that something beside the layer reads.
+
+    Raises:
+      Unread: anything else of it is read there.
+    """
+    known: dict[int, tuple[Side, bool]] = {}
+    for of_values, cache, own in ((False, layer.key_cache, layer.keys), (True, layer.value_cache, layer.values)):
+        sides = [own] if cache is None else [Side(cache.node, cache.shown)]
+        known.update({side.nid: (side, of_values) for side in sides})
+    found: dict[int, Made] = {}
+    for leak in escapes(region):
+        ref = view.ref.get(leak.value.id)
+        if ref is None or ref.nid not in known or ref.coef != 1:
+            raise Unread(escape_text(leak), ref.nid if ref is not None else layer.attention, "escapes")
+        side, of_values = known[ref.nid]
+        found[leak.value.id] = Made(leak.value, side, of_values)
+    return tuple(found.values())
+
+
+def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
+    """The precision of its products, and of the attention's where that is another.
+
+    Raises:
+      NotARegion: they differ otherwise.
+    """
+    if region.root.dtype not in (jnp.float32, jnp.float64):
+        return None, None  # 16-bit products are summed in float32 whatever is asked
+    own = attention.node_ids
+    found: list[dict[str, Any]] = [{}, {}]
+    for top in region.nodes:
+        for node in all_nodes([top]):
+            if node.primitive == "dot_general":
+                asked = node.params.get("precision")
+                found[top.id in own][str(asked)] = asked
+    products, inner = found
+    if len(products) > 1 or len(inner) > 1:
+        raise NotARegion(f"its products ask for different precisions: {', '.join(sorted({**products, **inner}))}")
+    one, two = (next(iter(f.values()), None) for f in found)
+    if str(one) == str(two):
+        return one, None
+    if two is None:
+        raise NotARegion(f"its products ask for precision {one}, and those of the attention for none")
+    return one, two

@@ -1,0 +1,373 @@
+"""What a search found: candidates, rejections, and the report over both. Declining is data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
+from ...graph.cost.cost import Costs, cost_of
+from ...graph.program.boundary import guarded
+from ...graph.program.graph import Graph
+from ...graph.program.ir import Node
+from ...graph.program.text import node_text
+from ...graph.program.trace import graph_of_jaxpr
+from ...graph.rewriting.rewrite import to_jaxpr
+from ...graph.xla.modules import Compiled, xla_view
+from ..engine.grouping import columns_of, counted, nameless, together, which
+from ..engine.outcomes import Backend as Backend
+from ..engine.outcomes import Candidate as Candidate
+from ..engine.outcomes import Rejection as Rejection
+from ..engine.outcomes import Residual as Residual
+from ..engine.pairs import Pair, told_together
+from ..passes.matmul.route_table import Routes
+from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
+from .structures import Structure, structures_of
+
+RUNS_UNDER_GRAD = "runs under jax.grad"
+_LINES = 20  # of reasons that a printed report holds before it is cut short
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """All candidates and rejections of a search over one graph.
+
+    Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
+    are judged for), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
+    program has a backward pass in it), `router` (tells the routes of the products; opaque to readers).
+    """
+
+    graph: Graph
+    passes: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    device: str = ""
+    notes: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    differentiated: bool = False
+    router: Callable[[Findings], Routes] | None = dataclasses.field(default=None, repr=False)
+
+    def routes(self) -> Routes:
+        """The route of every matrix product of the program, with what each route said of it: a table to print."""
+        return self.router(self) if self.router is not None else Routes(self.device, ())
+
+    def counts(self) -> dict[str, int | str]:
+        """Pass name -> number of candidates; every pass asked is a key, zeros too.
+
+        "<pass>_grad" is a key where the gradient is fused too: the number of candidates that are fused with their backward passes, in
+        a program that is differentiated already; in any other the words "runs under jax.grad", for it is fused then.
+        """
+        found: dict[str, int | str] = {}
+        for p in self.passes:
+            mine = [c for c in self.candidates if c.pass_name == p]
+            found[p] = len(mine)
+            if f"{p}_grad" in self.gradients:
+                fused = sum(c.backward is not None and c.backward.is_fused for c in mine)
+                found[f"{p}_grad"] = fused if self.differentiated else RUNS_UNDER_GRAD
+        return found
+
+    def concepts(self) -> dict[str, int]:
+        """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
+        return dict(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
+
+    def cost(self, trips: Mapping[int, int] | None = None) -> Costs:
+        """Operations and bytes of every node of the program as it is; `trips` says how often while loops run, by node id.
+
+        Raises:
+          ArgumentError: `trips` names what is no while loop.
+        """
+        return self._costs if trips is None else cost_of(self.graph, trips=trips)
+
+    @functools.cached_property
+    def _costs(self) -> Costs:
+        return cost_of(self.graph)
+
+    @functools.cached_property
+    def structures(self) -> tuple[Structure, ...]:
+        """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
+        return self._structures_or_why[0]
+
+    @functools.cached_property
+    def _structures_or_why(self) -> tuple[tuple[Structure, ...], str]:
+        """The structures; none, and why, where FusionLab failed on them."""
+        if self.graph.numbered is not None:
+            return (), ""
+        return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none can be told: {fault}"))
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The forward sites, fused or declined, whose gradient this program computes as well: it was differentiated already."""
+        items = sorted((*self.candidates, *self.rejections), key=lambda x: x.region.nodes[0].id if x.region else -1)
+        return tuple(item.backward for item in items if item.backward is not None)
+
+    def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
+        """Every candidate or rejection that touches a node."""
+        nid = node if isinstance(node, int) else node.id
+        hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.all_node_ids]
+        return hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids]
+
+    def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
+        """The candidate, rejection or structure with this id."""
+        for items in (self.candidates, self.rejections, self.structures):
+            for item in items:
+                if item.id == site_id:
+                    return item
+        raise unknown_name("site", site_id, (x.id for x in (*self.candidates, *self.rejections, *self.structures)))
+
+    def select(
+        self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()
+    ) -> tuple[Candidate, ...]:
+        """Candidates by site id or pass name: those `enabled` (None: all that are not idle) and not in `skip`; one name may stand alone.
+
+        Raises:
+          UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
+        """
+        names = {c.id for c in self.candidates} | {r.id for r in self.rejections} | set(self.passes)
+        wanted = None if enabled is None else {enabled} if isinstance(enabled, str) else set(enabled)
+        skip = {skip} if isinstance(skip, str) else set(skip)
+        for name in (*(wanted or ()), *skip):
+            if name not in names:
+                raise unknown_name("site or pass", name, names)
+        chosen = (
+            c for c in self.candidates if (not c.idle if wanted is None else c.id in wanted or c.pass_name in wanted)
+        )
+        return tuple(c for c in chosen if c.id not in skip and c.pass_name not in skip)
+
+    def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
+        """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
+        return to_jaxpr(self.graph, [c.site for c in self.select(enabled, skip)])
+
+    def apply(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Graph:
+        """The graph with the selected candidates applied (see `select`)."""
+        g = self.graph
+        closed = self.rewritten(enabled, skip)
+        kept = {name: getattr(g, name) for name in ("name", "in_tree", "out_tree", "in_names", "in_shardings")}
+        new = graph_of_jaxpr(closed, **kept)
+        return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
+
+    def xla(self, fused: bool = False) -> Compiled:
+        """What XLA makes of the program as it was written, or `fused`: its kernels, and the nodes they came from.
+
+        Compiled when first asked for, for this process's own device, whatever device the backends were judged for; nothing is run.
+        """
+        return self._xla_fused if fused else self._xla
+
+    @functools.cached_property
+    def _xla(self) -> Compiled:
+        return xla_view(self.graph)
+
+    @functools.cached_property
+    def _xla_fused(self) -> Compiled:
+        return fused_view(self.graph, [c.site for c in self.select()])
+
+    def kernels(self) -> tuple[SiteKernels, ...]:
+        """The XLA kernels of each candidate, before and after; compiles the program both ways (see `xla`)."""
+        return site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True))
+
+    def line(self, pass_name: str) -> str:
+        """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
+        found = [c for c in self.candidates if c.pass_name == pass_name]
+        mine = [c for c in found if not c.idle]
+        left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
+        declined = [r.code for r in self.rejections if r.pass_name == pass_name]
+        why = f" ({', '.join(counted(declined))})" if declined else ""
+        before = self.graph.node_count
+        after = self.apply([c.id for c in mine]).node_count if mine else before
+        return (
+            f"{pass_name}: {len(mine)} subgraphs fused{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+        )
+
+    def lines(self) -> list[str]:
+        """The line of every pass asked, in order; that of its gradient, where there is something to say, after it."""
+        told = ((self.line(p), *self._gradient_line(p)) for p in self.passes)
+        return [line for lines in told for line in lines] or ["no passes asked"]
+
+    def _gradient_line(self, pass_name: str) -> list[str]:
+        """ "gemm_epilogue_grad: 3 subgraphs fused", in a differentiated program; none where nothing is fused forward."""
+        counts = self.counts()
+        told = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
+        return [f"{pass_name}_grad: {counts[f'{pass_name}_grad']} subgraphs fused"] if told else []
+
+    def _under_grad(self) -> list[str]:
+        """What is said of the gradients of a program that is not differentiated."""
+        names = [g for g in self.gradients if any(f"{c.pass_name}_grad" == g for c in self.select())]
+        return [f"{', '.join(names)}: {RUNS_UNDER_GRAD}"] if names and not self.differentiated else []
+
+    def __str__(self) -> str:
+        """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
+        return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
+
+    def report(self, xla: bool = False) -> str:
+        """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why.
+
+        With `xla` also how many kernels XLA makes of each site, as it was written and fused: both are compiled for it (see `xla`).
+        """
+        kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
+        told = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
+        parts = (self.lines(), self.reasons(), *told, (f"note: {n}" for n in self.notes))
+        return "\n".join(line for part in parts for line in part)
+
+    def reasons(self, most: int | None = None) -> list[str]:
+        """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
+        lines: list[str] = []
+        said = 0
+        for alike in together(self.rejections, lambda r: (r.pass_name, r.code, r.edit, nameless(r.sentence))):
+            entry = [f"  [{alike[0].code}] {which(alike)}: {alike[0].sentence}"]
+            entry += [f"    edit: {alike[0].edit}"] if alike[0].edit else []
+            if most is not None and len(lines) + len(entry) > most:
+                return ["declined:", *lines, f"  ... and {len(self.rejections) - said} more: found.rejections"]
+            lines += entry
+            said += len(alike)
+        return ["declined:", *lines] if lines else []
+
+    def _chosen(self) -> list[str]:
+        """The backend of each candidate, with the reason, sites alike together."""
+        groups = together(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(nameless, c.notes)))
+        lines = []
+        for alike in groups:
+            first, b = alike[0], alike[0].backend
+            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was judged"
+            lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
+        return [f"backends on {self.device}:", *lines] if lines else []
+
+    def _paired(self) -> list[str]:
+        """The pairs, alike ones together."""
+        groups = together(
+            self.pairs,
+            lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.idle, p.grouping, p.joins),
+        )
+        return (
+            ["backward passes in this program:", *(f"  {told_together(alike)}" for alike in groups)] if groups else []
+        )
+
+    def _structured(self) -> list[str]:
+        """The structures, alike ones together."""
+        groups = together(self.structures, lambda s: (s.kind, s.text))
+        if why := self._structures_or_why[1]:
+            return [f"structures: {why}"]
+        return (
+            ["structures:", *(f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups)] if groups else []
+        )
+
+    def __repr__(self) -> str:
+        return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
+
+    def explain(self, node: Node | int | str) -> str:
+        """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences."""
+        if isinstance(node, str) and "@" in node:
+            return "\n".join(
+                [_explained(self[node]), *self._site_cost(node), *(f"  {p.text}" for p in self.pairs if p.site == node)]
+            )
+        given = self._given(node)
+        if given is not None:
+            return given
+        found = self._node(node)
+        texts = [_explained(i).replace("\n", "\n  ") for i in self.of_node(found)]
+        texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
+        texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
+        texts.append(f"costs {self.cost().told(found)}")
+        return "\n".join([node_text(found), *("  " + text for text in texts)])
+
+    def _site_cost(self, site: str) -> list[str]:
+        """What the nodes of a candidate cost as they are, and as one kernel."""
+        item = self[site]
+        if not isinstance(item, Candidate):
+            return []
+        costs = self.cost()
+        return [
+            f"  costs {costs.of(item.node_ids)}, node by node",
+            f"  costs {costs.fused(item.node_ids)}, as one kernel",
+        ]
+
+    def _given(self, name: Any) -> str | None:
+        """What there is to say of a value that no node makes: an argument, what a body is given, a captured array."""
+        for block in self.graph.blocks() if isinstance(name, str) else ():
+            for i, value in enumerate((*block.inputs, *(v for v, _ in block.consts))):
+                if value.name == name:
+                    named = block is self.graph.top and i < len(self.graph.in_names)
+                    what = (
+                        f"the argument {self.graph.in_names[i]}" if named else f"given to {block.path or 'the program'}"
+                    )
+                    readers = [f"  read by {node_text(n)}" for n in block.users.get(value.id, ())]
+                    return "\n".join([f"{value!r} is {what}: no node makes it", *readers])
+        return None
+
+    def _node(self, node: Node | int | str) -> Node:
+        if isinstance(node, Node):
+            return node
+        if isinstance(node, str) and node.startswith("%"):
+            for n in self.graph.nodes():
+                if any(v.name == node for v in n.outputs):
+                    return n
+            raise ArgumentError(f"explain: no node makes {node}; print(graph) lists the values")
+        if isinstance(node, int) and node in self.graph.node_by_id:
+            return self.graph.node_by_id[node]
+        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able: passes, counts, candidates, rejections, phase times."""
+        return {
+            "function": self.graph.name,
+            "device": self.device,
+            "jax": self.graph.jax_version,
+            "nodes": self.graph.node_count,
+            "passes": list(self.passes),
+            "counts": self.counts(),
+            "lines": self.lines(),
+            "candidates": [c.to_dict() for c in self.candidates],
+            "rejections": [r.to_dict() for r in self.rejections],
+            "pairs": [p.to_dict() for p in self.pairs],
+            "structures": [s.to_dict() for s in self.structures],
+            "notes": list(self.notes),
+            "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_dataframe(self, xla: bool = False) -> Any:
+        """One row per candidate and rejection, as a pandas DataFrame.
+
+        `backend` is the one chosen, `backends` every one with its verdict and reason, `notes` the sentences on the site. With `xla`, which
+        compiles the program as it was written and fused (see `xla`), `xla_fused_into` is what XLA makes of a candidate's nodes, and
+        `xla_kernels` how many kernels that is, before and after ("3 -> 1").
+
+        Raises:
+          MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
+        rows = [{"state": "candidate", **c.to_dict(), **columns_of(c)} for c in self.candidates]
+        rows += [{"state": "declined", **r.to_dict()} for r in self.rejections]
+        columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
+        columns += ["backend", "backends", "notes"]
+        if xla:
+            columns += ["xla_fused_into", "xla_kernels"]
+            for row, k in zip(rows, self.kernels(), strict=False):  # the candidates' rows come first
+                row |= {"xla_fused_into": k.into, "xla_kernels": k.change}
+        return pd.DataFrame(rows, columns=columns)
+
+
+def _explained(item: Candidate | Rejection | Structure) -> str:
+    """Everything known about a site or a structure."""
+    if isinstance(item, Rejection):
+        return f"{item}\n  {REJECTIONS[item.code]}"
+    if isinstance(item, Structure):
+        return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
+    lines = [str(item), *(f"  {n}" for n in item.notes)]
+    lines += [f"  gives {', '.join(map(repr, item.roots))}"] if item.others else []
+    lines += [f"  products in {item.arithmetic}"] if item.arithmetic else []
+    lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
+    lines += [
+        f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}"
+        for r in item.residuals
+    ]
+    return "\n".join(lines)

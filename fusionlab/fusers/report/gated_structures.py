@@ -1,0 +1,141 @@
+"""Structures that a gate is part of, read off the canonical view: an attention whose result is gated, and the product of two gated
+projections of pairs (Jumper et al., "Highly accurate protein structure prediction with AlphaFold", 2021, supplement, algorithms 7 and 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...graph.canonical.fused_nodes import Labelled, labels_of
+from ...graph.canonical.nodes import CNode
+from ...graph.canonical.view import View
+from ..passes.attention.softmaxes import clip_of
+from ..passes.attention.weights import exponentials
+
+_PASSED = frozenset("reshape split slice squeeze transpose cast".split())
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Told:
+    """A kind of structure, what it is in words, and its canonical nodes."""
+
+    kind: str
+    text: str
+    nodes: tuple[int, ...]
+
+
+def gated_attentions(view: View) -> Iterator[Told]:
+    """`sigmoid(g) * attention(q, k, v)`, whether the attention is a site or was declined."""
+    for nid in view.by_op.get("prod", ()):
+        below = [_source(view, o.nid) for o in view.nodes[nid].operands]
+        gates = [n for n in below if _is_sigmoid(view.nodes[n])]
+        attentions = [n for n in below if is_attention(view, n)]
+        if len(gates) == len(attentions) == 1:
+            text = (
+                f"sigmoid(x @ w) * attention(q, k, v){_biased(view, attentions[0])}: an attention whose result is gated"
+            )
+            yield Told("gated_attention", text, (gates[0], attentions[0], nid))
+
+
+def triangles(view: View) -> Iterator[Told]:
+    """The product over one axis of pairs of two gated projections of them, channel by channel."""
+    for nid in view.by_op.get("dot", ()):
+        node = view.nodes[nid]
+        one, two = node.operands
+        kept = set(node.params)
+        channels, over = set(one.axes) & set(two.axes) & kept, set(one.axes) & set(two.axes) - kept
+        free = [[x for x in o.axes if x in kept and x not in channels] for o in (one, two)]
+        if len(over) != 1 or not channels or any(len(f) != 1 for f in free):
+            continue
+        sides = [_gated(view, o.nid) for o in (one, two)]
+        if any(s is None for s in sides):
+            continue
+        (first, x), (second, y) = (s for s in sides if s is not None)
+        rows = [{*over, *f} for f in free]
+        pairs = (
+            _are_pairs(view, o.nid, [o.axes.index(i) for i in r], x) for o, r in zip((one, two), rows, strict=True)
+        )
+        if x == y and len(view.nodes[x].shape) > 2 and all(pairs):
+            text = "sum over k of a[i, k] * b[j, k], a and b gated projections of one value: a triangle multiplication"
+            yield Told("triangle_multiplication", text, tuple(sorted({*first, *second, nid})))
+
+
+def is_attention(view: View, nid: int) -> bool:
+    """Whether a canonical node is an attention's result, folded or as the program has it."""
+    node = view.nodes[nid]
+    return (
+        isinstance(node.params, Labelled)
+        if node.op == "dot_product_attention"
+        else exponentials(view, node) is not None
+    )
+
+
+def _biased(view: View, attention: int) -> str:
+    """What is told of an attention's scores: a bias that a product makes, as of pairs, and numbers that they are cut off at."""
+    node = view.nodes[attention]
+    words = ""
+    if isinstance(node.params, Labelled):
+        named = dict(zip(node.params.slots, node.operands, strict=True))
+        bias = named.get("bias")
+        words = ", a product among its biases" if bias is not None and _products(view, bias.nid) else ""
+    elif clip_of(view, attention) is not None:
+        words = ", its scores clipped"
+    return words
+
+
+def _is_sigmoid(node: CNode) -> bool:
+    folded = isinstance(node.params, Labelled) and dict(node.params.traits).get("activation") == "sigmoid"
+    return node.op == "logistic" or folded
+
+
+def _source(view: View, nid: int) -> int:
+    """What a value is a view, a part or a cast of."""
+    while view.nodes[nid].op in _PASSED and view.nodes[nid].operands:
+        nid = view.nodes[nid].operands[0].nid
+    return nid
+
+
+def _products(view: View, start: int) -> set[int]:
+    """The products that a value is made of, as far as the first on each way."""
+    found, seen, stack = set[int](), {start}, [start]
+    while stack:
+        node = view.nodes[stack.pop()]
+        if node.op in ("dot", "gemm_epilogue"):
+            found.add(node.id)
+            continue
+        fresh = [o.nid for o in node.operands if o.nid not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return found
+
+
+def _gated(view: View, nid: int) -> tuple[set[int], int] | None:
+    """The nodes of a gated projection, and what it is one of: a multiple of a sigmoid whose products all read one value."""
+    seen, level, gates = {nid}, [nid], 0
+    for _ in range(_STEPS):
+        below = [o.nid for n in level for o in view.nodes[n].operands if view.nodes[n].op in (*_PASSED, "prod")]
+        level = [n for n in dict.fromkeys(below) if n not in seen]
+        seen.update(level)
+        gates += sum(_is_sigmoid(view.nodes[n]) for n in level)
+    products = _products(view, nid)
+    read = [{o.nid for o in view.nodes[p].operands[:2]} for p in products]
+    shared = set.intersection(*read) if read else set()
+    if not gates or len(products) < 2 or len(shared) != 1:
+        return None
+    return {*products, *(n for n in seen if view.nodes[n].op in ("prod", "logistic"))}, shared.pop()
+
+
+def _are_pairs(view: View, nid: int, axes: list[int], x: int) -> bool:
+    """Whether axes of a projection are axes of what it is one of, and none that a weight gives it, as far as that is told."""
+    node = view.nodes[nid]
+    if node.op in ("dot", "gemm_epilogue"):
+        own = labels_of(node) or ()
+        mine = next((o for o in node.operands[:2] if o.nid == x), None)
+        return mine is None or all(own[a] in mine.axes for a in axes)
+    if node.op != "prod":
+        return True
+    return all(
+        _are_pairs(view, o.nid, [o.axes.index(a) for a in axes], x) for o in node.operands if set(axes) <= set(o.axes)
+    )

@@ -1,0 +1,86 @@
+"""How many kernels XLA makes of each site: in the program as it was written, and fused. Both are compiled for it, and nothing is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...graph.program.graph import Graph
+from ...graph.rewriting.rewrite import Replacement, to_jaxpr
+from ...graph.xla.modules import Compiled, Kernel, compiled_text, read_hlo
+from ...graph.xla.tagging import tagged_graph
+from ..engine.grouping import together, which
+
+if TYPE_CHECKING:
+    from ..engine.outcomes import Candidate
+
+
+@dataclass(frozen=True)
+class SiteKernels:
+    """The kernels of one site.
+
+    Attributes:
+      site: the candidate's id.
+      before: those that its nodes (and those of its backward pass fused with it) went into; other nodes may be in them too.
+      after: those that what replaces it went into; None where it is not fused (it is idle, or was left out).
+    """
+
+    site: str
+    before: tuple[Kernel, ...]
+    after: tuple[Kernel, ...] | None
+
+    @property
+    def change(self) -> str:
+        """ "3 -> 1"."""
+        return f"{len(self.before)} -> {'not fused' if self.after is None else len(self.after)}"
+
+    @property
+    def into(self) -> str:
+        """ "2 fusion (kLoop), 1 library (dot)": what its nodes went into, alike ones together."""
+        return kinds(self.before)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able: names of kernels."""
+        after = None if self.after is None else [k.name for k in self.after]
+        return {"site": self.site, "before": [k.name for k in self.before], "after": after}
+
+
+def kinds(kernels: Iterable[Kernel]) -> str:
+    """ "2 fusion (kLoop), 1 library (dot)"."""
+    counts = Counter(f"{k.kind} ({k.target})" for k in kernels)
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
+
+
+def fused_view(graph: Graph, replacements: Sequence[Replacement]) -> Compiled:
+    """What XLA makes of the graph with its sites replaced; a replacement's kernels are those of its site's nodes."""
+    return read_hlo(compiled_text(to_jaxpr(tagged_graph(graph), replacements), graph), graph)
+
+
+def site_kernels(
+    candidates: Iterable[Candidate], fused: Iterable[Candidate], before: Compiled, after: Compiled
+) -> tuple[SiteKernels, ...]:
+    """The kernels of each candidate; `fused` are those that `after` has replaced."""
+    ids = {c.id for c in fused}
+    return tuple(
+        SiteKernels(
+            c.id, before.kernels_of(*c.all_node_ids), after.kernels_of(*c.all_node_ids) if c.id in ids else None
+        )
+        for c in candidates
+    )
+
+
+def kernel_lines(
+    candidates: Sequence[Candidate], found: Sequence[SiteKernels], before: Compiled, after: Compiled
+) -> list[str]:
+    """The kernels of the whole program, then of the sites, alike ones together."""
+    of = {k.site: k for k in found}
+    groups = together(candidates, lambda c: (c.pass_name, of[c.id].change, of[c.id].into, _after(of[c.id])))
+    lines = [f"  {which(alike)}: {(k := of[alike[0].id]).change}: {k.into}{_after(k)}" for alike in groups]
+    head = f"XLA kernels, loop bodies counted once: {before.launches} -> {after.launches}; of each site, with what XLA fused to it:"
+    return [head, *lines]
+
+
+def _after(k: SiteKernels) -> str:
+    return "" if k.after is None else f" -> {kinds(k.after)}"

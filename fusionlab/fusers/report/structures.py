@@ -1,0 +1,398 @@
+"""Larger structures: what the sites found are parts of, and what no pass fuses yet.
+
+Where small sites are folded into the ops they become, a transformer layer is a dozen nodes. Nothing here is rewritten: a structure
+says how sites hang together. It is made of accepted sites, and of what the program has between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...graph.canonical.blocks import views
+from ...graph.canonical.fused_nodes import Labelled, labels_of
+from ...graph.canonical.nodes import ONE, CNode, Tile
+from ...graph.canonical.view import View
+from ...graph.matching.match import Match, match
+from ...graph.matching.pattern import pattern_of
+from ...graph.matching.region import NotARegion, cut, escapes
+from ...graph.primitives import SUMS_OVER_DEVICES
+from ...graph.program.graph import Graph
+from ...graph.program.ir import Node
+from ...graph.program.scopes import Source, in_backward, is_backward
+from ...graph.settings import jax_defaults
+from ..engine.form import Form
+from ..passes.lerp.blends import blends
+from ..passes.matmul.gates import packed, sides_of
+from .gated_structures import gated_attentions, triangles
+from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX
+
+if TYPE_CHECKING:
+    from ..engine.outcomes import Candidate
+    from .findings import Findings
+
+KINDS = {
+    "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
+    "repeated_layers": "equal layers in a row, each of which reads the one before",
+    "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
+    "glu_pair": "two products of one value, one of them activated, multiplied with each other",
+    "packed_gate": "two parts of one product, one of them activated, multiplied with each other",
+    "gated_attention": "an attention whose result is multiplied by a sigmoid",
+    "triangle_multiplication": "a product, channel by channel, of two gated projections of pairs",
+    "residual_norm": "a norm of the sum of two values, as a residual connection is",
+    "row_parallel": "a product that is summed over devices before its bias is added",
+    "softmax": "a softmax that stands in no site",
+    "lerp": "a blend of two values, x + w * (y - x), in any spelling",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Sites and nodes that belong together.
+
+    Attributes:
+      id: stable name, "qkv_siblings@encoder/layer_3#1" (kind, scope, ordinal within the scope).
+      kind: a key of `KINDS`.
+      text: what it is, in words.
+      node_ids: the raw nodes of its sites, and those between them.
+      sites: ids of the candidates it is made of, in program order.
+      block_path: the block it stands in ("" = top).
+      source: the user's line of its last node.
+    """
+
+    id: str
+    kind: str
+    text: str
+    node_ids: frozenset[int]
+    sites: tuple[str, ...]
+    block_path: str
+    source: Source | None
+
+    @property
+    def scope(self) -> str:
+        return self.id.partition("@")[2].rpartition("#")[0]
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.id}: {self.text}{where}"
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "text": self.text,
+            "nodes": sorted(self.node_ids),
+            "sites": list(self.sites),
+            "source": str(self.source) if self.source else None,
+        }
+
+
+@jax_defaults()
+def structures_of(found: Findings) -> tuple[Structure, ...]:
+    """Every structure of a program whose sites are known, in program order within each kind."""
+    told = _told(found)
+    items = [
+        i for view, _ in folded_views(found) for i in _Searcher(view, found.graph, told, found.candidates).search()
+    ]
+    items.sort(key=lambda s: (list(KINDS).index(s.kind), max(s.node_ids)))
+    return _numbered(items)
+
+
+def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
+    """Each block's canonical view, with the candidates of `found` folded into the ops they would become."""
+    tiles: dict[str, list[Tile]] = {}
+    for c in found.candidates:
+        # Inner values that a backward pass reads would not be in the view: those of a site that is fused with it.
+        # A tile has one root.
+        s = c.seen
+        if s.program is not None and s.region is not None and not s.others and not escapes(s.region):
+            tile = Tile(s.root, s.site.leaves, s.node_ids, s.program, c)
+            tiles.setdefault(c.block_path, []).append(tile)
+    return views(found.graph, tiles)
+
+
+def _told(found: Findings) -> frozenset[int]:
+    """The nodes of sites, folded or fused with their backward pass, and of attentions that were declined: a softmax or a blend in them
+    is no structure of its own."""
+    declined = (r.site_ids for r in found.rejections if "attention" in r.concepts)
+    return frozenset().union(*(c.node_ids for c in found.candidates), *declined)
+
+
+def _numbered(items: Sequence[Structure]) -> tuple[Structure, ...]:
+    counter: dict[str, int] = {}
+    named = []
+    for item in items:
+        counter[item.id] = counter.get(item.id, 0) + 1
+        named.append(replace(item, id=f"{item.id}#{counter[item.id]}"))
+    return tuple(named)
+
+
+class _Searcher:
+    """The structures of one block."""
+
+    def __init__(self, view: View, graph: Graph, told: frozenset[int], candidates: Sequence[Candidate]) -> None:
+        self.view, self.graph, self.told, self.candidates = view, graph, told, candidates
+
+    def search(self) -> Iterator[Structure]:
+        for nid in self.view.by_op.get("dot_product_attention", ()):
+            yield from self.siblings(nid)
+        for op in SUMS_OVER_DEVICES:
+            for nid in self.view.by_op.get(op, ()):
+                yield from self.row_parallel(nid)
+        layers: list[tuple[Match, Structure]] = []
+        pairs: set[int] = set()  # the last nodes of gated pairs
+        for form, found in self.matches(FOLDED, self.has_op):
+            if form.kind == "glu_pair" and found.leaves["w"] == found.leaves["v"]:
+                continue  # one product, read twice
+            structure = self.structure(form, found)
+            if form.kind == "transformer_layer":
+                layers.append((found, structure))
+            if form.kind == "glu_pair":
+                pairs.add(max(structure.node_ids))
+            yield structure
+        yield from self.gated(pairs)
+        yield from self.in_a_row(layers)
+        for told in (*gated_attentions(self.view), *triangles(self.view)):
+            if self.forward(max(told.nodes)):
+                yield self.record(told.kind, told.text, told.nodes)
+        for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
+            yield from self.softmax(found)
+        for blend in blends(self.view):
+            if blend.nodes[-1].id not in self.told:
+                yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
+
+    def matches(self, forms: Sequence[Form], wanted: Callable[[CNode], bool]) -> Iterator[tuple[Form, Match]]:
+        """At every node that is `wanted` the first of the forms of each kind."""
+        roots: dict[str, list[Form]] = {}
+        for form in forms:
+            pattern = pattern_of(form.example)
+            roots.setdefault(pattern.nodes[pattern.root].op, []).append(form)
+        for op, here in roots.items():
+            for nid in self.view.by_op.get(op, ()):
+                if not wanted(self.view.nodes[nid]) or not self.forward(nid):
+                    continue
+                kinds: set[str] = set()
+                for form in here:
+                    found = match(pattern_of(form.example), self.view, nid) if form.kind not in kinds else None
+                    if isinstance(found, Match):
+                        kinds.add(form.kind)
+                        yield form, found
+
+    def has_op(self, node: CNode) -> bool:
+        """Whether a node is a fused op or reads one, or a product of one: a folded structure ends so."""
+        below = [self.view.nodes[o.nid] for o in node.operands]
+        further = [self.view.nodes[o.nid] for n in below if n.op == "dot" for o in n.operands]
+        return any(isinstance(n.params, Labelled) or n.op == "prod" for n in (node, *below, *further))
+
+    def forward(self, nid: int) -> bool:
+        """Whether a canonical node is a value of this block's, and not of a backward pass alone."""
+        node = self.raw(nid)
+        return nid in self.view.tiles_at or (node is not None and not is_backward(node.eqn))
+
+    def raw(self, nid: int) -> Node | None:
+        """The raw node that first makes a canonical node's value."""
+        producer = self.view.block.producer
+        return next((producer[v.id] for v in self.view.values_of.get(nid, ()) if v.id in producer), None)
+
+    def dtype(self, found: Match) -> Any:
+        return self.view.values_of[found.nodes[found.pattern.root]][0].dtype
+
+    # -- records --------------------------------------------------------------------------------------------------
+
+    def structure(self, form: Form, found: Match) -> Structure:
+        leaves = set(found.pattern.leaf_of)
+        inner = [t for p, t in found.nodes.items() if p not in leaves and t != ONE]
+        return self.record(form.kind, form.text, inner)
+
+    def record(self, kind: str, text: str, nids: Iterable[int]) -> Structure:
+        """The structure over some canonical nodes; the last of them in the program gives it its scope and line."""
+        nodes: dict[int, Node] = {}
+        sites: dict[str, int] = {}
+        for nid in nids:
+            for tile in self.view.tiles_at.get(nid, ())[:1]:
+                nodes.update((i, self.graph.node_by_id[i]) for i in tile.node_ids)
+                sites[tile.of.id] = max(tile.node_ids)
+            if nid not in self.view.tiles_at and (node := self.raw(nid)) is not None:
+                nodes[node.id] = node
+        return self.of_nodes(kind, text, nodes, tuple(sorted(sites, key=sites.__getitem__)))
+
+    def of_nodes(self, kind: str, text: str, nodes: Mapping[int, Node], sites: tuple[str, ...] = ()) -> Structure:
+        """The structure over some raw nodes, of which the last says where it stands."""
+        scope = _common(n.scope for n in nodes.values())
+        source = nodes[max(nodes)].source
+        return Structure(f"{kind}@{scope}", kind, text, frozenset(nodes), sites, self.view.block.path, source)
+
+    # -- what is read off rather than matched ---------------------------------------------------------------------
+
+    def siblings(self, attention: int) -> Iterator[Structure]:
+        """Queries, keys and values made by a product each, of one value, with weights that could stand side by side."""
+        if not isinstance(self.view.nodes[attention].params, Labelled):
+            return  # a residual of the op's, in a program that is fused and differentiated
+        made = [self.products_below(o.nid) for o in self.view.nodes[attention].operands[:3]]
+        if any(len(m) != 1 for m in made) or len(set().union(*made)) != 3:
+            return
+        products = [next(iter(m)) for m in made]
+        if any(self.view.nodes[p].op == "dot_product_attention" for p in products):
+            return
+        read = [self.factors(p) for p in products]
+        shared = set.intersection(*(set(r) for r in read))
+        if len(shared) == 1:
+            (x,) = shared
+            weights = {nid for r in read for nid, _ in r if nid != x[0]}
+            wide = all(len(self.view.nodes[x[0]].shape) >= len(self.view.nodes[w].shape) for w in weights)
+            if len(weights) == 3 and wide:
+                text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
+                yield self.record("qkv_siblings", text, [*products, attention])
+
+    def factors(self, product: int) -> list[tuple[int, frozenset[int]]]:
+        """The operands of a product, of a fused one x and w, each with its axes that are summed over."""
+        node = self.view.nodes[product]
+        own = labels_of(node) or ()
+        return [(o.nid, frozenset(i for i, x in enumerate(o.axes) if x not in own)) for o in node.operands[:2]]
+
+    def products_below(self, start: int) -> set[int]:
+        """The products and attentions a value is made of, as far as the first on each way."""
+        found: set[int] = set()
+        seen, stack = {start}, [start]
+        while stack:
+            node = self.view.nodes[stack.pop()]
+            if node.op in ("dot", "gemm_epilogue", "dot_product_attention"):
+                found.add(node.id)
+                continue
+            fresh = [o.nid for o in node.operands if o.nid not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return found
+
+    def gated(self, known: Set[int]) -> Iterator[Structure]:
+        """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
+        for node in self.view.block.nodes:
+            if node.primitive != "mul" or node.id in {*known, *self.told} or in_backward(node):
+                continue
+            sides, in_one = sides_of(self.view, node), packed(self.view, node)
+            if sides is not None and sides.alike(self.view):
+                kind, text, nodes = "glu_pair", GATED, sides.nodes(self.view)
+            elif in_one is not None:
+                kind, text, nodes = "packed_gate", PACKED, in_one
+            else:
+                continue
+            nodes = nodes | {node.id: node}
+            sites = tuple(c.id for c in self.candidates if c.node_ids <= nodes.keys())
+            yield self.of_nodes(kind, text, nodes, sites)
+
+    def row_parallel(self, summed: int) -> Iterator[Structure]:
+        """A product, the sum over devices of it alone, and a vector along its features that is added as its bias."""
+        node = self.view.nodes[summed]
+        adds = [u for u in self.view.users.get(summed, ()) if self.view.nodes[u].op == "sum"]
+        if len(node.operands) != 1 or len(adds) != 1 or not self.is_bare(node.operands[0].nid):
+            return
+        edges = self.view.nodes[adds[0]].operands
+        if len(edges) != 2 or any(o.coef != 1 for o in (*edges, node.operands[0])):
+            return
+        mine, bias = sorted(edges, key=lambda o: o.nid != summed)
+        slots = {slot: axis for axis, slot in enumerate(mine.axes)}
+        along = [slots.get(slot, -1) for slot in bias.axes]
+        order = self.view.ref[self.view.values_of[summed][0].id].dims
+        features = frozenset(node.operands[0].axes[axis] for axis in along if axis >= 0)
+        last = along and -1 not in along and sorted(along) == sorted(order[-len(along) :])
+        if last and features in self.free_axes(node.operands[0].nid):
+            text = "x @ w summed over devices, and its bias added after: a row-parallel product"
+            yield self.record("row_parallel", text, [node.operands[0].nid, summed, adds[0]])
+
+    def free_axes(self, product: int) -> list[frozenset[int]]:
+        """For each factor of a product, the product's own axes that it alone has; none where the factors share an axis."""
+        node, (one, two) = self.view.nodes[product], self.view.nodes[product].operands[:2]
+        own = labels_of(node) or ()
+        if any(x in one.axes and x in two.axes for x in own):
+            return []
+        return [frozenset(i for i, x in enumerate(own) if x in o.axes) for o in (one, two)]
+
+    def is_bare(self, nid: int) -> bool:
+        """Whether a node is a product that nothing follows yet."""
+        node = self.view.nodes[nid]
+        folded = isinstance(node.params, Labelled) and dict(node.params.traits).get("activation") == "none"
+        return node.op == "dot" or (folded and "bias" not in node.params.slots)
+
+    def softmax(self, found: Match) -> Iterator[Structure]:
+        root = next(v for v in self.view.values_of[found.nodes[found.pattern.root]] if v.id in self.view.block.producer)
+        try:
+            region = cut(self.view, root, found.leaves, through_scale=frozenset({"x"}))
+        except NotARegion:
+            return
+        if region.node_ids & self.told:
+            return
+        yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
+
+    def in_a_row(self, layers: Sequence[tuple[Match, Structure]]) -> Iterator[Structure]:
+        """Equal layers each of which reads the one before: told by what they compute and where it goes, not by names."""
+        after: dict[Any, list[tuple[Match, Structure]]] = {}
+        for found, structure in layers:
+            after.setdefault((self.kind_of(found), self.reads(found)), []).append((found, structure))
+        used: set[int] = set()
+        for found, structure in layers:
+            row = [structure]
+            while id(row[-1]) not in used:
+                used.add(id(row[-1]))
+                following = after.get((self.kind_of(found), self.gives(found)), ())
+                found, following = next(((m, s) for m, s in following if id(s) not in used), (found, None))
+                if following is None:
+                    break
+                row.append(following)
+            if len(row) > 1:
+                yield _row(row)
+
+    def reads(self, found: Match) -> tuple[int, tuple[str, ...]]:
+        """What a layer reads, and the letter of each of its axes."""
+        return found.leaves["x"], self.letters_of(found, found.leaf_id("x"))
+
+    def gives(self, found: Match) -> tuple[int, tuple[str, ...]]:
+        """What a layer makes, and the letter of each of its axes: the next one may read it turned."""
+        return found.nodes[found.pattern.root], self.letters_of(found, found.pattern.root)
+
+    def letters_of(self, found: Match, pid: int) -> tuple[str, ...]:
+        letter = {c: x for x, cs in found.letters.items() for c in cs}
+        return tuple(letter[found.axes[pid, axis]] for axis in range(len(self.view.nodes[found.nodes[pid]].shape)))
+
+    def kind_of(self, found: Match) -> Any:
+        """What a match computes, whatever its weights: equal for equal layers."""
+        inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
+        nodes = [self.view.nodes[found.nodes[p]] for p in inner]
+        made = tuple(
+            (n.params.traits, n.params.slots, _numbers(n)) if isinstance(n.params, Labelled) else () for n in nodes
+        )
+        sizes = tuple((x, tuple(sorted(found.sizes[c] for c in cs))) for x, cs in sorted(found.letters.items()))
+        return found.pattern.example.name, made, sizes, str(self.dtype(found))
+
+
+def _numbers(node: CNode) -> tuple[tuple[str, Any], ...]:
+    """The numbers among a fused op's operands, and its mask: layers that see other keys are no equal ones."""
+    slots = zip(node.params.slots, node.operands, strict=True)
+    return tuple((slot, o.nid if slot == "mask" else o.coef) for slot, o in slots if o.nid == ONE or slot == "mask")
+
+
+def _row(row: Sequence[Structure]) -> Structure:
+    """The structure of equal layers in a row."""
+    return Structure(
+        f"repeated_layers@{_common(s.id.partition('@')[2] for s in row)}",
+        "repeated_layers",
+        f"{len(row)} equal layers in a row: {row[0].text}",
+        frozenset(i for s in row for i in s.node_ids),
+        tuple(i for s in row for i in s.sites),
+        row[0].block_path,
+        row[-1].source,
+    )
+
+
+def _common(scopes: Iterable[str]) -> str:
+    """The scope that all of some scopes stand in."""
+    parts = [s.split("/") for s in scopes]
+    shared = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return "/".join(shared)

@@ -1,0 +1,331 @@
+"""The backward pass of a region, in a program that is differentiated already.
+
+There is no backward pattern: the region itself is differentiated, by the JAX that is installed, and the result is looked up in the
+program's canonical view, node by node, with a candidate for the cotangent in its place. What is found is exact by construction, and
+written as this JAX writes it.
+
+A cotangent's candidates stand at the frontier: nodes that read values of the region, or what is made of those alone, and one value
+else, of the shape of the region's root.
+
+A value that is read in several places has a gradient of several terms. In which order JAX adds them up hangs on what stands around
+the region, and terms from elsewhere may come in between: gradients are compared as sets of terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ..canonical.nodes import CNode, Coef, Ref, tidy
+from ..canonical.rules import inline
+from ..canonical.view import View
+from ..certify.certify import with_vjp
+from ..dtypes import is_float
+from ..matching.region import VIEWS, Region, region_signature
+from ..primitives import having
+from ..program.ir import Block, Value
+from ..program.scopes import in_backward
+from ..program.signature import Memo
+from ..program.trace import block_of_jaxpr
+
+_TERMS = 64  # of one value's gradient
+_ADDITIONS = having("addition")
+# Nodes made of the region's values alone that are looked at; differentiation makes a few for each of the region's own.
+_CLOSURE = 400
+
+
+@dataclass(frozen=True)
+class Share:
+    """The gradient of one leaf, as the program has it: a value, or some of the terms of a value that is a sum.
+
+    Attributes:
+      value: the value.
+      own: ids of the values whose sum the gradient is: `value` itself, or terms of it.
+      through: ids of the additions between those and `value`, which add terms from elsewhere as well; None where the gradient
+        cannot be told apart from those.
+    """
+
+    value: Value
+    own: frozenset[int]
+    through: frozenset[int] | None = frozenset()
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Where the gradient of a region is computed.
+
+    Attributes:
+      view: of the block, or of the two read as one, that it stands in.
+      cotangent: the value that is the cotangent of the region's root.
+      gradients: leaf name -> its gradient.
+      absent: leaves of floats whose gradient the program does not compute from this cotangent.
+    """
+
+    view: View
+    cotangent: Value
+    gradients: dict[str, Share]
+    absent: tuple[str, ...]
+
+
+@dataclass
+class Derivatives(Memo):
+    """The programs of regions' derivatives, remembered by what the regions compute: layers share theirs."""
+
+    def jaxpr(self, region: Region) -> Any:
+        """(inputs, cotangent) -> (value, gradients of the inputs of floats)."""
+        return self.once(("jaxpr", region_signature(region)), lambda: _derivative(region))
+
+    def of(self, region: Region) -> Block:
+        """The same, as a block."""
+        return self.once(("block", region_signature(region)), lambda: block_of_jaxpr(self.jaxpr(region)))
+
+
+def _derivative(region: Region) -> Any:
+    function = jex_core.jaxpr_as_fun(region.jaxpr())
+    avals = [v.aval for v in region.inputs]
+    return with_vjp(lambda *a: function(*a)[0], avals, region.root.aval)
+
+
+def find_backward(
+    view: View,
+    region: Region,
+    derivatives: Derivatives,
+    sums: Sums,
+    expected: int | None = None,
+    taken: frozenset[int] | set[int] = frozenset(),
+) -> Backward | None:
+    """The backward pass of a region of `view`, by the cotangent that explains most gradients; None where there is none.
+
+    Where nothing is asked of an operand that several regions read (data), the cotangent of one explains the others' gradients as
+    well. Then that is taken which shows the canonical node `expected`, else the first that gives no value in `taken`.
+    """
+    names = {v.id: name for name, v in region.leaves.items()}
+    floats = [v for v in region.inputs if is_float(v.dtype)]
+    program = None
+    best: Backward | None = None
+    best_rank = 0, False, False
+    for cotangent in _cotangents(view, region):
+        program = program or derivatives.of(region)
+        probe = _Probe(view)
+        refs = [view.read(v) for v in region.inputs]
+        found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
+        values = [sums.find(probe, ref, leaf, taken) for ref, leaf in zip(found, floats, strict=True)]
+        gradients = {names[leaf.id]: v for leaf, v in zip(floats, values, strict=True) if v is not None}
+        if not any(_is_backward(view, v.value) for v in gradients.values()):
+            continue  # x.T @ v of a forward pass is the gradient of x @ w, were v its cotangent
+        sure = view.ref[cotangent.id].nid == expected
+        free = taken.isdisjoint(i for share in gradients.values() for i in share.own)
+        rank = len(gradients), sure, free
+        if best is None or rank > best_rank:
+            absent = tuple(names[leaf.id] for leaf, v in zip(floats, values, strict=True) if v is None)
+            best, best_rank = Backward(view, cotangent, gradients, absent), rank
+        if not best.absent and best_rank[1:] in ((True, True), (expected is not None, True)):
+            break
+    return best
+
+
+def _is_backward(view: View, value: Value) -> bool:
+    maker = view.block.producer.get(value.id)
+    return maker is not None and in_backward(maker)
+
+
+# A factor, a node, the node's axis at each axis of the value, and the reshapes of sums on the way down to it.
+Term = tuple[Coef, int, tuple[int | None, ...], tuple[Any, ...]]
+
+
+class Sums:
+    """The values of a block, by the terms they are the sums of."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.by_term: dict[Term, list[tuple[int, Value]]] = {}
+        self.terms_of: dict[int, Counter[Term]] = {}  # value id -> its terms, where these are several
+        for node in view.block.nodes:
+            value = node.outputs[0] if node.outputs else None
+            if value is not None and is_float(value.dtype):  # inside a checkpoint nothing says which are gradients
+                terms = _terms(view, view.ref[value.id])
+                if len(terms) > 1:
+                    self.terms_of[value.id] = Counter(terms)
+                for term in terms:
+                    self.by_term.setdefault(term, []).append((len(terms), value))
+
+    def find(self, probe: View, ref: Ref, leaf: Value, taken: frozenset[int] | set[int]) -> Share | None:
+        """The value of the leaf's type that is a Ref, or a sum that has all of its terms: the shortest, the first in the program
+        of those that are not `taken`.
+        """
+        terms = _terms(probe, ref)
+        if any(nid >= len(self.view.nodes) for _, nid, *_ in terms):
+            return None
+        rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
+        fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
+        wanted = Counter(terms)
+        whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms(v))
+        seen = ((n, self._viewed(v) if n == len(terms) else v) for n, v in whole)
+        n, value = min(seen, key=lambda found: (found[0], found[1].id in taken, found[1].id), default=(0, None))
+        if value is None:
+            return None
+        return Share(value, frozenset({value.id})) if n == len(terms) else self._share(self._outermost(value), wanted)
+
+    def terms(self, value: Value) -> Counter[Term]:
+        """What a value is the sum of."""
+        return self.terms_of.get(value.id) or Counter(_terms(self.view, self.view.ref[value.id]))
+
+    def _viewed(self, value: Value) -> Value:
+        """The last that shows the same, past views that alone read it: the gradient of `x.T @ w` is turned there and back."""
+        block, last, ref = self.view.block, value, self.view.ref
+        at = value
+        while at.id not in block.returned:
+            users = block.users.get(at.id, ())
+            if len(users) != 1 or users[0].primitive not in VIEWS:
+                break
+            at = users[0].outputs[0]
+            if ref[at.id] == ref[value.id] and at.aval == value.aval:
+                last = at
+        return last
+
+    def _outermost(self, value: Value) -> Value:
+        """The last of the sums that a sum alone is added up into, one by one: where all terms of all gradients meet."""
+        block = self.view.block
+        while value.id not in block.returned:
+            users = block.users.get(value.id, ())
+            if len(users) != 1 or users[0].primitive not in _ADDITIONS:
+                break
+            value = users[0].outputs[0]
+        return value
+
+    def _share(self, value: Value, wanted: Counter[Term]) -> Share:
+        """Which values, added up into `value`, are the terms wanted."""
+        own, others, through = set[int](), set[int](), set[int]()
+        left, stack = Counter(wanted), [value]
+        while stack:
+            part = stack.pop()
+            terms = self.terms(part)
+            maker = self.view.block.producer.get(part.id)
+            if terms <= left:
+                own.add(part.id)
+                left = left - terms
+            elif left.keys().isdisjoint(terms):
+                others.add(part.id)
+            elif maker is None or maker.primitive not in _ADDITIONS:
+                return Share(value, frozenset(), None)
+            else:
+                through.add(maker.id)
+                stack += [a for a in maker.inputs if isinstance(a, Value)]
+        return Share(value, frozenset(own), None if left or own & others else frozenset(through))
+
+
+def _terms(view: View, ref: Ref) -> list[Term]:
+    """What a value is the sum of, down through sums of sums, and through a reshape of one: it is the sum of its terms' reshapes."""
+    found: list[Term] = []
+    stack: list[Term] = [(ref.coef, ref.nid, tuple(d if d >= 0 else None for d in ref.dims), ())]
+    while stack and len(stack) + len(found) < _TERMS:
+        coef, nid, places, reshapes = stack.pop()
+        node = view.nodes[nid]
+        if node.op == "reshape" and view.nodes[(below := node.operands[0]).nid].op == "sum":
+            how = node.params, node.shape, below.axes, places
+            stack.append((coef * below.coef, below.nid, tuple(range(len(below.axes))), (*reshapes, how)))
+            continue
+        if node.op != "sum":
+            found.append((tidy(coef), nid, places, reshapes))
+            continue
+        for o in node.operands:
+            at = {slot: axis for axis, slot in enumerate(o.axes)}
+            stack.append((coef * o.coef, o.nid, tuple(at.get(p) if p is not None else None for p in places), reshapes))
+    return found + [(tidy(c), n, p, r) for c, n, p, r in stack]
+
+
+def _cotangents(view: View, region: Region) -> Iterator[Value]:
+    """Candidates for the cotangent of the region's root, nearest first, each once."""
+    tried: set[int] = set()
+    for odd in _frontier(view, region):
+        for value in _shown_by(view, odd):
+            if value.shape == region.root.shape and value.dtype == region.root.dtype and value.id not in tried:
+                tried.add(value.id)
+                yield value
+
+
+def _shown_by(view: View, value: Value) -> Iterator[Value]:
+    """A value, and those that it is only another view of, or the same entries in another shape."""
+    found: Value | None = value
+    while found is not None:
+        yield found
+        maker, nid = view.block.producer.get(found.id), view.ref[found.id].nid
+        sources = [a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value)]
+        reshaped = maker is not None and maker.primitive in VIEWS
+        found = next((a for a in sources if reshaped or view.ref[a.id].nid == nid), None)
+
+
+def _frontier(view: View, region: Region) -> Iterator[Value]:
+    """What nodes read beside the region's values, or what is made of those alone, where it is one value."""
+    block = view.block
+    own = (*region.nodes, *region.support)
+    inside = {n.id for n in own}
+    level = [*(v for n in own for v in n.outputs), *region.inputs]
+    known = {v.id for v in level}
+    of_root = {region.root.id}  # made of the root alone, as the cotangent of sum(sin(y)) is
+    seen: set[int] = set()
+    while level:
+        after: list[Value] = []
+        for value in level:
+            for node in block.users.get(value.id, ()):
+                if node.id in seen or node.id in inside:
+                    continue
+                read = [a for a in node.inputs if isinstance(a, Value) and a.id not in known]
+                others = {a.id: a for a in read if not view.is_literal(view.ref[a.id])}
+                yield from (a for a in read if a.shape and a.id not in others)  # the cotangent of a sum: ones
+                yield from (
+                    a for a in node.inputs if isinstance(a, Value) and a.id in of_root and a.id != region.root.id
+                )
+                if any(isinstance(a, Value) and a.id in of_root for a in node.inputs) and not others:
+                    of_root.update(v.id for v in node.outputs)
+                if not others and len(seen) < _CLOSURE:
+                    seen.add(node.id)
+                    known.update(v.id for v in node.outputs)
+                    after += node.outputs
+                elif len(others) == 1:
+                    yield from others.values()
+        level = after
+
+
+class _Nodes:
+    """The nodes of a view, and further ones that it does not get."""
+
+    def __init__(self, base: list[CNode]) -> None:
+        self.base, self.count, self.own = base, len(base), list[CNode]()
+
+    def __getitem__(self, nid: int) -> CNode:
+        return self.base[nid] if nid < self.count else self.own[nid - self.count]
+
+    def __len__(self) -> int:
+        return self.count + len(self.own)
+
+    def append(self, node: CNode) -> None:
+        self.own.append(node)
+
+
+class _Table:
+    """A view's hash-consing table, read, and one of its own, written."""
+
+    def __init__(self, base: dict[Any, int]) -> None:
+        self.base, self.own = base, dict[Any, int]()
+
+    def get(self, key: Any) -> int | None:
+        found = self.base.get(key)
+        return self.own.get(key) if found is None else found
+
+    def __setitem__(self, key: Any, nid: int) -> None:
+        self.own[key] = nid
+
+
+class _Probe(View):
+    """A view that looks nodes up in another, which stays as it is."""
+
+    def __init__(self, base: View) -> None:
+        self._start(base.block)
+        self.nodes = _Nodes(base.nodes)  # type: ignore[assignment]
+        self._table = _Table(base._table)  # type: ignore[assignment]
+        self._unique = base._unique

@@ -1,0 +1,164 @@
+"""Where the backward passes that are replaced take what they read, and where the gradients they give go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ...errors import RewriteError
+from ..program.equations import Constants, Env, inlined, kind, source_info
+from ..program.in_shard_map import make_jaxpr
+from ..program.ir import Block, Node, Value
+from .find import Share
+from .vjp_split import Split, Taken
+
+# What travels from a site's block to its backward pass: (number of the pair, "residual", number), or ("value", id).
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A backward pass in a row of layers, each of which ends in a function whose derivative may be taken by the one behind.
+
+    Attributes:
+      slope: jaxpr of (residual, cotangent) -> the cotangent before that function; None where the layer has none.
+      own: the derivative without it.
+      linked: the same, and beyond the function that the layer before ends in: its last input is that one's residual.
+      before: the result of that layer; `linked` and this are None where there is none.
+    """
+
+    slope: Any
+    own: Split
+    linked: Split | None
+    before: Value | None
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPart:
+    """The backward pass of a site, in a program that is differentiated already: it is replaced with the site, or neither is.
+
+    Attributes:
+      site_path, block_path: the block of the site, and that of its backward pass.
+      block: the one block, or both read as one.
+      root, leaves: the site's result and operands.
+      cotangent: the value that is the cotangent of the root.
+      gradients: (number of the leaf, where its gradient is) of each gradient the program computes.
+      known: value of the site's block -> the backward block's own name for it, where they are two.
+      split: what runs in place of the site, and of its backward pass.
+      chain: how that is done in a row of layers, where they are grouped so.
+    """
+
+    site_path: str
+    block_path: str
+    block: Block
+    root: Value
+    leaves: tuple[Value, ...]
+    cotangent: Value
+    gradients: tuple[tuple[int, Share], ...]
+    known: Mapping[int, Value]
+    split: Split
+    chain: Chain | None = None
+
+    def operands(self, number: int, taken: Sequence[Taken] | None = None) -> list[Value | Key]:
+        """What it reads beside the cotangent: values of its block, and keys of what travels there (in pair `number`)."""
+        return [self._operand(number, what, i) for what, i in (self.split.taken if taken is None else taken)]
+
+    def _operand(self, number: int, what: str, i: int) -> Value | Key:
+        if what == "residual":
+            return number, "residual", i
+        value = self.root if what == "value" else self.leaves[i]
+        if self.block_path == self.site_path:
+            return value
+        here = value
+        while here.id in self.known:
+            here = self.known[here.id]
+        return ("value", value.id) if here is value else here
+
+    def read(self) -> list[Value]:
+        """The values of its block that it reads, and the root, with which its residuals are made."""
+        made = [self.root] if self.block_path == self.site_path else []
+        return [self.cotangent, *made, *(o for o in self.operands(0) if isinstance(o, Value))]
+
+
+Pairs = Sequence[tuple[int, BackwardPart]]
+
+
+class Chosen:
+    """The pairs that are replaced, and how those in a row of layers are chained: as far as both neighbours are among them."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.number = {part.root.id: number for number, part in pairs}
+        links = (part.chain for _, part in pairs if part.chain is not None)
+        self.followed = {c.before.id for c in links if c.before is not None and c.before.id in self.number}
+
+    def pulled(self, number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
+        """The equations of a site's gradients, from its cotangent and what its forward pass kept; `env` gets the gradients."""
+        program, ct, eqns = part.split, env[part.cotangent.id], []
+        residual = None
+        if part.chain is not None:
+            program = part.chain.own
+            if part.chain.slope is not None and part.root.id not in self.followed:
+                eqns, (ct,) = inlined(part.chain.slope, [env[number, "residual", 0], ct], source_info(at), extra)
+            if part.chain.linked is not None and part.chain.before is not None and part.chain.before.id in self.number:
+                program, residual = part.chain.linked, env[self.number[part.chain.before.id], "residual", 0]
+        beside = [t for t in program.taken if t != ("input", len(part.leaves))]
+        given = (env[o.id] if isinstance(o, Value) else env[o] for o in part.operands(number, beside))
+        atoms = dict(zip(beside, given, strict=True))
+        taken = [atoms.get(t, residual) for t in program.taken]
+        more, outs = inlined(program.backward, [*taken, ct], source_info(at), extra)
+        env.update(((number, "gradient", i), atom) for (i, _), atom in zip(part.gradients, outs, strict=True))
+        return eqns + more
+
+
+Claims = list[tuple[Key, Share, Block]]  # key of a gradient, where it goes, the block that is in
+
+
+def claims_of(pairs: Pairs) -> dict[int, Claims]:
+    """Value -> the gradients that it is, or has as terms."""
+    found: dict[int, Claims] = {}
+    for number, part in pairs:
+        for i, share in part.gradients:
+            found.setdefault(share.value.id, []).append(((number, "gradient", i), share, part.block))
+    return found
+
+
+def terms_beside(block: Block, value: Value, shares: Sequence[Share]) -> list[Value]:
+    """What a value is the sum of beside some gradients that are terms of it."""
+    own = frozenset[int]().union(*(s.own for s in shares))
+    through = frozenset[int]().union(*(s.through or () for s in shares))
+    found, stack = list[Value](), [value]
+    while stack:
+        part = stack.pop()
+        if part.id in own:
+            continue
+        maker = block.producer.get(part.id)
+        if maker is not None and maker.id in through:
+            stack += [a for a in reversed(maker.inputs) if isinstance(a, Value)]
+        else:
+            found.append(part)
+    return found
+
+
+def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | None) -> list:
+    """The equations that make a value of its gradients and what else it is the sum of; `env` gets the result."""
+    beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
+    atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]
+    closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms], value.aval)
+    eqns, (out,) = inlined(closed, atoms, source_info(at), extra)
+    if kind(out.aval) != kind(value.aval):
+        raise RewriteError(f"the gradient {value!r} came out as {out.aval.str_short()}; this is a bug")
+    env[value.id] = out
+    return eqns
+
+
+def first_gradients(block: Block, pairs: Pairs) -> dict[int, list[tuple[int, BackwardPart]]]:
+    """Node -> the pairs whose gradients are computed there: where the first of them is made."""
+    found: dict[int, list[tuple[int, BackwardPart]]] = {}
+    for number, part in pairs:
+        first = min(block.position[block.producer[share.value.id].id] for _, share in part.gradients)
+        found.setdefault(block.nodes[first].id, []).append((number, part))
+    return found

@@ -1,0 +1,295 @@
+"""A forward region and its backward pass as one: whether both can be replaced together, and what that takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..canonical.view import View
+from ..certify.certify import Certifier, Verdict, prove_gradients, with_vjp
+from ..jax_compat import has_side_effects
+from ..matching.region import Region, region_signature
+from ..matching.wide import arithmetic_of, computed_wider
+from ..primitives import having
+from ..program.crossing import CROSSED, Tree
+from ..program.equations import kind, slice_jaxpr
+from ..program.explicit_axes import is_split_in_type
+from ..program.graph import Graph
+from ..program.ir import Block, Node, Value
+from ..program.signature import node_signature
+from .find import Backward, Share
+from .gradients import BackwardPart, terms_beside
+from .vjp_split import Split, split_of
+
+_PRODUCTS = having("product")
+
+
+@dataclass(frozen=True, eq=False)
+class Pairing:
+    """A backward pass that can be replaced together with its forward region.
+
+    Attributes: `part` (the rewriter's), `node_ids` (nodes of the backward pass that go), `gradients` (leaf name -> value).
+    """
+
+    part: BackwardPart
+    node_ids: frozenset[int]
+    gradients: dict[str, Value]
+
+
+class Unpaired(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
+    """A backward pass that stays as it is; the message says why."""
+
+
+class Pairer:
+    """Plans replacements of regions of one graph together with their backward passes."""
+
+    def __init__(self, graph: Graph, certifier: Certifier) -> None:
+        self.tree = Tree(graph)
+        self.certifier = certifier
+
+    def plan(self, region: Region, fn: Callable[..., Any], what: Any, found: Backward) -> Pairing:
+        """What it takes to have `fn` in place of a region, and its derivative in place of the backward pass found.
+
+        Args:
+          region: the site.
+          fn: takes `region.inputs`, gives the region's root.
+          what: hashable description of `fn`, for the memory of proofs.
+          found: the backward pass.
+
+        Raises:
+          Unpaired: one of them would stay behind, or they do not agree.
+        """
+        shares = _shares(region, found)
+        numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
+        path = self.tree.of_value.get(found.cotangent.id, "")
+        placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
+        if not placed:
+            raise Unpaired("no gradient was found that stands apart from others'")
+        if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
+            raise Unpaired("its values are laid out over explicit mesh axes")
+        if kind(found.cotangent.aval) != kind(region.root.aval):
+            raise Unpaired("its cotangent varies along other mesh axes than its result")
+        gone = self._gone(region, found, placed)
+        if len(read := _read_outside(found.view.block, placed, gone)) < len(placed):
+            placed, gone = read, self._gone(region, found, read)
+        self._order(found, region, placed)
+        split = self._split(region, fn, what, found, placed)
+        part = self._part(region, found, path, placed, split)
+        own = region.node_ids
+        gradients = {name: share.value for _, name, share in placed}
+        return Pairing(part, frozenset(i for i in gone if i >= 0 and i not in own), gradients)
+
+    def _gone(self, region: Region, found: Backward, placed: Sequence[tuple[int, str, Share]]) -> set[int]:
+        """The nodes that nothing reads any more. Raises Unpaired where some of the region's are read still."""
+        block = found.view.block
+        replaced = {region.root.id, *(share.value.id for _, _, share in placed)}
+        read = {v.id for v in region.inputs} | {found.cotangent.id}
+        read |= {v.id for _, _, share in placed for v in terms_beside(block, share.value, [share])}
+        gone = dead_nodes(block, replaced, read)
+        for node in region.nodes:
+            if node.id not in gone:
+                raise Unpaired(_still_read(block, node, gone, region, found, {n for _, n, _ in placed}))
+        return gone
+
+    def _order(self, found: Backward, region: Region, placed: Sequence[tuple[int, str, Share]]) -> None:
+        """Raises Unpaired where the cotangent, or an operand, is computed from a gradient."""
+        block = found.view.block
+        values = {share.value.id for _, _, share in placed}
+        first = min(block.position[block.producer[i].id] for i in values)
+        stack = [found.cotangent, region.root, *region.inputs]
+        seen: set[int] = set()
+        while stack:
+            value = stack.pop()
+            if value.id in values:
+                raise Unpaired("its cotangent is computed from its gradients")
+            maker = block.producer.get(value.id)
+            if maker is not None and block.position[maker.id] >= first and maker.id not in seen:
+                seen.add(maker.id)
+                stack += [a for a in maker.inputs if isinstance(a, Value)]
+
+    def _split(
+        self,
+        region: Region,
+        fn: Callable[..., Any],
+        what: Any,
+        found: Backward,
+        placed: Sequence[tuple[int, str, Share]],
+    ) -> Split:
+        """The program of `fn` and that of its derivative, proved to give what the backward pass does."""
+        block, inputs = found.view.block, region.inputs
+        wanted = [i for i, _, _ in placed]
+        terms = [_values(block, share) for _, _, share in placed]
+        flat = [v for group in terms for v in group]
+        nodes = _slice(found.view, flat, {v.id for v in (*inputs, found.cotangent)})
+        wide = computed_wider(nodes, (*inputs, found.cotangent), arithmetic_of(region.root.dtype))
+        if wide is not None:
+            raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
+        asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
+        other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
+        if other is not None:
+            raise Unpaired(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
+        number: dict[int, Any] = {i: ("known", c) for i, c in found.view.known_inputs.items()}
+        number.update((v.id, ("const", id(c))) for v, c in block.consts)
+        number.update((v.id, i) for i, v in enumerate((*inputs, found.cotangent)))
+        body = tuple(node_signature(n, number) for n in nodes)
+        outs = tuple(tuple(number.get(v.id) for v in group) for group in terms)
+        types = tuple(v.aval for v in (*inputs, region.root, found.cotangent))  # of what the programs are traced with
+        key = ("pair", region_signature(region), what, body, outs, tuple(wanted), types)
+        known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
+
+        def prove() -> tuple[Verdict, Split]:
+            avals, out = [v.aval for v in inputs], region.root.aval
+            old = slice_jaxpr(block, nodes, (*inputs, found.cotangent), flat, known)
+            groups = [(name, len(group)) for (_, name, _), group in zip(placed, terms, strict=True)]
+            new = with_vjp(fn, avals, out, wanted)
+            return prove_gradients(region, old, new, groups, self.certifier.inline), split_of(new)
+
+        verdict, split = self.certifier.once(key, prove)
+        if not verdict.ok:
+            raise Unpaired(f"the fused one would not agree: {verdict.detail}")
+        return split
+
+    def _part(
+        self, region: Region, found: Backward, path: str, placed: Sequence[tuple[int, str, Share]], split: Split
+    ) -> BackwardPart:
+        """Where the backward pass stands, and what has to travel there."""
+        forward = region.block.path
+        known: dict[int, Value] = {}
+        if path != forward:
+            for node in self.tree.between(forward, path):
+                if node.primitive not in CROSSED:
+                    raise Unpaired(
+                        f"it stands in another {node.primitive} than its forward, which nothing new can leave"
+                    )
+            known = _known_there(found.view.block)
+            given = [
+                region.inputs[i].aval for what, i in split.taken if what == "input" and region.inputs[i].id not in known
+            ]
+            moving = [*given, *split.residuals, region.root.aval]
+            if any(n.primitive == "shard_map" for n in self.tree.between(forward, path)) and not all(
+                a.shape for a in moving
+            ):
+                raise Unpaired("a scalar would have to travel out of its shard_map")
+        gradients = tuple((i, share) for i, _, share in placed)
+        site = region.block.path, path, found.view.block, region.root, region.inputs
+        return BackwardPart(*site, found.cotangent, gradients, known, split)
+
+
+def _shares(region: Region, found: Backward) -> list[tuple[int, str, Share]]:
+    """(number among the region's inputs, name, share) of each gradient found, each input once."""
+    names = {v.id: name for name, v in region.leaves.items()}
+    shares = ((i, names[v.id]) for i, v in enumerate(region.inputs))
+    return [(i, name, found.gradients[name]) for i, name in shares if name in found.gradients]
+
+
+def _each_once(shares: Iterable[tuple[int, str, Share]]) -> list[tuple[int, str, Share]]:
+    """Without those that are another operand's gradient already, the same values (those of the two sides of a sum): put in their place
+    twice, they would be added up.
+    """
+    own: dict[frozenset[int], tuple[int, str, Share]] = {}
+    for entry in shares:
+        own.setdefault(entry[2].own, entry)
+    return list(own.values())
+
+
+def _read_outside(block: Block, placed: list[tuple[int, str, Share]], gone: set[int]) -> list[tuple[int, str, Share]]:
+    """The gradients that somebody asked for; all of them where nobody asked for any. A value that only the way to another gradient
+    passes (w * ct is dy, and a term of dx) goes with that.
+    """
+
+    def asked(value: Value) -> bool:
+        return value.id in block.returned or any(u.id not in gone for u in block.users.get(value.id, ()))
+
+    return [entry for entry in placed if asked(entry[2].value)] or placed
+
+
+def _separate(share: Share, leaf: Value) -> bool:
+    return share.through is not None and kind(share.value.aval) == kind(leaf.aval)
+
+
+def _precision(node: Node) -> tuple[Any, Any]:
+    """What a product asks for, of each operand: numbers in float64 do not tell."""
+    asked = node.params["precision"]
+    return tuple(asked) if isinstance(asked, tuple) else (asked, asked)
+
+
+def _values(block: Block, share: Share) -> list[Value]:
+    """The values whose sum a gradient is."""
+    if share.own == {share.value.id}:
+        return [share.value]
+    found, stack = list[Value](), [share.value]
+    while stack:
+        maker = block.producer[stack.pop().id]
+        for atom in maker.inputs:
+            if isinstance(atom, Value) and atom.id in share.own:
+                found.append(atom)
+            elif isinstance(atom, Value) and (made := block.producer.get(atom.id)) and made.id in (share.through or ()):
+                stack.append(atom)
+    return found
+
+
+def dead_nodes(block: Block, replaced: set[int], read: set[int]) -> set[int]:
+    """Ids of the nodes of a block that nothing needs once the values `replaced` are made otherwise, of the values `read`."""
+    gone: set[int] = set()
+
+    def needless(value: Value) -> bool:
+        if value.id in read:
+            return False
+        if value.id in replaced:
+            return True
+        return value.id not in block.returned and all(u.id in gone for u in block.users.get(value.id, ()))
+
+    queue = deque(block.producer[i] for i in replaced)
+    while queue:
+        node = queue.popleft()
+        if node.id in gone or has_side_effects(node.eqn) or not all(map(needless, node.outputs)):
+            continue
+        gone.add(node.id)
+        for atom in node.inputs:
+            maker = block.producer.get(atom.id) if isinstance(atom, Value) else None
+            if maker is not None:
+                queue.append(maker)
+    return gone
+
+
+def _still_read(block: Block, node: Node, gone: set[int], region: Region, found: Backward, placed: set[str]) -> str:
+    """Why a node of the region would stay."""
+    missing = [n for n in (*found.absent, *found.gradients) if n not in placed]
+    reader: Node | None = node
+    while reader is not None and (reader.id < 0 or reader.id in region.node_ids):
+        node = reader if reader.id >= 0 else node
+        reader = next((u for v in reader.outputs for u in block.users.get(v.id, ()) if u.id not in gone), None)
+    where = f" (read by {reader!r})" if reader is not None else ""
+    values = ", ".join(repr(v) for v in node.outputs)
+    why = f"the gradient of {', '.join(missing)} was not found in it" if missing else "it is read beside the gradients"
+    return f"{values} would still be needed{where}: {why}"
+
+
+def _slice(view: View, results: Iterable[Value], known: set[int]) -> list[Node]:
+    """The nodes that compute some values of a block from known ones. Raises Unpaired where they read anything else."""
+    block = view.block
+    consts = {v.id for v, _ in block.consts}
+    wanted: set[int] = set()
+    stack = list(results)
+    while stack:
+        value = stack.pop()
+        if value.id in known or value.id in view.known_inputs or value.id in consts:
+            continue
+        maker = block.producer.get(value.id)
+        if maker is None:
+            raise Unpaired(f"it reads {value!r} beside the site's operands")
+        if maker.id not in wanted:
+            wanted.add(maker.id)
+            stack += [a for a in maker.inputs if isinstance(a, Value)]
+    return [block.nodes[i] for i in sorted(block.position[n] for n in wanted)]
+
+
+def _known_there(block: Block) -> dict[int, Value]:
+    """Of two bodies read as one: value of the first -> the second's own name for it."""
+    found: dict[int, Value] = {}
+    for node in block.nodes:
+        if node.id < 0 and isinstance(node.inputs[0], Value):
+            found.setdefault(node.inputs[0].id, node.outputs[0])
+    return found

@@ -1,0 +1,109 @@
+"""A function with its derivative, as two programs: what runs forward, what runs back, and what the second needs of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.extend import core as jex_core
+
+from ..certify.certify import with_vjp
+from ..jax_compat import split_closed
+from ..primitives import having
+
+# Made again where the gradients are computed, rather than kept until then: they cost nothing, and what they are made of is there.
+_FREE = having("layout", "variance", "cast")
+
+Taken = tuple[Literal["input", "value", "residual"], int]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A function and its derivative.
+
+    Attributes:
+      forward: jaxpr of the inputs -> (value, *residuals).
+      backward: jaxpr of (*taken, cotangent) -> gradients.
+      taken: what each operand of `backward` but the last is: an input, the value, a residual, by its number.
+    """
+
+    forward: Any
+    backward: Any
+    taken: tuple[Taken, ...]
+
+    @property
+    def residuals(self) -> tuple[Any, ...]:
+        """The types of the residuals."""
+        return tuple(v.aval for v in split_closed(self.forward)[0].outvars[1:])
+
+
+def split_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Sequence[int]) -> Split:
+    """Splits `fn` (arguments of types `avals` -> one result of type `out`), differentiated by the arguments `wanted`."""
+    return split_of(with_vjp(fn, avals, out, wanted))
+
+
+def split_of(closed: Any) -> Split:
+    """Splits a jaxpr of (inputs, cotangent) -> (value, gradients)."""
+    jaxpr, consts = split_closed(closed)
+    constants = dict(zip(jaxpr.constvars if consts else (), consts, strict=True))
+    *inputs, cotangent = jaxpr.invars
+    value, *gradients = jaxpr.outvars
+    moving, back, still = {cotangent}, [], []
+    for eqn in jaxpr.eqns:
+        if moving.isdisjoint(_variables(eqn.invars)):
+            still.append(eqn)
+        else:
+            back.append(eqn)
+            moving.update(eqn.outvars)
+    first = _needed(still, [value])
+    makers = {v: eqn for eqn in first for v in eqn.outvars}
+    chosen = {id(eqn) for eqn in first}
+    again = [eqn for eqn in still if id(eqn) not in chosen]
+    free = _free(first, {*inputs, *constants})
+    back = _needed([*(eqn for eqn in first if id(eqn) in free), *again, *back], gradients)
+    made = {v for eqn in back for v in eqn.outvars} | {cotangent}
+    needed = dict.fromkeys(v for eqn in back for v in _variables(eqn.invars) if v not in made and v not in constants)
+    needed.update(dict.fromkeys(v for v in _variables(gradients) if v not in made and v not in constants))
+    residuals = [v for v in needed if v in makers and v is not value]
+    taken = tuple(_taken(v, inputs, value, residuals) for v in needed)
+    forward = _closed(jaxpr, constants, inputs, [value, *residuals], first)
+    return Split(forward, _closed(jaxpr, constants, [*needed, cotangent], gradients, back), taken)
+
+
+def _taken(var: Any, inputs: list[Any], value: Any, residuals: list[Any]) -> Taken:
+    if var is value:
+        return "value", 0
+    return ("residual", residuals.index(var)) if var in residuals else ("input", inputs.index(var))
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [a for a in atoms if not isinstance(a, jex_core.Literal)]
+
+
+def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations that some results are made by, in their order."""
+    wanted, kept = set(_variables(results)), []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(_variables(eqn.invars))
+    return kept[::-1]
+
+
+def _free(eqns: Sequence[Any], known: set[Any]) -> set[int]:
+    """Ids of the equations that only show `known` variables in another form."""
+    known, free = set(known), set[int]()
+    for eqn in eqns:
+        if eqn.primitive.name in _FREE and known.issuperset(_variables(eqn.invars)):
+            free.add(id(eqn))
+            known.update(eqn.outvars)
+    return free
+
+
+def _closed(like: Any, constants: dict[Any, Any], invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
+    read = {v for eqn in eqns for v in _variables(eqn.invars)} | set(_variables(outvars))
+    kept = {v: c for v, c in constants.items() if v in read}
+    debug = like.debug_info._replace(arg_names=None, result_paths=None)
+    new = jex_core.Jaxpr(list(kept), invars, outvars, eqns, debug_info=debug)
+    return jex_core.ClosedJaxpr(new, list(kept.values()))

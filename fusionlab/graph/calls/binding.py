@@ -1,0 +1,264 @@
+"""A call as JAX sees it: the arrays it takes, what is fixed beside them, and the state that the function changes in place.
+
+Two kinds of arguments are no arrays. What is neither array nor number (a string, a function, an object that is no pytree) is fixed, as
+`equinox.filter_jit` has it. And the objects of flax's nnx (Modules, Optimizers, Rngs, Variables) hold arrays that the function may
+exchange for others: `state.py` takes them apart before the call and puts them together inside it, as `nnx.jit` does, and what the
+function leaves in them comes back among the results.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...errors import ArgumentError
+from ..settings import as_function
+from .parts import LostValue, Outcome, Parts, Rest, flattened, is_array, is_hashable, keystr
+from .passed import passed_through
+from .state import may_be_there
+from .wrappers import Jit, jit_of, unwrapped
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A function at its arguments, with what is fixed bound to it.
+
+    Attributes:
+      fn: function of the arrays, `args` and `kwargs`. It gives the user's result where that is made of arrays alone, else an `Outcome`.
+      args, kwargs: pytrees of arrays.
+      positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
+      leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
+      changed: the names of the values that the function changes in place; () of a function without state.
+      lost: those of them that a transformation would lose which takes objects as pytrees: that are not in the result as well.
+      finish: what `fn` gives -> the user's result; where arguments are changed in place, this changes them.
+      jit: the jit that the function was passed under, or None.
+      given: how many arguments stand in front of the user's: those of a bound method, or of a `functools.partial`.
+    """
+
+    fn: Callable
+    args: tuple
+    kwargs: dict
+    positions: tuple[int, ...]
+    total: int
+    leaf_names: tuple[str, ...]
+    changed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    finish: Callable[[Any], Any] = field(default=lambda out: out, repr=False)
+    jit: Jit | None = None
+    given: int = 0
+
+    def dynamic(self, argnums: Iterable[int], what: str) -> tuple[int, ...]:
+        """Positions in the user's call -> positions in `args`.
+
+        Raises:
+          ArgumentError: one of them does not exist or is static.
+        """
+        wanted = tuple(n + self.total if n < 0 else n for n in argnums)
+        for n in wanted:
+            if n not in self.positions:
+                raise ArgumentError(f"{what}: got {n}, needed the position of an array argument, {self.positions}")
+        return tuple(self.positions.index(n) for n in wanted)
+
+    def leaves_of(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """The flat leaf positions of the arguments at these positions in `args`."""
+        sizes = [len(jax.tree.leaves(a)) for a in self.args]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+        return tuple(i for p in positions for i in range(starts[p], starts[p + 1]))
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions in `args` that the jit around the function donates."""
+        if self.jit is None:
+            return ()
+        donated = self.jit.donated(self.total + self.given)
+        return tuple(i for i, p in enumerate(self.positions) if p + self.given in donated)
+
+
+def bind(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    static_argnums: Any = (),
+    static_argnames: Any = (),
+    numbers: bool | None = None,
+    carries: bool = False,
+) -> Bound:
+    """Binds what is fixed: static arguments, leaves that are no arrays, the structure of objects that hold state.
+
+    Args:
+      fn: the function; one that is jitted is taken out of its jit, whose static arguments are its own.
+      args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytrees, beside what is fixed.
+      static_argnums, static_argnames: as in `jax.jit`.
+      numbers: whether Python numbers are arrays; None: as `jax.jit` has it, but where another leaf is none, as `filter_jit` has it.
+      carries: whether Variables of an `nnx.State` are changed in place, as under `nnx.jit`; else the function has to return them.
+
+    Raises:
+      ArgumentError: `fn` is no function, a static argument does not exist, or `jax.jit` would lose what the function changes in place.
+        Where arguments hold state the function is traced here, and what it raises comes through.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    fn, head, more = unwrapped(fn)
+    given, total, args, kwargs = len(head), len(args), (*head, *args), {**more, **kwargs}
+    static_argnums = tuple(n + given if n >= 0 else n for n in as_tuple(static_argnums))
+    jit = jit_of(fn)
+    if jit is not None:
+        static_argnums = (*static_argnums, *jit.static_argnums)
+        static_argnames = (*as_tuple(static_argnames), *jit.static_argnames)
+        numbers, carries = False if jit.kind == "filter_jit" else numbers, carries or jit.kind == "nnx.jit"
+    # A jit that places its arguments says something: it stays in the program.
+    inside = fn if jit is None else jit.placed or jit.fn
+    call, dyn_args, dyn_kwargs, positions = _without_static(inside, args, kwargs, static_argnums, static_argnames)
+    labels = (*(label_of(inside, p) for p in positions), *sorted(dyn_kwargs))
+    parts = Parts.of(call, dyn_args, dyn_kwargs, labels, numbers, carries)
+    if parts.objects is not None and jit is not None and jit.placed:  # which would lose what it changes in them
+        call, *_ = _without_static(jit.fn, args, kwargs, static_argnums, static_argnames)
+        parts = replace(parts, fn=call)
+    told = {"positions": tuple(p - given for p in positions), "total": total, "jit": jit, "given": given}
+    if parts.objects is not None:
+        bound = _with_state(parts, len(dyn_args), told)
+        if bound.lost and jit is not None and jit.kind in ("jax.jit", "filter_jit"):
+            raise lost_by(_SAID[jit.kind], inside, bound.lost[0])
+        return bound
+    if parts.are_arrays and not may_be_there():
+        return Bound(call, dyn_args, dyn_kwargs, leaf_names=parts.names, **told)
+    new_args, new_kwargs = (dyn_args, dyn_kwargs) if parts.are_arrays else parts.arguments(len(dyn_args))
+    return Bound(_run_of(parts), new_args, new_kwargs, leaf_names=parts.names, finish=parts.finish, **told)
+
+
+_SAID = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
+
+
+def _run_of(parts: Parts) -> Callable:
+    @functools.wraps(parts.fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return parts.run(*args, **kwargs)
+        except LostValue as lost:
+            name = getattr(parts.fn, "__name__", type(parts.fn).__name__)
+            raise ArgumentError(
+                f"{name}: changes {lost.args[0]} of an nnx.State in place and does not return it, so that its new value would be "
+                f"lost; needed the state among the results, or the module in its place, under nnx.jit"
+            ) from None
+
+    return run
+
+
+def lost_by(what: str, fn: Callable, value: str) -> ArgumentError:
+    """The error for state that a transformation of JAX does not carry."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return ArgumentError(
+        f"{name}: got it under {what}, which loses what it changes in place: {value} would keep its old value; needed nnx's own "
+        f"transformation, nnx.jit({name}) say, or a function that takes and returns the state (nnx.split, nnx.merge)"
+    )
+
+
+def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
+    """The call traced once, so that only what the function changes is among its results."""
+    args, kwargs = parts.arguments(width)
+    closed, shape = jax.make_jaxpr(_run_of(parts), return_shape=True)(*args, **kwargs)
+    rest: Rest = shape.rest
+    left = rest.left
+    assert left is not None
+    first = len(shape.arrays) - len(left.names)
+    given, origin = {name: i for i, name in parts.state_inputs}, passed_through(closed)[first:]
+    new = [
+        i
+        for i, (side, owner, path) in enumerate(left.names)
+        if side or origin[i] is None or origin[i] != given.get((owner, path))
+    ]
+    kept = (*range(first), *(first + i for i in new))
+    leaf_names = tuple(shape.leaf_names[i] for i in kept)
+    rest = replace(rest, new=tuple(new))
+
+    def fn(*args: Any, **kwargs: Any) -> Outcome:
+        leaves = jax.tree.leaves((args, kwargs))
+        if list(map(_shape, leaves)) == [_shape(v.aval) for v in closed.jaxpr.invars]:
+            outs = as_function(closed)(*leaves)
+        else:  # symbolic sizes, at numbers
+            outs = _run_of(parts)(*args, **kwargs).arrays
+        return Outcome(tuple(outs[i] for i in kept), leaf_names, rest)
+
+    fn.__name__ = fn.__qualname__ = getattr(parts.fn, "__name__", "fn")
+    mine = [i for i in new if not left.names[i][0]]
+    changed = tuple(shape.leaf_names[first + i] for i in mine)
+    lost = tuple(shape.leaf_names[first + i] for i in mine if left.names[i][1:] not in left.returned)
+    if left.restructured and not changed:
+        changed = lost = (f"what {parts.labels[parts.owners[0][0]]} is made of",)
+    told |= {"changed": changed, "lost": lost, "finish": parts.finish}
+    return Bound(fn, args, kwargs, leaf_names=parts.names, **told)
+
+
+def _shape(x: Any) -> Any:
+    """An object of the user's that JAX takes as it is (hijax) has none."""
+    return getattr(x, "shape", None)
+
+
+def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:
+    """The error for fixed leaves that cannot be told apart from call to call."""
+    for i, arg in enumerate((*args, *(kwargs[key] for key in sorted(kwargs)))):
+        label = label_of(fn, i) if i < len(args) else sorted(kwargs)[i - len(args)]
+        for path, leaf in flattened(arg)[0]:
+            if not is_array(leaf, numbers=False) and not is_hashable(leaf):
+                what = f"{label}{keystr(path)}: got {leaf!r:.80} ({type(leaf).__name__})"
+                return ArgumentError(
+                    f"{what}, which is neither an array nor hashable; needed one of them, or a pytree of them"
+                )
+    return ArgumentError(
+        f"{getattr(fn, '__name__', 'fn')}: got arguments whose pytrees have an unhashable part that is no leaf"
+    )
+
+
+def as_tuple(given: Any) -> tuple:
+    """One position or name, or several, as a tuple."""
+    return (given,) if isinstance(given, int | str) else tuple(given)
+
+
+def label_of(fn: Callable, position: int) -> str:
+    names, _ = positional_names(fn)
+    return names[position] if position < len(names) else f"arg{position}"
+
+
+def positional_names(fn: Callable) -> tuple[list[str], bool]:
+    """Names of the positional parameters, and whether there may be more of them than names."""
+    try:
+        params = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return [], True
+    names = [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names, any(p.kind is p.VAR_POSITIONAL for p in params)
+
+
+def _without_static(
+    fn: Callable, args: tuple, kwargs: dict, static_argnums: Any, static_argnames: Any
+) -> tuple[Callable, tuple, dict, tuple[int, ...]]:
+    """Splits off static arguments: (function of the dynamic ones, dynamic args, dynamic kwargs, the positions of those args)."""
+    nums, names = as_tuple(static_argnums), set(as_tuple(static_argnames))
+    positional, variadic = positional_names(fn)
+    for n in nums:
+        if not variadic and not -len(positional) <= n < len(positional):
+            raise ArgumentError(
+                f"static_argnums: got {n}, needed an index into the {len(positional)} positional parameters"
+            )
+    width = len(args) if variadic else len(positional)
+    places = {n % max(width, 1) for n in nums} | {i for i, name in enumerate(positional) if name in names}
+    names |= {positional[i] for i in places if i < len(positional)}
+    static = {i: args[i] for i in places if i < len(args)}
+    static_kw = {k: v for k, v in kwargs.items() if k in names}
+    positions = tuple(i for i in range(len(args)) if i not in static)
+    if not static and not static_kw:
+        return fn, args, kwargs, positions
+
+    @functools.wraps(fn)
+    def call(*dyn: Any, **kw: Any) -> Any:
+        rest = iter(dyn)
+        full = [static[i] if i in static else next(rest) for i in range(len(args))]
+        return fn(*full, **static_kw, **kw)
+
+    return call, tuple(args[i] for i in positions), {k: v for k, v in kwargs.items() if k not in static_kw}, positions

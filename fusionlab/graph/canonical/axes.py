@@ -1,0 +1,108 @@
+"""Which axes of canonical nodes are the same axis.
+
+An axis is (key, number), where `key` names a node; a contracted label of a product is (key, ("label", l)). A letter of a pattern
+is a class of equal axes, told by the places its members have (`places`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .fused_nodes import Labelled, labels_of
+from .nodes import CNode
+
+Axis = tuple[Any, Any]
+Place = Any  # a node's key, or (key, what its fused op calls the axis)
+Part = tuple[Any, str, int, int]  # (key of a reshape, "in" or "out", number of the group, number in the group)
+
+
+def axis_links(node: CNode, key: Any, operand_keys: Sequence[Any]) -> list[tuple[Axis, Axis | None]]:
+    """Pairs of axes that are the same axis: each operand axis with the node's own (None: reduced away, or merged or split, here).
+
+    Args:
+      node: the canonical node.
+      key, operand_keys: what to call the node and its operands in the result; operands called None are left out.
+    """
+    if node.op == "reshape":
+        return _reshape_links(node, key, operand_keys[0])
+    links: list[tuple[Axis, Axis | None]] = []
+    labels = labels_of(node)
+    for operand, source in zip(node.operands, operand_keys, strict=True):
+        if source is None:
+            continue
+        for axis, slot in enumerate(operand.axes):
+            if labels is not None:
+                mine: Any = labels.index(slot) if slot in labels else ("label", slot)
+                links.append(((source, axis), (key, mine)))
+            else:
+                links.append(((source, axis), (key, slot) if slot >= 0 else None))
+    return links
+
+
+def _reshape_links(node: CNode, key: Any, source: Any) -> list[tuple[Axis, Axis | None]]:
+    links: list[tuple[Axis, Axis | None]] = []
+    for before, after in merged_axes(node):
+        if len(before) == len(after) == 1:
+            links.append(((key, after[0]), (source, before[0]) if before[0] >= 0 else None))
+            continue
+        links += [((source, axis), None) for axis in before if axis >= 0]
+        links += [((key, axis), None) for axis in after]
+    return links
+
+
+def reshape_parts(node: CNode, key: Any, source: Any) -> Iterator[tuple[Part, Axis]]:
+    """The axes a reshape merges or splits, each by its part in it: which is the outer one counts."""
+    changed = [(b, a) for b, a in merged_axes(node) if not len(b) == len(a) == 1]
+    for number, (before, after) in enumerate(changed):
+        yield from (((key, "in", number, i), (source, axis)) for i, axis in enumerate(before) if axis >= 0)
+        yield from (((key, "out", number, i), (key, axis)) for i, axis in enumerate(after))
+
+
+def reshape_kind(node: CNode) -> tuple[tuple[int, int], ...]:
+    """How many axes a reshape makes of how many, for those it does not keep: equal for reshapes of other sizes."""
+    return tuple(g for g in node.params if g != (1, 1))
+
+
+def merged_axes(node: CNode) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each group of a reshape: the operand's axes (below 0: broadcast) and the node's own."""
+    before = after = 0
+    axes = node.operands[0].axes
+    for many, made in node.params:
+        yield axes[before : before + many], tuple(range(after, after + made))
+        before, after = before + many, after + made
+
+
+def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
+    """Numbers the classes of equal axes."""
+    parent: dict[Axis, Axis] = {}
+
+    def find(x: Axis) -> Axis:
+        parent.setdefault(x, x)
+        while parent[x] != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    for one, other in links:
+        root = find(one)
+        if other is not None:
+            parent[root] = find(other)
+    numbers: dict[Axis, int] = {}
+    return {key: numbers.setdefault(find(key), len(numbers)) for key in list(parent)}
+
+
+def places(classes: Mapping[Axis, int], node_of: Mapping[Any, CNode]) -> dict[int, set[Place]]:
+    """Class -> the places of its members. A node that labels its axes gives each its label's name, contracted ones too.
+
+    `node_of` knows the nodes that are not leaves.
+    """
+    found: dict[int, set[Place]] = {}
+    for (key, axis), number in classes.items():
+        params = node_of[key].params if key in node_of else None
+        if isinstance(params, Labelled):
+            label = params.labels[axis] if isinstance(axis, int) else axis[1]
+            found.setdefault(number, set()).add((key, params.names[label]))
+        elif isinstance(axis, int):
+            found.setdefault(number, set()).add(key)
+    return found

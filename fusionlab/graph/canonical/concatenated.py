@@ -1,0 +1,239 @@
+"""Concatenations, seen through in the canonical view.
+
+A slice that picks one part of an elementwise function of a concatenation is that function of the part; the maximum over such an axis is
+that of the parts' maxima, and a sum of exponentials that of the parts' sums. So a softmax over the keys and one logit more, whose weight
+is sliced off (attention with a sink), is one expression however it is written.
+
+An axis is given as the number of the node's own. A part of one entry has no such axis: the view has no unit axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..primitives import COMMUTATIVE, ELEMENTWISE, having
+from ..program.ir import Node
+from .algebra import Aligned, elementwise, product, total
+from .nodes import CNode, Coef, Operand, Ref
+
+if TYPE_CHECKING:
+    from .view import View
+
+SLICES = having("slice") | {"split"}
+_MOST = 64  # nodes above the concatenations that are looked at; a softmax and its mask are ten
+_THROUGH = ELEMENTWISE | {"sum", "prod", "difference", "select", "cast", "stop_gradient"}
+
+Bounds = tuple[int, int]
+Parts = dict[Bounds, Ref]  # first entry and the one after the last -> what stands there
+
+
+def concatenate(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Parts without entries are none."""
+    axis = int(node.params["dimension"])
+    kept = [ref for ref, atom in zip(ins, node.inputs, strict=True) if atom.shape[axis]]
+    return kept if len(kept) == 1 else view.opaque(node, ins)
+
+
+def sliced(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A slice along one axis; with literal starts also a dynamic one."""
+    if node.primitive == "dynamic_slice":
+        if not all(map(view.is_literal, ins[1:])):
+            return view.opaque(node, ins)
+        sizes, whole = node.params["slice_sizes"], node.inputs[0].shape
+        starts = [min(max(int(r.coef), 0), n - m) for r, n, m in zip(ins[1:], whole, sizes, strict=True)]
+        ends = [a + int(m) for a, m in zip(starts, sizes, strict=True)]
+    else:
+        starts, ends = node.params["start_indices"], node.params["limit_indices"]
+        if any(s != 1 for s in node.params["strides"] or ()):
+            return view.opaque(node, ins)
+    found = _sliced(view, ins[0], node.inputs[0].shape, [(int(a), int(b)) for a, b in zip(starts, ends, strict=True)])
+    return view.opaque(node, ins) if found is None else [found]
+
+
+def split(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Each part that is known; the others as an opaque node gives them."""
+    return _split(view, node, ins, int(node.params["axis"]), node.params["sizes"])
+
+
+def unstacked(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A split into parts of one entry, each without that axis."""
+    axis = int(node.params["axis"])
+    return _split(view, node, ins, axis, (1,) * node.inputs[0].shape[axis])
+
+
+def _split(view: View, node: Node, ins: list[Ref], axis: int, sizes: Sequence[int]) -> list[Ref]:
+    shape, at = node.inputs[0].shape, 0
+    if len(sizes) == 1:
+        return ins
+    found: list[Ref | None] = []
+    for size in map(int, sizes):
+        bounds = [(at, at + size) if i == axis else (0, n) for i, n in enumerate(shape)]
+        found.append(_sliced(view, ins[0], shape, bounds))
+        at += size
+    if None not in found:
+        return [ref for ref in found if ref is not None]
+    unread = view.unread(node, ins, "split", {"axis": axis, "sizes": tuple(sizes)}, [shape])
+    return [ref or other for ref, other in zip(found, unread, strict=True)]
+
+
+def _sliced(view: View, ref: Ref, shape: Sequence[int], bounds: Sequence[Bounds]) -> Ref | None:
+    """The part between bounds along each raw axis, where that is a part of what is concatenated along one; else None."""
+    cut = [i for i, (n, b) in enumerate(zip(shape, bounds, strict=True)) if b != (0, n)]
+    if len(cut) != 1 or shape[cut[0]] == 1:
+        return None
+    at = sum(n != 1 for n in shape[: cut[0]])
+    start, stop = bounds[cut[0]]
+    axis = ref.dims[at]
+    if axis < 0 or stop <= start or (start, stop) not in _bounds(view, ref.nid, axis):
+        return None
+    part = _part(view, ref.nid, axis, (start, stop), {})
+    has = [a for a in range(len(view.nodes[ref.nid].shape)) if a != axis or stop - start > 1]
+    dims = (d for i, d in enumerate(ref.dims) if i != at or stop - start > 1)
+    return Ref(_times(ref.coef, part.coef), part.nid, tuple(part.dims[has.index(d)] if d >= 0 else d for d in dims))
+
+
+def _times(a: Coef, b: Coef) -> Coef:
+    return a if b == 1 and not isinstance(b, bool) else b if a == 1 and not isinstance(a, bool) else a * b
+
+
+# -- what is concatenated -------------------------------------------------------------------------------------------------------------
+
+
+def _parts_of(view: View, node: CNode, axis: int) -> Parts | None:
+    """Of a concatenation along `axis`, or of an array that is padded with one number there; None of any other node."""
+    if node.op not in ("concatenate", "pad") or node.params[0][0] != "params":
+        return None
+    _, shapes, items = node.params[0]
+    given = dict(items)
+    refs = [Ref(o.coef, o.nid, o.axes) for o in node.operands]  # of an opaque node: as the values show them
+    if node.op == "concatenate":
+        raw = int(given["dimension"])
+        sizes = [shape[raw] for shape in shapes]
+    else:
+        padded = [(i, edges) for i, edges in enumerate(given["padding_config"]) if any(map(int, edges))]
+        if len(padded) != 1 or not view.is_literal(refs[1]):
+            return None
+        raw, (low, high, inner) = padded[0]
+        if min(low, high) < 0 or inner:
+            return None
+        number, shape = refs[1].coef, shapes[0]
+        sizes = [int(low), shape[raw], int(high)]
+        beside = [view.literal(number, [n if i == raw else m for i, m in enumerate(shape)]) for n in (low, high)]
+        refs = [beside[0], refs[0], beside[1]]
+    if sum(n != 1 for n in shapes[0][:raw]) != axis or sum(sizes) == 1:
+        return None
+    found, at = Parts(), 0
+    for ref, size in zip(refs, sizes, strict=True):
+        if size:
+            found[at, at + size] = ref
+        at += size
+    return found
+
+
+def _bounds(view: View, nid: int, axis: int) -> tuple[Bounds, ...]:
+    """The parts along `axis` of which a node is an elementwise function, the same of each; none where it is of anything else there."""
+    found: tuple[Bounds, ...] = ()
+    stack, seen = [(nid, axis)], set[tuple[int, int]]()
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        node = view.nodes[at[0]]
+        parts = _parts_of(view, node, at[1])
+        if parts is not None:
+            if found not in ((), tuple(parts)):
+                return ()
+            found = tuple(parts)
+        elif node.op in _THROUGH and len(seen) < _MOST:
+            stack += [(o.nid, own) for o in node.operands for own, slot in enumerate(o.axes) if slot == at[1]]
+        else:
+            return ()
+    return found
+
+
+def joined(view: View, nid: int) -> list[tuple[int, int]]:
+    """(length, node) of the parts of the first concatenation that a node is made of entry by entry, whatever else it is made of."""
+    level, seen = [nid], set[int]()
+    while level and len(seen) < _MOST:
+        for at in level:
+            node = view.nodes[at]
+            for axis in range(len(node.shape)) if node.op in ("concatenate", "pad") else ():
+                parts = _parts_of(view, node, axis)
+                if parts is not None:
+                    return [(stop - start, ref.nid) for (start, stop), ref in parts.items()]
+        seen.update(level)
+        inner = (view.nodes[at] for at in level if view.nodes[at].op in _THROUGH)
+        level = [n for n in dict.fromkeys(o.nid for node in inner for o in node.operands) if n not in seen]
+    return []
+
+
+def _part(view: View, nid: int, axis: int, bounds: Bounds, known: dict[tuple[int, int], Ref]) -> Ref:
+    """A part of a node, that `_bounds` has found; its `dims` are for the node's axes, without `axis` where it has one entry there."""
+    key = nid, axis
+    if key in known:
+        return known[key]
+    node = view.nodes[nid]
+    parts = _parts_of(view, node, axis)
+    if parts is not None:
+        known[key] = parts[bounds]
+        return known[key]
+    kept = [a for a in range(len(node.shape)) if a != axis or bounds[1] - bounds[0] > 1]
+    sizes = [bounds[1] - bounds[0] if a == axis else node.shape[a] for a in kept]
+    known[key] = _again(view, node, [_operand(view, o, axis, bounds, kept, known) for o in node.operands], sizes)
+    return known[key]
+
+
+def _operand(
+    view: View, edge: Operand, axis: int, bounds: Bounds, kept: Sequence[int], known: dict[tuple[int, int], Ref]
+) -> Aligned:
+    """What an edge reads in that part, against the axes of its consumer that the part has."""
+    own = {slot: a for a, slot in enumerate(edge.axes)}
+    if axis not in own:
+        return Ref(edge.coef, edge.nid, ()), tuple(own.get(d) for d in kept)
+    part = _part(view, edge.nid, own[axis], bounds, known)
+    has = [a for a in range(len(edge.axes)) if a != own[axis] or axis in kept]
+    place = {a: d if d >= 0 else None for a, d in zip(has, part.dims, strict=True)}
+    return Ref(_times(edge.coef, part.coef), part.nid, ()), tuple(place[own[d]] if d in own else None for d in kept)
+
+
+def _again(view: View, node: CNode, operands: Sequence[Aligned], sizes: Sequence[int]) -> Ref:
+    """An elementwise node of other operands."""
+    if node.op == "sum":
+        return total(view, [(ref, al, 1) for ref, al in operands], sizes)
+    if node.op == "prod":
+        return product(view, [(*one, e) for one, e in zip(operands, node.params, strict=True)], sizes)
+    return elementwise(view, node.op, node.params, operands, sizes, node.op in COMMUTATIVE)
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------------------------
+
+
+def reduced_by_parts(view: View, op: str, whole: Ref, axis: int, reduce: Callable[[Ref, int], Ref]) -> Ref | None:
+    """A maximum over an axis along which one entry stands beside others, or a sum of exponentials there, of its parts; None for any other.
+
+    Where a norm runs over what was concatenated it stays one sum: nothing else has exponentials there, and one entry more.
+
+    Args:
+      whole: what is reduced; its dims do not count, the result's are for the axes of its node that are left.
+      reduce: (a part, its axis) -> the reduced part, with the axes that are left.
+    """
+    node = view.nodes[whole.nid]
+    if op not in ("reduce_max", "reduce_sum") or (op == "reduce_sum" and node.op != "exp"):
+        return None
+    bounds = _bounds(view, whole.nid, axis)
+    widths = sorted(stop - start for start, stop in bounds)
+    if len(widths) != 2 or widths[0] != 1 or widths[1] == 1:
+        return None
+    rest = [n for a, n in enumerate(node.shape) if a != axis]
+    terms: list[Aligned] = []
+    for start, stop in bounds:
+        part = _part(view, whole.nid, axis, (start, stop), {})
+        part = Ref(_times(whole.coef, part.coef), part.nid, part.dims)
+        if stop - start > 1:
+            part = reduce(part, axis)
+        terms.append((part, tuple(d if d >= 0 else None for d in part.dims)))
+    if op == "reduce_sum":
+        return total(view, [(ref, al, 1) for ref, al in terms], rest)
+    return elementwise(view, "max", (), terms, rest, True)

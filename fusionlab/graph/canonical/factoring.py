@@ -1,0 +1,151 @@
+"""A factor over a sum, the other way: `a * f + b * f + c` as `(a + b) * f + c`, in a canonical view.
+
+Which factors leave which sums is not told by a sum alone, so no rule of the view does it: whoever asks names a node, and the terms that
+have a power of it as a factor are put together, with all that they have in common before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from .algebra import product, total
+from .nodes import ONE, Coef, Operand, Ref, tidy
+from .view import View
+
+_Factor = tuple[
+    Coef, int, tuple[int | None, ...], float
+]  # coefficient, node, its axis for each axis of the sum, exponent
+
+
+def factored(view: View, nid: int, about: int) -> Ref:
+    """Node `nid` with what it sums of multiples of (a power of) node `about` put together, seen at the node's own axes.
+
+    The node itself where there are no two such terms.
+    """
+    return _Factoring(view, about).of(nid)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A number times some factors, of a sum with axes of its own."""
+
+    coef: Coef
+    factors: tuple[_Factor, ...]
+
+    def has(self, nid: int) -> bool:
+        return any(f[1] == nid for f in self.factors)
+
+    def without(self, factors: Sequence[_Factor]) -> _Term:
+        rest = list(self.factors)
+        for factor in factors:
+            rest.remove(factor)
+        return _Term(self.coef, tuple(rest))
+
+
+class _Factoring:
+    def __init__(self, view: View, about: int) -> None:
+        self.view, self.about = view, about
+        self.known: dict[int, Ref] = {}
+        self.above: dict[int, bool] = {about: True}
+
+    def of(self, nid: int) -> Ref:
+        if nid not in self.known:
+            node = self.view.nodes[nid]
+            whole = Ref(1.0, nid, tuple(range(len(node.shape))))
+            made = whole
+            if nid != self.about and self.reads(nid):
+                made = self.summed(nid) if node.op == "sum" else self.multiplied(nid) if node.op == "prod" else whole
+            self.known[nid] = made
+        return self.known[nid]
+
+    def reads(self, nid: int) -> bool:
+        """Whether a node is made of the one that is asked about."""
+        if nid not in self.above:
+            self.above[nid] = any(self.reads(o.nid) for o in self.view.nodes[nid].operands)
+        return self.above[nid]
+
+    def multiplied(self, nid: int) -> Ref:
+        node = self.view.nodes[nid]
+        made = [self.of(o.nid) for o in node.operands]
+        if all(ref.nid == o.nid for ref, o in zip(made, node.operands, strict=True)):
+            return Ref(1.0, nid, tuple(range(len(node.shape))))
+        parts = zip(made, node.operands, node.params, strict=True)
+        factors = [
+            (Ref(ref.coef * o.coef, ref.nid, ref.dims), _seen(ref, o, len(node.shape)), float(e)) for ref, o, e in parts
+        ]
+        return product(self.view, factors, node.shape)
+
+    def summed(self, nid: int) -> Ref:
+        node = self.view.nodes[nid]
+        terms = self.terms(nid)
+        mine = [t for t in terms if t.has(self.about)]
+        made = [self.one(t, node.shape) for t in terms if not t.has(self.about)]
+        if len(mine) > 1:
+            shared = reduce(_common, (t.factors for t in mine))
+            inner = self.added([self.one(t.without(shared), node.shape) for t in mine], node.shape)
+            made.insert(0, product(self.view, [(inner, _axes(inner), 1.0), *map(_as_factor, shared)], node.shape))
+        elif all(self.of(o.nid).nid == o.nid for o in node.operands):
+            return Ref(1.0, nid, tuple(range(len(node.shape))))
+        else:
+            made += [self.one(t, node.shape) for t in mine]
+        return made[0] if len(made) == 1 else self.added(made, node.shape)
+
+    def terms(self, nid: int) -> list[_Term]:
+        """The terms of a sum, those of sums that it is a sum of among them."""
+        node, found = self.view.nodes[nid], []
+        for operand in node.operands:
+            ref = self.of(operand.nid)
+            al = _seen(ref, operand, len(node.shape))
+            inside = self.view.nodes[ref.nid]
+            coef = ref.coef * operand.coef
+            if inside.op == "sum" and self.reads(operand.nid):
+                for term in self.terms(ref.nid):
+                    moved = tuple((c, n, _through(a, al), e) for c, n, a, e in term.factors)
+                    found.append(_Term(coef * term.coef, moved))
+            elif inside.op == "prod":
+                parts = zip(inside.operands, inside.params, strict=True)
+                factors = [(tidy(o.coef), o.nid, _composed(o, al), float(e)) for o, e in parts]
+                found.append(_Term(coef, tuple(factors)))
+            else:
+                found.append(_Term(coef, () if ref.nid == ONE else ((1.0, ref.nid, al, 1.0),)))
+        return found
+
+    def one(self, term: _Term, sizes: Sequence[int]) -> Ref:
+        made = product(self.view, [_as_factor(f) for f in term.factors], sizes)
+        return Ref(made.coef * term.coef, made.nid, made.dims)
+
+    def added(self, refs: Sequence[Ref], sizes: Sequence[int]) -> Ref:
+        return total(self.view, [(r, _axes(r), 1) for r in refs], sizes)
+
+
+def _common(one: tuple[_Factor, ...], two: tuple[_Factor, ...]) -> tuple[_Factor, ...]:
+    rest = list(two)
+    return tuple(f for f in one if f in rest and (rest.remove(f) is None))
+
+
+def _as_factor(factor: _Factor) -> tuple[Ref, tuple[int | None, ...], float]:
+    coef, nid, al, exponent = factor
+    return Ref(coef, nid, ()), al, exponent
+
+
+def _axes(ref: Ref) -> tuple[int | None, ...]:
+    return tuple(d if d >= 0 else None for d in ref.dims)
+
+
+def _through(inner: tuple[int | None, ...], outer: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Axes given for a sum's own, for those of the sum that it stands in."""
+    return tuple(None if axis is None else inner[axis] for axis in outer)
+
+
+def _seen(ref: Ref, operand: Operand, rank: int) -> tuple[int | None, ...]:
+    """For each axis of a consumer the axis of the node that stands for an operand of it."""
+    position = {slot: axis for axis, slot in enumerate(operand.axes)}
+    found = (ref.dims[position[d]] if d in position else None for d in range(rank))
+    return tuple(d if d is not None and d >= 0 else None for d in found)
+
+
+def _composed(operand: Operand, al: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    position = {slot: axis for axis, slot in enumerate(operand.axes)}
+    return tuple(position.get(a) if a is not None else None for a in al)

@@ -1,0 +1,102 @@
+"""Fused ops in the canonical view: nodes whose operands' axes are labels, as a product's are.
+
+A primitive that knows its axes says so by a method `form(params, shapes) -> Form`. What the op computes is none of the view's
+business: two such nodes are equal where op, traits, operands and labels are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..program.ir import Node
+from .nodes import ONE, CNode, Operand, Ref, tidy
+
+if TYPE_CHECKING:
+    from .view import View
+
+
+@dataclass(frozen=True)
+class Form:
+    """One call of a fused op, as the canonical view takes it.
+
+    Attributes:
+      slots: names of the operands, in order.
+      axes: for each operand, a label for each axis: a name and a number ("m0", "m1", "k0").
+      result: the labels of the result's axes.
+      traits: attributes that make another function ("activation", "is_causal"), by name.
+      numbers: attributes that are numbers ("epsilon", "scale"): a pattern may capture them.
+    """
+
+    slots: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+    result: tuple[str, ...]
+    traits: tuple[tuple[str, Hashable], ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
+
+
+class Labelled(NamedTuple):
+    """Params of a fused op's node.
+
+    Attributes:
+      traits: as in `Form`.
+      slots: name of each operand; numbers come last, as multiples of one.
+      names: label -> what the op calls it ("m", "k"), the same for several rows or batch axes.
+      labels: the label of each of the node's own axes.
+    """
+
+    traits: tuple[tuple[str, Hashable], ...]
+    slots: tuple[str, ...]
+    names: tuple[str, ...]
+    labels: tuple[int, ...]
+
+
+def labels_of(node: CNode) -> tuple[int, ...] | None:
+    """The labels of a node's own axes, where its operands' axes are labels; else None."""
+    if isinstance(node.params, Labelled):
+        return node.params.labels
+    return node.params if node.op == "dot" else None
+
+
+def fused(view: View, node: Node, ins: list[Ref]) -> list[Ref] | None:
+    """The Refs of a fused op's node; None for any other node, and where a sum runs over an axis no operand has."""
+    form_of = getattr(node.eqn.primitive, "form", None)
+    form: Form | None = form_of(node.params, [a.shape for a in node.inputs]) if form_of is not None else None
+    if form is None:
+        return None
+    number: dict[str, int] = {}
+    edges = [_edge(view, ref, labels, number) for ref, labels in zip(ins, _nonunit(node, form), strict=True)]
+    made = node.outputs[0]
+    result = [label for label, size in zip(form.result, made.shape, strict=True) if size != 1]
+    summed = {x for labels in _nonunit(node, form) for x in labels} - set(result)
+    if not summed <= number.keys():
+        return None
+    size = dict(zip(form.result, made.shape, strict=True))
+    own = sorted((x for x in result if x in number), key=number.__getitem__)
+    edges += [Operand(value, ONE, ()) for _, value in form.numbers]
+    params = Labelled(
+        form.traits,
+        (*form.slots, *(name for name, _ in form.numbers)),
+        tuple(x.rstrip("0123456789") for x in number),
+        tuple(number[x] for x in own),
+    )
+    nid = view.node(node.primitive, params, edges, [size[x] for x in own])
+    first = Ref(1.0, nid, tuple(own.index(x) if x in number else ~size[x] for x in result))
+    return [first, *view.opaque(node, ins)[1:]] if len(node.outputs) > 1 else [first]
+
+
+def _nonunit(node: Node, form: Form) -> list[list[str]]:
+    """The labels of each operand's axes that are longer than 1."""
+    pairs = zip(form.axes, node.inputs, strict=True)
+    return [[x for x, size in zip(labels, atom.shape, strict=True) if size != 1] for labels, atom in pairs]
+
+
+def _edge(view: View, ref: Ref, labels: Sequence[str], number: dict[str, int]) -> Operand:
+    """The edge to an operand. An axis it is broadcast along has no label.
+
+    `number` numbers labels in order of appearance: in the order of the nodes' own axes, whatever the layout.
+    """
+    label_of = {d: label for label, d in zip(labels, ref.dims, strict=True) if d >= 0}
+    axes = (number.setdefault(label_of[axis], len(number)) for axis in range(len(view.nodes[ref.nid].shape)))
+    return Operand(tidy(ref.coef), ref.nid, tuple(axes))

@@ -1,0 +1,168 @@
+"""A reshape of batch axes over what is made of a product entry by entry, and row by row.
+
+Programs join and part the batch and the heads of their scores between the product, the mask and the softmax: `scores.reshape(B, H, T, S)
++ mask`, and `weights.reshape(B * H, T, S) @ v`. A reshape commutes with what is done to each entry, and with a maximum or a sum along axes
+that it leaves alone. Where it undoes one that stands on a product further in, the function is that of the product itself; what else it
+reads there (a mask) is reshaped in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .algebra import elementwise
+from .nodes import CNode, Operand, Ref
+
+if TYPE_CHECKING:
+    from .view import View
+
+_ENTRYWISE = frozenset(
+    "sum prod difference select cast exp exp2 log tanh logistic max min stop_gradient not and or xor gt ge eq ne".split()
+)
+_COMMUTATIVE = frozenset("sum prod max min eq ne and or xor".split())
+_ROWWISE = frozenset({"reduce_max", "reduce_sum"})
+_LIMIT = 40  # nodes between a reshape and the one that it undoes; a masked softmax has about 10
+
+# Neighbouring axes that become others: (axis or LACKING, size) of each, and the sizes they become.
+Group = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
+LACKING = -1  # a node repeats itself along it
+# A node, and where its axes are: ("kept", axis before) or ("made", group, number) -> axis.
+Made = tuple[int, dict[Any, int]]
+
+
+def regrouped(view: View, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Ref | None:
+    """`ref` reshaped to `sizes`, where that undoes a reshape of a product further in; None where it does not.
+
+    `groups` says how many neighbouring axes become how many.
+    """
+    if view.nodes[ref.nid].op not in _ENTRYWISE:
+        return None
+    before = [(max(d, LACKING), size) for d, size in zip(ref.dims, view.dim_sizes(ref), strict=True)]
+    after, moved, axes = list(sizes), dict[int, Group](), list[Any]()
+    for number, (old, new) in enumerate(groups):
+        joined, made = tuple(before[:old]), tuple(after[:new])
+        del before[:old], after[:new]
+        if old == new == 1:
+            axes.append(("kept", joined[0][0]))
+            continue
+        if any(axis != LACKING for axis, _ in joined):
+            moved[number] = joined, made
+        axes += [("made", number, i) for i in range(new)]
+    found = _Regrouping(view).of(ref.nid, moved) if moved else None
+    if found is None:
+        return None
+    nid, where = found
+    return Ref(ref.coef, nid, tuple(where.get(axis, ~size) for axis, size in zip(axes, sizes, strict=True)))
+
+
+class _Regrouping:
+    def __init__(self, view: View) -> None:
+        self.view, self.known, self.made = view, dict[Any, bool](), dict[Any, Made | None]()
+
+    def undoes(self, nid: int, groups: Mapping[int, Group]) -> bool:
+        """Whether regrouping a node's axes undoes a reshape that it is made of. Nothing is made before that is known."""
+        key = nid, tuple(groups.items())
+        if key not in self.known:
+            self.known[key] = False
+            if len(self.known) < _LIMIT:
+                self.known[key] = self._undoes(self.view.nodes[nid], groups)
+        return self.known[key]
+
+    def _undoes(self, node: CNode, groups: Mapping[int, Group]) -> bool:
+        if node.op == "reshape":
+            return self._undone(node, groups) is not None
+        if node.op not in _ENTRYWISE | _ROWWISE:
+            return False
+        return any(self.undoes(o.nid, own) for o in node.operands if (own := _on_operand(o, groups)))
+
+    def of(self, nid: int, groups: Mapping[int, Group]) -> Made | None:
+        """A node with its axes regrouped; None where nothing that it is made of is undone."""
+        key = nid, tuple(groups.items())
+        if key not in self.made:
+            self.made[key] = self._of(self.view.nodes[nid], groups) if self.undoes(nid, groups) else None
+        return self.made[key]
+
+    def _of(self, node: CNode, groups: Mapping[int, Group]) -> Made | None:
+        if node.op == "reshape":
+            return self._undone(node, groups)
+        parts = [self._operand(o, groups) for o in node.operands]
+        return self._of_rows(node, *parts[0]) if node.op in _ROWWISE else self._of_entries(node, groups, parts)
+
+    def _of_entries(self, node: CNode, groups: Mapping[int, Group], parts: Sequence[Made]) -> Made:
+        grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
+        axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
+        sizes = [node.shape[d] for _, d in axes]
+        for number, (_, made) in groups.items():
+            axes += [("made", number, i) for i in range(len(made))]
+            sizes += made
+        operands = [
+            (Ref(o.coef, nid, ()), tuple(where.get(a) for a in axes))
+            for o, (nid, where) in zip(node.operands, parts, strict=True)
+        ]
+        ref = elementwise(self.view, node.op, node.params, operands, sizes, node.op in _COMMUTATIVE)
+        return ref.nid, {a: d for a, d in zip(axes, ref.dims, strict=True) if d >= 0}
+
+    def _of_rows(self, node: CNode, nid: int, where: dict[Any, int]) -> Made:
+        shape, reduced = self.view.nodes[nid].shape, ("kept", -1)
+        kept = [(a, d) for a, d in sorted(where.items(), key=lambda x: x[1]) if a != reduced]
+        slot = {d: i for i, (_, d) in enumerate(kept)}
+        edge = Operand(node.operands[0].coef, nid, tuple(slot.get(d, -1) for d in range(len(shape))))
+        made = self.view.node(node.op, node.params, (edge,), [shape[d] for _, d in kept])
+        return made, {a: slot[d] for a, d in kept}
+
+    def _operand(self, operand: Operand, groups: Mapping[int, Group]) -> Made:
+        """An operand regrouped, its axes called as in the node that reads it."""
+        own = _on_operand(operand, groups)
+        found = self.of(operand.nid, own) if own else None
+        nid, where = found or self._reshaped(self.view.nodes[operand.nid], own)
+        return nid, {("kept", operand.axes[a[1]]) if a[0] == "kept" else a: d for a, d in where.items()}
+
+    def _reshaped(self, node: CNode, groups: Mapping[int, Group]) -> Made:
+        """A node of its own that regroups the axes of another, or that one where there is nothing to regroup."""
+        if not groups:
+            return node.id, {("kept", d): d for d in range(len(node.shape))}
+        grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
+        axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
+        dims, sizes = [d for _, d in axes], [node.shape[d] for _, d in axes]
+        counts = [(1, 1)] * len(axes)
+        for number, (joined, made) in groups.items():
+            axes += [("made", number, i) for i in range(len(made))]
+            dims += [axis if axis != LACKING else ~size for axis, size in joined]
+            sizes += made
+            counts.append((len(joined), len(made)))
+        nid = self.view.node("reshape", tuple(counts), (Operand(1.0, node.id, tuple(dims)),), sizes)
+        return nid, {a: d for d, a in enumerate(axes)}
+
+    def _undone(self, node: CNode, groups: Mapping[int, Group]) -> Made | None:
+        """The product below a reshape, where the groups are those that it made, made again what they were."""
+        (edge,) = node.operands
+        if edge.coef != 1 or self.view.nodes[edge.nid].op != "dot" or min(edge.axes) < 0:
+            return None
+        where: dict[Any, int] = {}
+        of_joined = {tuple(axis for axis, _ in joined): (number, made) for number, (joined, made) in groups.items()}
+        source, made_axes = list(edge.axes), list(range(len(node.shape)))
+        for old, new in node.params:
+            before, after = source[:old], tuple(made_axes[:new])
+            del source[:old], made_axes[:new]
+            if old == new == 1:
+                where["kept", after[0]] = before[0]
+                continue
+            number, made = of_joined.pop(after, (None, ()))
+            if number is None or tuple(self.view.nodes[edge.nid].shape[d] for d in before) != made:
+                return None
+            where.update({("made", number, i): d for i, d in enumerate(before)})
+        return None if of_joined else (edge.nid, where)
+
+
+def _on_operand(operand: Operand, groups: Mapping[int, Group]) -> dict[int, Group]:
+    """The groups by the axes of an operand, without those it has none of. An axis that is reduced is none of the node's (-1), and so not
+    one that it lacks."""
+    own: dict[int, Group] = {}
+    for number, (joined, made) in groups.items():
+        mine = tuple(
+            (operand.axes.index(a) if a != LACKING and a in operand.axes else LACKING, size) for a, size in joined
+        )
+        if any(axis != LACKING for axis, _ in mine):
+            own[number] = mine, made
+    return own

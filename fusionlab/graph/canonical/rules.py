@@ -1,0 +1,415 @@
+"""How each primitive enters the canonical view: a table primitive -> rule. An unknown primitive is an opaque node.
+
+Each rule takes the view, the raw node and the Refs of its inputs, and returns one Ref per output. Values are preserved in
+real arithmetic; rounding and gradients are not this layer's business (certification checks both on the raw nodes).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtypes import is_float as is_floating
+from ..jax_compat import has_side_effects, rule_functions, scan_counts
+from ..primitives import BINARY, COMMUTATIVE, UNARY, having
+from ..program.ir import Atom, Block, Node, Value
+from ..program.literals import fold
+from ..program.scopes import defined_in_jax, is_jax_file
+from .algebra import aligned, compose, elementwise, is_float, placed, product, reduced, total
+from .concatenated import concatenate, reduced_by_parts, sliced, split, unstacked
+from .einsum import convolution, dot, split_rows
+from .fused_nodes import fused
+from .nodes import Coef, Operand, Ref, nonunit, tidy
+from .regroup import regrouped
+
+if TYPE_CHECKING:
+    from .view import View
+
+Rule: TypeAlias = "Callable[[View, Node, list[Ref]], list[Ref]]"
+
+TRANSPARENT = having("copy", "variance") | {"device_put"}
+_PLACES = having("layout")  # their own rules keep the shape
+
+
+def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """The Refs of a node's outputs."""
+    if not node.outputs:
+        return []
+    folded = _fold(view, node, ins)
+    if folded is not None:
+        return [folded]
+    rule = RULES.get(node.primitive)
+    if rule is not None:
+        return rule(view, node, ins)
+    return fused(view, node, ins) or view.opaque(node, ins)
+
+
+def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
+    """Arithmetic on literals, in the program's own dtypes."""
+    if not ins or not all(view.is_literal(r) for r in ins) or node.primitive in _PLACES:
+        return None
+    out = node.outputs[0]
+    operands = [(r.coef, a.dtype) for r, a in zip(ins, node.inputs, strict=True)]
+    if any(jnp.issubdtype(d, jax.dtypes.extended) for _, d in (*operands, (0, out.dtype))):
+        return None  # PRNG keys
+    value = fold(node.primitive, node.params, operands, out.dtype)
+    if value is None:
+        return None
+    kind = bool if value.dtype.kind == "b" else int if value.dtype.kind in "iu" else float
+    return view.literal(kind(value), out.shape)
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def _same(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    return list(ins[: len(node.outputs)])
+
+
+def _stop_gradient(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Transparent only on the maximum that softmax subtracts (of a row, and of one logit more), whose gradient cancels; anywhere else it
+    changes gradients."""
+    made = view.nodes[ins[0].nid]
+    if made.op == "reduce_max" or (
+        made.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in made.operands)
+    ):
+        return [ins[0]]
+    return [_unary_ref(view, "stop_gradient", node, ins[0])]
+
+
+def _convert(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    src, dst = node.inputs[0].dtype, node.outputs[0].dtype
+    if (is_floating(src) and is_floating(dst)) or src == dst:
+        return [ins[0]]
+    name = "float" if is_floating(dst) else np.dtype(dst).name
+    sizes = nonunit(node.outputs[0].shape)
+    return [elementwise(view, "cast", name, [aligned(node, 0, ins[0])], sizes)]
+
+
+def _reduce_precision(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Nothing where it keeps all of its dtype's bits: remat marks what it saves so."""
+    kept = jnp.finfo(node.outputs[0].dtype)
+    if node.params["exponent_bits"] >= kept.nexp and node.params["mantissa_bits"] >= kept.nmant:
+        return [ins[0]]
+    return view.opaque(node, ins)
+
+
+def _broadcast(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    shape, in_shape = node.outputs[0].shape, node.inputs[0].shape
+    full: list[int | None] = [None] * len(shape)
+    dims = iter(ins[0].dims)
+    for d, s in zip(node.params["broadcast_dimensions"], in_shape, strict=True):
+        if s != 1:
+            full[int(d)] = next(dims)
+    new = tuple(f if f is not None else ~s for f, s in zip(full, shape, strict=True) if s != 1)
+    return [Ref(ins[0].coef, ins[0].nid, new)]
+
+
+def _transpose(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    in_shape = node.inputs[0].shape
+    dims = iter(ins[0].dims)
+    full = [next(dims) if s != 1 else None for s in in_shape]
+    new = [full[int(p)] for p in node.params["permutation"]]
+    return [Ref(ins[0].coef, ins[0].nid, tuple(d for d in new if d is not None))]
+
+
+def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    ref, sizes, whole = ins[0], nonunit(node.outputs[0].shape), node.inputs[0].shape
+    order = node.params["dimensions"] if node.primitive == "reshape" else None
+    if order is not None:  # it transposes first: jax.vmap of a convolution does
+        axes = iter(ref.dims)
+        full = [next(axes) if s != 1 else None for s in whole]
+        ref = Ref(ref.coef, ref.nid, tuple(d for i in order if (d := full[int(i)]) is not None))
+        whole = tuple(whole[int(i)] for i in order)
+    old = nonunit(whole)
+    return [ref if sizes == old else _reshaped(view, ref, sizes)]
+
+
+def _reshaped(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref:
+    """A Ref in another shape, of these sizes without those that are 1."""
+    if view.is_literal(ref):
+        return view.literal(ref.coef, sizes)
+    inner = view.nodes[ref.nid]
+    if inner.op == "reshape" and ref.dims == tuple(range(len(inner.shape))):
+        edge = inner.operands[0]
+        base = Ref(ref.coef * edge.coef, edge.nid, edge.axes)
+        if view.dim_sizes(base) == sizes:
+            return base
+        ref = base
+    if inner.op == "dot" and (split := split_rows(view, ref, sizes)) is not None:
+        return split
+    groups = reshape_groups(view.dim_sizes(ref), sizes)
+    if (known := regrouped(view, ref, groups, sizes)) is not None:
+        return known
+    nid = view.node("reshape", groups, (Operand(1.0, ref.nid, ref.dims),), sizes)
+    return Ref(ref.coef, nid, tuple(range(len(sizes))))
+
+
+def _tile(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A broadcast over an axis of copies before each axis, and a reshape that merges the two."""
+    dims = iter(ins[0].dims)
+    copied: list[int] = []
+    for size, count in zip(node.inputs[0].shape, map(int, node.params["reps"]), strict=True):
+        copied += [~count] if count != 1 else []
+        copied += [next(dims)] if size != 1 else []
+    ref, sizes = Ref(ins[0].coef, ins[0].nid, tuple(copied)), nonunit(node.outputs[0].shape)
+    return [ref if view.dim_sizes(ref) == sizes else _reshaped(view, ref, sizes)]
+
+
+def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The least groups of neighbouring axes of the same number of entries: (axes before, axes after) for each."""
+    if 0 in before:  # nothing is in it, whatever its other axes
+        return ((len(before), len(after)),)
+    groups: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        start, old, new = (i, j), before[i], after[j]
+        i, j = i + 1, j + 1
+        while old != new:
+            if (old < new and i < len(before)) or j == len(after):
+                old, i = old * before[i], i + 1
+            else:
+                new, j = new * after[j], j + 1
+        groups.append((i - start[0], j - start[1]))
+    return tuple(groups)
+
+
+def _rev(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Nothing along axes of one entry: the gradient of a convolution turns its window round."""
+    turned = any(node.inputs[0].shape[int(d)] != 1 for d in node.params["dimensions"])
+    return view.opaque(node, ins) if turned else [ins[0]]
+
+
+def _add(sign: int) -> Rule:
+    def rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+        sizes = nonunit(node.outputs[0].shape)
+        if not is_float(node):
+            op = "iadd" if sign == 1 else "isub"
+            return [elementwise(view, op, (), [aligned(node, i, r) for i, r in enumerate(ins)], sizes, sign == 1)]
+        return [total(view, [(*aligned(node, i, r), (1, sign)[i]) for i, r in enumerate(ins)], sizes)]
+
+    return rule
+
+
+def _mul(exponents: tuple[float, ...]) -> Rule:
+    def rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+        sizes = nonunit(node.outputs[0].shape)
+        if not is_float(node):
+            op = "imul" if node.primitive == "mul" else node.primitive
+            edges = [aligned(node, i, r) for i, r in enumerate(ins)]
+            return [elementwise(view, op, str(node.params.get("y", "")), edges, sizes, op == "imul")]
+        return [product(view, [(*aligned(node, i, r), exponents[i]) for i, r in enumerate(ins)], sizes)]
+
+    return rule
+
+
+def _integer_pow(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    return _mul((float(node.params["y"]),))(view, node, ins)
+
+
+def _pow(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """A power with a literal exponent is a monomial, as the square and the square root are."""
+    if is_float(node) and view.is_literal(ins[1]):
+        return _mul((float(ins[1].coef),))(view, node, ins[:1])
+    return _binary(view, node, ins)
+
+
+def _neg(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    if is_float(node):
+        return [Ref(-ins[0].coef, ins[0].nid, ins[0].dims)]
+    return [_unary_ref(view, "neg", node, ins[0])]
+
+
+def _unary_ref(view: View, op: str, node: Node, ref: Ref) -> Ref:
+    return elementwise(view, op, (), [aligned(node, 0, ref)], nonunit(node.outputs[0].shape))
+
+
+def _unary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    return [_unary_ref(view, node.primitive, node, ins[0])]
+
+
+def _binary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    op, order = node.primitive, [0, 1]
+    sizes = nonunit(node.outputs[0].shape)
+    edges = [aligned(node, i, ins[i]) for i in order]
+    if op in ("max", "min"):
+        neutral = -math.inf if op == "max" else math.inf
+        for i in order:
+            if view.is_literal(ins[i]) and ins[i].coef == neutral:
+                return [placed(ins[1 - i], edges[1 - i][1], sizes)]
+    if op in ("lt", "le"):
+        op, edges = {"lt": "gt", "le": "ge"}[op], edges[::-1]
+    if op in ("and", "or"):
+        for i in order:
+            if view.is_literal(ins[i]) and ins[i].coef is (op == "and"):
+                return [placed(ins[1 - i], edges[1 - i][1], sizes)]
+    return [elementwise(view, op, (), edges, sizes, op in COMMUTATIVE)]
+
+
+def _select(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    if len(ins) != 3:
+        return view.opaque(node, ins)
+    sizes = nonunit(node.outputs[0].shape)
+    if view.is_literal(ins[0]):
+        pick = 1 + int(ins[0].coef)
+        return [placed(ins[pick], aligned(node, pick, ins[pick])[1], sizes)]
+    edges = [aligned(node, i, r) for i, r in enumerate(ins)]
+    which = view.nodes[ins[0].nid]
+    if which.op == "not":  # the other way round
+        (inner,) = which.operands
+        edges = [(Ref(inner.coef, inner.nid, ()), compose(inner.axes, edges[0][1])), edges[2], edges[1]]
+    return [elementwise(view, "select", (), edges, sizes)]
+
+
+def _reduce(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    ref, op = ins[0], node.primitive
+    axes = {int(a) for a in node.params["axes"]}
+    places = [d for d, s in enumerate(node.inputs[0].shape) if s != 1]
+    gone = [d in axes for d in places]
+    return [reduced(view, op, ref, gone, is_float(node), lambda part, axis: _reduced_by_law(view, op, part, axis))]
+
+
+def _reduced_by_law(view: View, op: str, whole: Ref, axis: int) -> Ref | None:
+    """The reduction of a node over one axis, with its other axes, where it is of a concatenation's parts, or 0: the maximum of what a row
+    is below its maximum. `whole` has no dims.
+    """
+
+    def reduce(part: Ref, axis: int) -> Ref:
+        return reduced(view, op, part, [d == axis for d in range(len(part.dims))], by_law=by_law)
+
+    def by_law(part: Ref, axis: int) -> Ref | None:
+        return _reduced_by_law(view, op, part, axis)
+
+    node = view.nodes[whole.nid]
+    if op == "reduce_max" and node.op == "sum" and len(node.operands) == 2:
+        for one, other in itertools.permutations(node.operands):
+            if axis not in one.axes or axis in other.axes or view.nodes[other.nid].op not in ("reduce_max", "max"):
+                continue
+            own = {slot: a for a, slot in enumerate(one.axes)}
+            if set(own) != set(range(len(node.shape))):
+                continue
+            top = reduce(Ref(whole.coef * one.coef, one.nid, tuple(own[d] for d in range(len(node.shape)))), axis)
+            place = {slot: a for a, slot in enumerate(other.axes)}
+            rest = tuple(place.get(d) for d in range(len(node.shape)) if d != axis)
+            same = top.nid == other.nid and tidy(top.coef) == tidy(-whole.coef * other.coef)
+            if same and tuple(d if d >= 0 else None for d in top.dims) == rest:
+                return view.literal(0.0, [n for a, n in enumerate(node.shape) if a != axis])
+    return reduced_by_parts(view, op, whole, axis, reduce)
+
+
+def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    shape, axis = node.outputs[0].shape, int(node.params["dimension"])
+    kind = "float" if is_float(node) else np.dtype(node.outputs[0].dtype).name
+    nid = view.node("iota", kind, (), [shape[axis]] if shape[axis] != 1 else [])
+    if shape[axis] == 1:
+        return [view.literal(0.0 if kind == "float" else 0, shape)]
+    return [Ref(1.0, nid, tuple(0 if d == axis else ~s for d, s in enumerate(shape) if s != 1))]
+
+
+def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """JAX's own activations are wrapped in custom_jvp: look inside. A user's rule is kept whole, its gradient is theirs."""
+    if not is_jax_rule(node):
+        return view.opaque(node, ins)
+    body = node.blocks[0]
+    for value, ref in zip(body.inputs, ins, strict=True):
+        view.bind_alias(value, ref)
+    for value, const in body.consts:
+        view.bind_alias(value, view.constant(value, const, body))
+    for inner in body.nodes:
+        for value, ref in zip(
+            inner.outputs, apply_rule(view, inner, [view.read(a) for a in inner.inputs]), strict=True
+        ):
+            view.bind_alias(value, ref)
+    return [view.read(a) for a in body.outputs]
+
+
+def inline(view: View, program: Block, ins: list[Ref]) -> list[Ref]:
+    """The Refs of the results of another program over values of this view; that program's own values get none here."""
+    env = {v.id: ref for v, ref in zip(program.inputs, ins, strict=True)}
+    env.update((v.id, view.constant(v, const, program)) for v, const in program.consts)
+
+    def read(atom: Atom) -> Ref:
+        return env[atom.id] if isinstance(atom, Value) else view.read(atom)
+
+    for node in program.nodes:
+        refs = _foreign(view, node, [read(a) for a in node.inputs])
+        env.update((v.id, ref) for v, ref in zip(node.outputs, refs, strict=True))
+    return [read(a) for a in program.outputs]
+
+
+def is_jax_rule(node: Node) -> bool:
+    """True for a custom_jvp_call whose function and rule are JAX's own (jax.nn.relu and the like).
+
+    A user may give a function of JAX's a rule of their own, and `defjvps` wraps it in a function of JAX's.
+    """
+    if node.primitive != "custom_jvp_call" or not node.blocks or not defined_in_jax(node.blocks[0].jaxpr):
+        return False
+    functions = rule_functions(node.params.get("jvp_jaxpr_fun"))
+    return bool(functions) and all(is_jax_file(f.__code__.co_filename) for f in functions)
+
+
+def _foreign(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    """As `apply_rule`, for a node of another program: its ids mean something else in the view."""
+    if is_jax_rule(node):
+        return inline(view, node.blocks[0], ins)
+    if node.blocks or has_side_effects(node.eqn):
+        return [view.unique_leaf(node.primitive, v.shape) for v in node.outputs]
+    return apply_rule(view, node, ins)
+
+
+_GIVEN_WHOLE = having("remat", "mesh", "jit")
+
+
+def passed_whole(node: Node) -> int:
+    """How many of a region's first operands its body reads as they are, and the same each time."""
+    if node.primitive == "scan":
+        return scan_counts(node.params)[0]
+    return len(node.inputs) if node.primitive in _GIVEN_WHOLE else 0
+
+
+def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
+    """Which inputs of a region's body are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
+    refs = [view.read(a) for a in node.inputs[: passed_whole(node)]]
+    return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(TRANSPARENT, _same),
+    **dict.fromkeys(UNARY, _unary),
+    **dict.fromkeys(BINARY | {"lt", "le"}, _binary),
+    **dict.fromkeys(having("row reduction"), _reduce),
+    **dict.fromkeys(having("shape"), _reshape),
+    "concatenate": concatenate,
+    **dict.fromkeys(having("slice"), sliced),
+    "split": split,
+    "unstack": unstacked,
+    "stop_gradient": _stop_gradient,
+    "convert_element_type": _convert,
+    "reduce_precision": _reduce_precision,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "add": _add(1),
+    "add_any": _add(1),
+    "sub": _add(-1),
+    "mul": _mul((1.0, 1.0)),
+    "div": _mul((1.0, -1.0)),
+    "square": _mul((2.0,)),
+    "sqrt": _mul((0.5,)),
+    "rsqrt": _mul((-0.5,)),
+    "integer_pow": _integer_pow,
+    "pow": _pow,
+    "neg": _neg,
+    "select_n": _select,
+    "iota": _iota,
+    "dot_general": dot,
+    "conv_general_dilated": convolution,
+    "rev": _rev,
+    "tile": _tile,
+    "custom_jvp_call": _custom_jvp,
+}

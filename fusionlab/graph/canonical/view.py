@@ -1,0 +1,269 @@
+"""The canonical view: one spelling per meaning, for matching only.
+
+A raw value maps to a `Ref`: a scalar coefficient times a hash-consed `CNode`, seen through an axis view. Layout (transposes,
+unit axes, broadcasts), scalar factors, float casts and no-ops disappear into the Ref; what remains is the algebra. The view
+never becomes code: it has dropped casts, and it says nothing of rounding. The primitives' rules stand in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..jax_compat import has_side_effects
+from ..program.captured import number
+from ..program.identical import made_alike
+from ..program.ir import Atom, Block, Node, Value
+from .nodes import ONE, CNode, Coef, Operand, Ref, Tile, as_number, as_scalar, nonunit, tidy
+from .rules import apply_rule, inline, passed_whole
+
+
+class View:
+    """The canonical view of one block.
+
+    Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order),
+    `tiles_at` (node id -> the tiles that it stands for, where some are folded).
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        literal_inputs: dict[int, Coef] | None = None,
+        outer: tuple[View, Node] | None = None,
+        tiles: Iterable[Tile] = (),
+        apart: frozenset[int] = frozenset(),
+    ) -> None:
+        self._start(block)
+        self.outer = outer
+        self._apart = apart
+        self._tiles = {block.producer[t.root.id].id: t for t in tiles}
+        self.covered = frozenset(i for t in self._tiles.values() for i in t.node_ids)
+        first = _given_alike(outer)
+        for i, value in enumerate(block.inputs):
+            coef = (literal_inputs or {}).get(i)
+            if coef is not None:
+                self.known_inputs[value.id] = coef
+            elif first.get(i, i) != i:
+                self.twins[value.id] = block.inputs[first[i]].id
+            name = ("in", first.get(i, i))
+            self._bind(value, self.leaf(name, value.shape) if coef is None else self.literal(coef, value.shape))
+        for value, const in block.consts:
+            self._bind(value, self.constant(value, const, block))
+        self._run(block.nodes)
+
+    def _start(self, block: Block) -> None:
+        self.block = block
+        self._held: dict[int, Any] = {}
+        self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
+        self.ref: dict[int, Ref] = {}
+        self.values_of: dict[int, list[Value]] = {}
+        self.outer: tuple[View, Node] | None = None  # the view of the block that holds this one's node, and that node
+        self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
+        self.twins: dict[int, int] = {}  # value id of an input that is given what an earlier one is -> that one's id
+        self.tiles_at: dict[int, list[Tile]] = {}
+        self._tiles: dict[int, Tile] = {}  # by the id of the node that makes the root
+        self.covered: frozenset[int] = frozenset()
+        self._apart: frozenset[int] = frozenset()  # ids of values that are nodes of their own where they are multiples
+        self._table: dict[Any, int] = {("one", (), (), (), ()): ONE}
+        self._unique = itertools.count()
+
+    def over(self, leaves: Iterable[Value], nodes: Sequence[Node]) -> View:
+        """The view of some nodes alone. The values `leaves` are leaves of it, whatever makes them: a product stays one leaf,
+        and a leaf carries no factor. What else the nodes read from elsewhere is a leaf too, if it is no literal.
+        """
+        part = View.__new__(View)
+        part._start(self.block)
+        part.known_inputs, part.twins = self.known_inputs, self.twins
+        for value in leaves:
+            part._bind(value, part._given(value))
+        made = {v.id for n in nodes for v in n.outputs}
+        for value in (a for n in nodes for a in n.inputs if isinstance(a, Value)):
+            if value.id in part.ref or value.id in made:
+                continue
+            known = self.ref[value.id]
+            part._bind(value, known if known.nid == ONE else part._given(value))
+        part._run([n for n in nodes if not all(v.id in part.ref for v in n.outputs)])
+        return part
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def _run(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.id in self.covered:
+                if node.id in self._tiles:
+                    self._fold(self._tiles[node.id])
+                continue
+            refs = apply_rule(self, node, [self.read(a) for a in node.inputs])
+            for value, ref in zip(node.outputs, refs, strict=True):
+                self._bind(value, ref)
+
+    def _fold(self, tile: Tile) -> None:
+        """A tile's root, as its program makes it; the values inside are not in the view."""
+        (ref,) = inline(self, tile.program, [self.read(v) for v in tile.leaves])
+        self._bind(tile.root, ref)
+        nid = ref.nid
+        while self.nodes[nid].op == "reshape":  # the op's own rows or features, apart again
+            nid = self.nodes[nid].operands[0].nid
+        self.tiles_at.setdefault(nid, []).append(tile)
+
+    def _bind(self, value: Value, ref: Ref) -> None:
+        if value.id in self._apart and ref.coef != 1 and ref.nid != ONE:
+            shape = self.nodes[ref.nid].shape
+            edge = Operand(1.0, ref.nid, tuple(range(len(shape))))
+            ref = Ref(1.0, self.node("multiple", tidy(ref.coef), (edge,), shape), ref.dims)
+        self.ref[value.id] = ref
+        self.values_of.setdefault(ref.nid, []).append(value)
+
+    def bind_alias(self, value: Value, ref: Ref) -> None:
+        """Gives a value of an inlined child block its Ref, without offering it as a raw value of this block."""
+        self.ref[value.id] = ref
+
+    def read(self, atom: Atom) -> Ref:
+        if isinstance(atom, Value):
+            return self.ref[atom.id]
+        scalar = as_scalar(atom)
+        if scalar is not None:
+            return self.literal(scalar, atom.shape)
+        return self.constant(atom, atom.val) if atom.shape else self.unique_leaf("literal", atom.shape)
+
+    def constant(self, value: Atom, const: Any, block: Block | None = None) -> Ref:
+        """A captured array, or the number that it is; the same one in another program, as a derivative is, is the same node."""
+        known = None if block is not None and _is_parameter(block, value) else number(const)
+        scalar = None if known is None else as_number(known, value.dtype)
+        if scalar is not None:
+            return self.literal(scalar, value.shape)
+        self._held[id(const)] = const  # as long as its number is a name here, no other array may get it
+        return self.leaf(("const", id(const)), value.shape)
+
+    def node(self, op: str, params: Any, operands: Sequence[Operand], shape: Sequence[int]) -> int:
+        """Hash-consing: the id of the node with this meaning."""
+        ops = tuple(operands)
+        key = (op, params, ops, tuple(shape), _kinds(ops))
+        nid = self._table.get(key)
+        if nid is None:
+            nid = self._table[key] = len(self.nodes)
+            self.nodes.append(CNode(nid, op, params, ops, tuple(shape)))
+        return nid
+
+    def literal(self, coef: Coef, shape: Sequence[int] = ()) -> Ref:
+        return Ref(coef, ONE, tuple(~s for s in nonunit(shape)))
+
+    def leaf(self, name: Any, shape: Sequence[int]) -> Ref:
+        sizes = nonunit(shape)
+        return Ref(1.0, self.node("leaf", name, (), sizes), tuple(range(len(sizes))))
+
+    def _given(self, value: Value) -> Ref:
+        return self.leaf(("given", self.twins.get(value.id, value.id)), value.shape)
+
+    def unique_leaf(self, name: str, shape: Sequence[int]) -> Ref:
+        return self.leaf((name, next(self._unique)), shape)
+
+    def opaque(self, node: Node, refs: Sequence[Ref]) -> list[Ref]:
+        """A node the view does not look into: equal only to itself, unless its params can be compared."""
+        return self.unread(node, refs, node.primitive, node.params, [a.shape for a in node.inputs])
+
+    def unread(
+        self, node: Node, refs: Sequence[Ref], op: str, given: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Ref]:
+        """`opaque`, by the name and params of another primitive that says the same of operands of these shapes."""
+        params: Any = ("raw", node.id)
+        if not node.blocks and not has_side_effects(node.eqn):
+            try:
+                items = tuple(sorted((k, v) for k, v in given.items() if v is not None))
+                hash(items)
+                # The params name axes of the raw operands, whose unit axes the operands here have lost.
+                params = ("params", tuple(shapes), items)
+            except TypeError:
+                pass
+        ops = tuple(Operand(tidy(r.coef), r.nid, r.dims) for r in refs)
+        out = []
+        for i, value in enumerate(node.outputs):
+            sizes = nonunit(value.shape)
+            nid = self.node(op, (params, i), ops, sizes)
+            out.append(Ref(1.0, nid, tuple(range(len(sizes)))))
+        return out
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """Node id -> the nodes that have it as an operand, ascending."""
+        users: dict[int, dict[int, None]] = {}
+        for node in self.nodes:
+            for operand in node.operands:
+                users.setdefault(operand.nid, {})[node.id] = None
+        return {nid: tuple(us) for nid, us in users.items()}
+
+    @functools.cached_property
+    def by_op(self) -> dict[str, tuple[int, ...]]:
+        """Op -> the ids of its nodes, ascending."""
+        table: dict[str, list[int]] = {}
+        for node in self.nodes:
+            table.setdefault(node.op, []).append(node.id)
+        return {op: tuple(ids) for op, ids in table.items()}
+
+    def is_literal(self, ref: Ref) -> bool:
+        return ref.nid == ONE
+
+    def dim_sizes(self, ref: Ref) -> tuple[int, ...]:
+        shape = self.nodes[ref.nid].shape
+        return tuple(shape[d] if d >= 0 else ~d for d in ref.dims)
+
+    def __repr__(self) -> str:
+        return f"View({self.block.path or 'top'!r}, {len(self.nodes)} canonical nodes of {len(self.block.nodes)} raw)"
+
+
+def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
+    """What equality does not tell apart in coefficients: True, 1 and 1.0, and the two zeros."""
+    odd = (
+        (i, o.coef) for i, o in enumerate(operands) if o.coef == 0 or (o.coef == 1 and not isinstance(o.coef, float))
+    )
+    return tuple((i, repr(coef)) for i, coef in odd)
+
+
+def _given_alike(outer: tuple[View, Node] | None) -> dict[int, int]:
+    """For the inputs of a body that are given one value whole, each time the same, or values that are made alike: number -> that of the
+    first that is given it.
+    """
+    if outer is None:
+        return {}
+    view, node = outer
+    found: dict[int, int] = {}
+    firsts: dict[Ref, list[int]] = {}
+    atoms = node.inputs[: passed_whole(node)]
+    for i, atom in enumerate(atoms):
+        if isinstance(atom, Value):
+            known = firsts.setdefault(view.ref[atom.id], [])
+            same = (k for k in known if made_alike(view.block, atoms[k], atom, view.twins))
+            found[i] = next(same, i)
+            if found[i] == i:
+                known.append(i)
+    return found
+
+
+def _is_parameter(block: Block, value: Atom) -> bool:
+    """Whether an array of one entry is a weight or a bias, of a product with one feature: it is not a number then."""
+    stack = [(block, value)] if value.shape and isinstance(value, Value) else []
+    while stack:
+        where, read = stack.pop()
+        for user in where.users.get(read.id, ()):
+            sources = [m for a in user.inputs if isinstance(a, Value) and (m := where.producer.get(a.id)) is not None]
+            if user.primitive == "dot_general" or user.primitive in ("while", "custom_vjp_call"):
+                return True
+            if user.primitive in ("add", "sub") and any(m.primitive == "dot_general" for m in sources):
+                return True
+            if user.primitive in ("broadcast_in_dim", "reshape", "convert_element_type"):
+                stack += [(where, v) for v in user.outputs]
+            for body in user.blocks:
+                given = zip(body.inputs[::-1], user.inputs[::-1], strict=False)  # a cond has its index before them
+                stack += [(body, mine) for mine, theirs in given if theirs is read]
+    return False
+
+
+def view_node_text(view: View, nid: int) -> str:
+    """One canonical node as text, for debugging and near-miss reports."""
+    node = view.nodes[nid]
+    ops = " ".join(f"{o.coef:g}*c{o.nid}{list(o.axes)}" for o in node.operands)
+    return f"c{nid} = {node.op}{list(node.shape)} {ops}"

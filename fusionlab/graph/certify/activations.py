@@ -1,0 +1,457 @@
+"""Activations recognised by value: a raw elementwise cone evaluated, with its derivative, on points that tell functions apart.
+
+A spelling does not matter, a name does not count. The points are a dense signed grid over all magnitudes, both zeros,
+infinities, NaN, and every place where a comparison in the cone switches, with its neighbours and the midpoints between them: relu6
+does not pass for relu, nor maximum (half a gradient at 0) for relu. A cone that compares a nonlinear function of its input is
+declined, since where it switches is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ..canonical.nodes import ONE
+from ..canonical.rules import is_jax_rule
+from ..canonical.view import View
+from ..interpret.evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from ..jax_compat import names_an_axis
+from ..primitives import having
+from ..program.boundary import guarded
+from ..program.equations import slice_jaxpr
+from ..program.explicit_axes import sharding_in_type
+from ..program.ir import Literal, Node, Value
+from ..program.signature import block_signature, node_signature
+from ..program.trace import block_of_jaxpr
+from ..settings import is_x64, unwrapped
+from .certify import Certifier, with_gradients, with_vjp
+from .switch_points import breakpoints
+
+_LINEAR = having("difference", "scaling", "cast") | {"add", "copy"}
+# What an activation is made of; what is periodic, has poles or counts bits is part of none that is known.
+ELEMENTWISE = (
+    _LINEAR
+    | having(
+        "extreme",
+        "equality",
+        "order",
+        "choice",
+        "magnitude",
+        "power",
+        "root",
+        "cube root",
+        "exponential",
+        "logarithm",
+        "sigmoid",
+        "finite",
+    )
+    | frozenset("sin cos atan sinh cosh asinh not and or".split())
+)
+# Functions that make an elementwise cone an activation rather than a scaling.
+NONLINEAR = ELEMENTWISE - _LINEAR | {"custom_jvp_call"}
+SMOOTH_POINTS = (
+    -9.0,
+    -4.0,
+    -2.7,
+    -2.02,
+    -1.3,
+    -0.9,
+    -0.5,
+    -0.1,
+    -1e-3,
+    1e-3,
+    0.1,
+    0.5,
+    0.9,
+    1.3,
+    2.02,
+    2.7,
+    4.0,
+    5.5,
+    7.0,
+    9.0,
+)
+LOOKS = (-2.7, -0.5, 0.9, 2.7)  # where a first look is taken, which most functions of a program do not stand
+_ALIKE = 0.01  # far beyond the rounding of any dtype, and of the three digits of `Known.looks`
+HARD_POINTS = (0.0, -0.0, -1e4, 1e4, -100.0, 100.0, math.inf, -math.inf, math.nan)
+_CHUNK_ELEMENTS = 2304
+_LARGEST = 40  # operations, literals that are broadcast among them; the longest spelling known has about a dozen
+_GRID = np.geomspace(1e-6, 3e38, 1500)  # 34 points a decade
+# The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
+# rounding of a constant that was folded in another order: 2 units in the last place. tanh- and erf-GELU are 4.7e-4 apart: half of that is
+# the most that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
+TOLERANCE = {"float64": 1e-8, "float32": 2.5e-7, "float16": 1e-4, "bfloat16": 2e-4}
+_NEAR, _FAR = 9.0, 100.0
+_NOISE, _FAR_NOISE = 1e-13, 1e-30  # of 1 + tanh(h) near 0 in float64, for |h| up to _FAR; beyond that there is none
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Values of a function on `points`, and derivatives on `slope_points` (the second ones, if asked for, at the end)."""
+
+    points: np.ndarray
+    value: np.ndarray
+    slope: np.ndarray
+    slope_points: np.ndarray
+
+
+@dataclass(frozen=True)
+class Known:
+    """A function that is looked for: `fn` in jnp, and its values at `LOOKS` to three digits, as `looks`."""
+
+    fn: Callable[..., Any]
+    looks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest, `origin`
+    where FusionLab itself failed on it. All of that is found out where someone asks (`told`): few ever do."""
+
+    name: str | None
+    why: str = ""
+    code: str = "activation"
+    nearest: str = ""
+    origin: str = ""
+    asked: Callable[[], Recognised] | None = None
+
+    def told(self) -> Recognised:
+        """With `why` and `nearest`."""
+        return self if self.asked is None else self.asked()
+
+
+def cone(view: View, start: Value) -> list[Node]:
+    """Raw elementwise nodes of the block computable from `start` and literals alone, in program order."""
+    block = view.block
+    inside: set[int] = {start.id}
+    taken: dict[int, Node] = {}
+    queue = [n.id for n in block.users.get(start.id, ())]
+    by_id = {n.id: n for n in block.users.get(start.id, ())}
+    heapq.heapify(queue)
+    while queue:
+        nid = heapq.heappop(queue)
+        node = by_id[nid]
+        if nid in taken or not _joins(view, node, inside, start):
+            continue
+        taken[nid] = node
+        for value in node.outputs:
+            inside.add(value.id)
+            for user in block.users.get(value.id, ()):
+                if user.id not in by_id:
+                    by_id[user.id] = user
+                    heapq.heappush(queue, user.id)
+    return [taken[i] for i in sorted(taken)]
+
+
+def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
+    if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
+        return False
+    made = node.outputs[0].dtype
+    if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and made != start.dtype:
+        return False  # rounding, and what overflows where, is part of what the program means
+    return all(isinstance(a, Literal) or a.id in inside or _written(view, a) for a in node.inputs)
+
+
+def _written(view: View, value: Value) -> bool:
+    """Whether a value is a literal, and made of literals: what is 0 whatever the arrays are is made of those all the same."""
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        maker = view.block.producer.get(v.id)
+        if view.ref[v.id].nid != ONE or (maker is None and v.id not in view.known_inputs):
+            return False
+        stack += [a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value)]
+    return True
+
+
+def between(view: View, start: Value, end: Value) -> list[Node]:
+    """The nodes from `start` (excluded) to `end`, with the literal broadcasts they read, in program order."""
+    block, nodes, stack = view.block, {}, [end]
+    while stack:
+        value = stack.pop()
+        if value.id == start.id or value.id in view.known_inputs:
+            continue
+        node = block.producer[value.id]
+        if node.id not in nodes:
+            nodes[node.id] = node
+            stack.extend(a for a in node.inputs if isinstance(a, Value))
+    return [nodes[i] for i in sorted(nodes)]
+
+
+def recognise(view: View, start: Value, end: Value, known: Mapping[str, Known], certifier: Certifier) -> Recognised:
+    """Which known activation `end` is of `start`, in values and in derivative.
+
+    Args:
+      view: the block's canonical view.
+      start, end: raw values, `end` an elementwise function of `start`.
+      known: name -> function.
+      certifier: remembers answers by the cone's signature.
+    """
+    nodes = between(view, start, end)
+    if len(nodes) > _LARGEST:  # each would be evaluated with all before it: minutes behind a few hundred operations
+        return Recognised(None, f"it takes {len(nodes)} operations, more than any known function")
+    number: dict[int, Any] = {start.id: 0, **{i: ("known", c) for i, c in view.known_inputs.items()}}
+    key = (
+        "cone",
+        start.shape,
+        str(start.dtype),
+        sharding_in_type(start.aval),
+        tuple(node_signature(n, number) for n in nodes),
+        number[end.id],
+        tuple(known),
+    )
+    return certifier.once(
+        key,
+        lambda: guarded(
+            lambda: _recognise(view, nodes, start, end, known, certifier),
+            lambda fault: Recognised(None, str(fault), "uncertified", origin=fault.origin),
+        ),
+    )
+
+
+def _recognise(
+    view: View,
+    nodes: Sequence[Node],
+    start: Value,
+    end: Value,
+    known: Mapping[str, Known],
+    certifier: Certifier,
+) -> Recognised:
+    if end.dtype != start.dtype:
+        return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
+    if any(names_an_axis(n.eqn) for n in nodes):
+        return Recognised(None, "it speaks to other devices", "region")
+    switches = breakpoints(view, start, nodes)
+    if switches is None:
+        return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
+    cut = _Cut(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs), start, switches, certifier.inline)
+    try:
+        looks = cut.at(np.array(LOOKS))
+        alike = {name: k for name, k in known.items() if np.allclose(looks, k.looks, rtol=_ALIKE, atol=_ALIKE)}
+        errors = cut.errors(alike, twice=any(n.blocks for n in nodes)) if alike else {}
+    except CannotEvaluate as error:
+        return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
+    except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
+        return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
+    return _verdict(errors, cut.tolerance) or Recognised(None, asked=functools.cache(lambda: cut.nearest(known)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A cone as a program of its own: `closed` computes its end of `start`, and switches at `switches`."""
+
+    closed: Any
+    start: Value
+    switches: Sequence[float]
+    inline: Inline
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(np.dtype(self.start.dtype).name, 1e-6)
+
+    @functools.cached_property
+    def points(self) -> np.ndarray:
+        return _points(self.switches)
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        return self.at(self.points)
+
+    def at(self, points: np.ndarray) -> np.ndarray:
+        return _on_points(self.closed, self.start.shape, points, self.inline)[0]
+
+    def of_known(self) -> tuple[str, bytes, bool]:
+        """What the values of a known function are asked for with."""
+        return str(self.start.dtype), self.points.tobytes(), is_x64()
+
+    def errors(self, known: Mapping[str, Known], twice: bool) -> dict[str, tuple[float, float]]:
+        """How far it is from each known function in value and in derivative; `twice`: a custom rule may have any second derivative."""
+        own, like = block_signature(block_of_jaxpr(self.closed)), (self.start.shape, str(self.start.dtype), is_x64())
+        written = next((name for name, k in known.items() if _known_signature(k.fn, *like) == own), None)
+        if written is not None:
+            return {written: (0.0, 0.0)}  # it is that function, equation by equation
+        noisy = all(
+            c == 0 for c in self.switches
+        )  # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise
+        theirs = {name: _known_values(k.fn, *self.of_known()) for name, k in known.items()}
+        errors = {n: (distance(self.values, values, self.points, noisy), math.inf) for n, values in theirs.items()}
+        alike = [name for name, (error, _) in errors.items() if error <= self.tolerance]
+        if alike:  # of what has other values nobody asks the derivative, which takes most of the time
+            fn = jex_core.jaxpr_as_fun(self.closed)
+            mine = profile(lambda h: fn(h)[0], self.start, self.points, self.inline, twice)
+            for name in alike:
+                slope = _known_profile(known[name].fn, *self.of_known(), twice).slope
+                errors[name] = errors[name][0], distance(mine.slope, slope, mine.slope_points, noisy)
+                if errors[name] == (0, 0):
+                    break  # none comes nearer
+        return errors
+
+    def nearest(self, known: Mapping[str, Known]) -> Recognised:
+        """What is said where it is none of them: the one whose values come nearest."""
+        try:
+            gaps = {n: _gap(self.values, _known_values(k.fn, *self.of_known()), self.points) for n, k in known.items()}
+        except CannotEvaluate as error:  # on few points it could
+            return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
+        name = min(gaps, key=lambda n: gaps[n].size)
+        return Recognised(None, f"the nearest known function is {name}{gaps[name]}", nearest=name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_values(reference: Callable[..., Any], dtype: str, points: bytes, x64: bool) -> np.ndarray:
+    """What a known function makes of the points: the same in every search of a process; x64 says how its numbers are typed."""
+    with unwrapped():
+        closed = jax.make_jaxpr(reference)(jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
+    return _on_points(closed, (2,), np.frombuffer(points), lambda eqn: None)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_signature(reference: Callable[..., Any], shape: tuple[int, ...], dtype: str, x64: bool) -> Any:
+    """A known function's equations at a type."""
+    with unwrapped():
+        return block_signature(block_of_jaxpr(jax.make_jaxpr(reference)(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_profile(reference: Callable[..., Any], dtype: str, points: bytes, x64: bool, twice: bool) -> Profile:
+    """The profile of a known function, likewise."""
+    like = Value(-1, jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
+    return profile(reference, like, np.frombuffer(points), lambda eqn: None, twice)
+
+
+def value_name(node: Node, known: Mapping[str, Known], certifier: Certifier) -> str | None:
+    """The known function that a node with a custom rule computes, whatever its rule says of the derivative."""
+    body = node.blocks[0] if node.blocks else None
+    if body is None or len(body.inputs) != 1 or len(body.outputs) != 1 or not isinstance(body.outputs[0], Value):
+        return None
+    start, end = body.inputs[0], body.outputs[0]
+    if start.shape != end.shape or start.dtype != end.dtype:
+        return None
+    return recognise(View(body), start, end, known, certifier).name
+
+
+def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Recognised | None:
+    """None where it has the values of none of them."""
+    good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
+    if good:
+        return Recognised(min(good, key=lambda n: errors[n]))
+    by_value = [n for n, (v, _) in errors.items() if v <= tolerance]
+    if by_value:
+        return Recognised(None, f"its values are {by_value[0]}'s but its gradient is not", "gradient", by_value[0])
+    return None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far apart two functions look: `size`, and the point where one is `got` and the other `want`."""
+
+    size: tuple[
+        float, float, float
+    ]  # on ordinary numbers the largest, roughly, and the mean; the largest on all numbers
+    point: float
+    got: float
+    want: float
+
+    def __str__(self) -> str:
+        digits = next((d for d in (3, 6, 9) if f"{self.got:.{d}g}" != f"{self.want:.{d}g}"), None)
+        if digits is None:
+            return ", with other infinities or NaN, or differences below 1e-9"
+        return f": at {self.point:.3g} it is {self.want:.{digits}g}, and this is {self.got:.{digits}g}"
+
+
+def _gap(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> Gap:
+    """The differences where both are finite, relative to magnitudes above 1, and the largest, of ordinary numbers if there is one.
+
+    A difference of 1e37 between two functions of 1e38 says nothing; that one is 6 at 9 where the other is 9 does.
+    """
+    with np.errstate(all="ignore"):
+        both = np.isfinite(got) & np.isfinite(want)
+        apart = np.where(both, np.abs(got - want) / np.maximum(1.0, np.abs(want)), 0.0)
+    near = np.where(np.abs(points) <= _NEAR, apart, 0.0)
+    at = int(np.argmax(near if near.any() else apart))
+    size = float(f"{near.max(initial=0.0):.2g}"), float(near.mean()), float(apart.max(initial=0.0))
+    return Gap(size, float(points[at]), float(got[at]), float(want[at]))
+
+
+def distance(got: np.ndarray, want: np.ndarray, points: np.ndarray, noisy: bool = True) -> float:
+    """The largest difference relative to `want`, however small that is; inf where NaN or infinities do not coincide.
+
+    Not relative to the largest value: relu(h) + 1e-7 is no relu to the logarithm that follows. Two allowances: near the origin, where a
+    function or its slope crosses 0, `min(1, |h|)` counts as its size; and in a tail exp(-u), where u's own error comes multiplied by u, the
+    size is |want| * (1 + |log |want||). `noisy` allows for the cancellation of 1 + tanh(h) besides.
+    """
+    if not np.array_equal(np.isnan(got), np.isnan(want)):
+        return math.inf
+    real = ~np.isnan(want)
+    got, want, points = got[real], want[real], np.abs(points[real])
+    special = ~np.isfinite(got) | ~np.isfinite(want)
+    if not np.array_equal(got[special], want[special]):
+        return math.inf
+    got, want, points = got[~special], want[~special], points[~special]
+    with np.errstate(all="ignore"):
+        size = np.abs(want)
+        size = np.where(size > 0, size * (1 + np.abs(np.log(size))), 0.0)
+        size = np.maximum(size, np.where(points <= _NEAR, np.minimum(1.0, points), 0.0))
+        excess = np.abs(got - want) - (np.where(points <= _FAR, _NOISE, _FAR_NOISE) if noisy else 0.0)
+        ratio = np.where(excess <= 0, 0.0, excess / size)
+    return float(np.max(ratio, initial=0.0))
+
+
+def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inline, twice: bool = False) -> Profile:
+    """Values and derivative of an elementwise `fn` traced at `like`'s real shape and dtype, evaluated in float64 on points.
+
+    With `twice` the second derivative at the smooth points is appended to the slopes.
+    """
+    aval = like.aval
+    with unwrapped():
+        both = with_gradients(fn, [aval], aval, as_jax=twice)
+    value, slope = _on_points(both, like.shape, points, inline)
+    if twice:
+
+        def first(h: Any) -> Any:
+            y, pull = jax.vjp(fn, h)
+            return pull(jnp.ones_like(y))[0]
+
+        _, curve = _on_points(with_vjp(first, [aval], aval), like.shape, np.array(SMOOTH_POINTS), inline)
+        slope = np.concatenate([slope, curve])
+    return Profile(points, value, slope, np.concatenate([points, SMOOTH_POINTS])[: len(slope)])
+
+
+def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
+    """Evaluates an elementwise program of one array, and maybe its cotangent, with the points laid along one axis."""
+    axis = next((i for i in reversed(range(len(shape))) if shape[i] != 1), None)
+    others = len(closed.in_avals) - 1
+    if axis is None:
+        ones = [np.ones(shape)] * others
+        rows = [evaluate(closed, [np.full(shape, p), *ones], None, inline) for p in points]
+        return [np.array([x.item() for x in column]) for column in zip(*rows, strict=True)]
+    # Axes of one real size reduce to one size: with a square shape every chunk of points becomes a square.
+    alike = shape.count(shape[axis])
+    chunk = len(points) if alike == 1 else max(2, int(_CHUNK_ELEMENTS ** (1 / alike)))
+    made = []
+    for i in range(0, len(points), chunk):
+        part = points[i : i + chunk]
+        sizes = {s: 2 for s in shape if s != 1} | {shape[axis]: len(part)}
+        reduced = tuple(sizes.get(s, s) for s in shape)
+        line = part.reshape([-1 if i == axis else 1 for i in range(len(reduced))])
+        args = [np.broadcast_to(line, reduced), *[np.ones(reduced)] * others]
+        pick = tuple(slice(None) if i == axis else 0 for i in range(len(reduced)))
+        made.append([np.broadcast_to(x, reduced)[pick] for x in evaluate(closed, args, Sizes(sizes), inline)])
+    return [np.concatenate(column) for column in zip(*made, strict=True)]
+
+
+def _points(switches: Sequence[float]) -> np.ndarray:
+    steps = [2.0**-22 * max(abs(c), 2.0**-20) for c in switches]
+    near = [c + sign * step for c, step in zip(switches, steps, strict=True) for sign in (-1, 0, 1)]
+    ordered = sorted(switches)
+    between_them = [(a + b) / 2 for a, b in itertools.pairwise(ordered)]
+    return np.array([*SMOOTH_POINTS, *HARD_POINTS, *near, *between_them, *_GRID, *-_GRID])

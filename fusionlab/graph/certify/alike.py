@@ -1,0 +1,150 @@
+"""Programs that differ by the lengths of their axes alone: what is proved of one at some lengths holds of the other.
+
+A product of 128 and of 512 features, the same layer for two lengths of a sequence: neither asks how long an axis is. A program is like
+another where that becomes it by other names for its sizes: every number in it is the same, and sizes that were equal stay equal. Those that
+were not may become so: a square weight is a case of any weight, and not the other way, since there an axis may stand for another. A program
+that can tell how long an axis is (by positions, by counting, by a window) is like no other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..canonical.rules import is_jax_rule
+from ..cost.rules import ELEMENTWISE, EXPANDED, TRANSCENDENTAL
+from ..interpret.evaluate import Inline
+from ..interpret.numpy_rules import KEPT_SIZES
+from ..jax_compat import varies
+from ..matching.region import Region, region_signature
+from ..primitives import having
+from ..program.explicit_axes import make_typed_jaxpr, sharding_in_type
+from ..program.ir import Block, Node, Value
+from ..program.signature import block_signature
+from ..program.trace import FLATTENED, block_of_jaxpr
+
+_OF_ENTRIES = ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
+_OF_SHAPES = having("layout")
+_SUMS = having("row reduction") | {"dot_general"}
+
+
+class Names(dict[int, Any]):
+    """Size of an axis -> its name, in order of appearance. Those that proofs leave as they are keep their number."""
+
+    def __call__(self, size: int) -> Any:
+        return size if size <= KEPT_SIZES else self.setdefault(int(size), ("size", len(self)))
+
+
+def most_sizes_first(nodes: Iterable[Node]) -> list[Node]:
+    """Nodes by how many lengths their operands have, the most first: what is proved of one of them may hold of those with fewer."""
+    return sorted(nodes, key=lambda n: -len({size for a in n.inputs for size in a.shape}))
+
+
+@dataclass(frozen=True)
+class _Proved:
+    """A region and what stands in its place, by the names of their sizes; whether neither can tell how long an axis is; what was proved."""
+
+    region: Any
+    replacement: Callable[[], Any]
+    is_blind: Callable[[], bool]
+    verdict: Any
+
+
+@dataclass
+class Alike:
+    """What was proved of programs that may be like one that is still to be."""
+
+    inline: Inline
+    _proved: dict[Any, list[_Proved]] = field(default_factory=dict)
+
+    def once(self, region: Region, replacement: Callable[[], Block], what: Any, prove: Callable[[], Any]) -> Any:
+        """`prove()`, or what it gave for a region and a replacement like these, if that was a proof (`ok`)."""
+        if not _is_blind(region):
+            return prove()
+        names = Names()
+        signature = region_signature(region, names)
+        earlier = self._proved.setdefault((len(region.nodes), what), [])
+
+        @functools.cache
+        def replaced() -> Any:
+            return block_signature(replacement(), Names(names))
+
+        for other in earlier:
+            renamed: dict[Any, Any] = {}
+            if (
+                _is_case(signature, other.region, renamed)
+                and other.is_blind()
+                and _is_case(replaced(), other.replacement(), renamed)
+            ):
+                return other.verdict
+        verdict = prove()
+        if verdict.ok:
+            is_blind = functools.cache(lambda: _is_blind_written_out(replacement(), self.inline))
+            earlier.append(_Proved(signature, replaced, is_blind, verdict))
+        return verdict
+
+
+def _is_case(one: Any, of: Any, renamed: dict[Any, Any]) -> bool:
+    """Whether a signature is another by other names for its sizes; `renamed` holds those known, and is extended."""
+    if not isinstance(of, tuple):
+        return bool(one == of)
+    if not isinstance(one, tuple) or len(one) != len(of):
+        return False
+    if of[:1] == ("size",):
+        return one[:1] == ("size",) and renamed.setdefault(of, one) == one
+    return all(_is_case(a, b, renamed) for a, b in zip(one, of, strict=True))
+
+
+def _is_blind(region: Region) -> bool:
+    """Whether a region cannot tell how long its axes are."""
+    types = [v.aval for v in (*region.inputs, *region.roots)]
+    if region.sums.axes or region.known or any(varies(a) or sharding_in_type(a) is not None for a in types):
+        return False
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    return _are_blind(nodes, {v.id for v in region.inputs})
+
+
+def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
+    """Whether nodes, in order, cannot; `moving` are the values that operands have a part in: a sum of others may count its terms."""
+    moving = set(moving)
+    for node in nodes:
+        reads = [a.id for a in node.inputs if isinstance(a, Value)]
+        if node.primitive in FLATTENED or is_jax_rule(node):
+            inside = all(_are_blind(b.nodes, {v.id for v in b.inputs}) for b in node.blocks)
+            if not inside or not moving.issuperset(reads):
+                return False
+        elif node.primitive in _SUMS:
+            if not moving.issuperset(reads):
+                return False
+        elif node.primitive not in _OF_ENTRIES | _OF_SHAPES:
+            return False
+        if not moving.isdisjoint(reads):
+            moving.update(v.id for v in node.outputs)
+    return True
+
+
+def _is_blind_written_out(block: Block, inline: Inline) -> bool:
+    """Whether a program with fused ops in it cannot tell how long its axes are: nor what the ops compute."""
+    moving = {v.id for v in block.inputs}
+    for node in block.nodes:
+        meaning = inline(node.eqn)
+        if meaning is None:
+            blind = _are_blind([node], moving)
+        else:
+            closed = make_typed_jaxpr(meaning, [v.aval for v in node.inputs]) if callable(meaning) else meaning
+            blind = moving.issuperset(_read(node)) and _stands_alone(block_of_jaxpr(closed))
+        if not blind:
+            return False
+        if not moving.isdisjoint(_read(node)):
+            moving.update(v.id for v in node.outputs)
+    return True
+
+
+def _read(node: Node) -> list[int]:
+    return [a.id for a in node.inputs if isinstance(a, Value)]
+
+
+def _stands_alone(block: Block) -> bool:
+    return not block.consts and _are_blind(block.nodes, {v.id for v in block.inputs})

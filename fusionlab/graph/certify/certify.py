@@ -1,0 +1,364 @@
+"""The proof of a match: the raw region and its replacement agree as real functions, in values and in gradients.
+
+Both are traced together with their vjp at the site's real shapes (custom rules and stop_gradients kept), then evaluated in
+float64 numpy at reduced sizes on the same random inputs. Nothing is compiled, and repeated layers are proved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ..dtypes import is_float
+from ..interpret.evaluate import CannotEvaluate, Inline, Sizes, traced_once
+from ..jax_compat import varies
+from ..matching.region import Region, region_signature
+from ..program.explicit_axes import Misplaced, placing, sharding_in_type
+from ..program.in_shard_map import Sums, as_typed, is_weak, make_jaxpr
+from ..program.ir import Block, Node
+from ..program.signature import Memo
+from ..program.trace import block_of_jaxpr
+from ..settings import unwrapped
+from .alike import Alike
+from .inputs import STEPS, Reduction, inputs_of, is_number
+from .programs import FEW, Programs
+from .reduced_sizes import SOON, at_sizes, elements
+from .stress import try_out
+from .verdict import Pair, Results, Verdict, agree, tolerance_of
+
+_DRAWS = 8  # of a site of few elements
+_OWN_SIZE_LIMIT = 1 << 22  # elements, where a replacement that is not this package's is compared once as it stands
+
+
+_REAL = Reduction(real=True)
+
+
+@dataclass
+class Certifier(Memo):
+    """Proves matches, remembering each proof by everything that matters; `hits` and `misses` are visible.
+
+    `inline` gives the plain meaning of primitives that JAX does not know (fused ops).
+    """
+
+    inline: Inline = lambda eqn: None
+    _alike: Alike = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._alike = Alike(self.inline)
+
+    def region(
+        self,
+        region: Region,
+        replacement: Callable[..., Any],
+        what: Any,
+        derivative: Callable[[Region], Any] | None = None,
+        ours: Callable[[], Block] | None = None,
+    ) -> Verdict:
+        """Values and gradients of `replacement(*region.inputs)` against the region.
+
+        Args:
+          region: the raw region.
+          replacement: what would stand in its place, taking `region.inputs`.
+          what: hashable description of the replacement (op and attributes), part of the cache key.
+          derivative: gives the region's own as `with_vjp` does, where that is asked for elsewhere too; else it is traced here.
+          ours: what the replacement is traced to, where it is one of this package's ops, whose values and gradients are the same formulas
+            whatever the sizes: what was proved of programs that are alike (see alike.py) is not proved again.
+        """
+        key = ("region", region_signature(region), what)
+
+        def prove() -> Verdict:
+            return _prove(region, replacement, self.inline, derivative, ours is not None)
+
+        return self.once(key, lambda: prove() if ours is None else self._alike.once(region, ours, what, prove))
+
+    def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
+        """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as
+        `region`. For a replacement that is not this package's own.
+        """
+
+        def prove() -> Verdict:
+            avals, out = [v.aval for v in region.inputs], region.root.aval
+            old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
+            names = [f"gradient of {n}" for n in _float_names(region)]
+            inline = traced_once(_on_one_device(self.inline))
+            try:
+                with placing((*avals, out)):
+                    old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
+                    new = with_vjp(replacement, avals, out)
+            except Misplaced as error:
+                return misplaced(error)
+            found = _tried(old, new, avals, out, inline, ["value", *names], lambda run: at_sizes(run, avals))
+            return _at_its_own_size(region, old, new, inline) if found.ok else found
+
+        return self.once(("extremes", region_signature(region), what), prove)
+
+
+def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> Verdict:
+    """Whether two programs agree at the region's real sizes, as far as that is soon told: at reduced ones a number that is compared with
+    positions, say the first 64 of 512 columns, lies beyond all of them.
+    """
+    avals, out = [v.aval for v in region.inputs], region.root.aval
+    if elements((*avals, out)) > _OWN_SIZE_LIMIT:
+        return Verdict(None)
+    try:
+        programs = Programs(old, new, avals, out, inline)
+        return _agree(region, programs.results(0, replace(_REAL, most=SOON)))
+    except CannotEvaluate:
+        return Verdict(None)  # it was told at reduced sizes
+
+
+def prove_function(
+    old: Callable[..., Any],
+    new: Callable[..., Any],
+    names: Sequence[str],
+    avals: Sequence[Any],
+    inline: Inline,
+    ordinary: bool = False,
+) -> Verdict:
+    """Whether two functions of float arrays with one result are the same, in values and in gradients, at these sizes.
+
+    Args:
+      old, new: what is to be replaced, and what would be.
+      names: of the arguments.
+      avals: their types (`jax.ShapeDtypeStruct`), of small sizes.
+      inline: the plain meaning of primitives that JAX does not know.
+      ordinary: on ordinary numbers only; else as `Certifier.extremes` too.
+    """
+    outs = [jax.eval_shape(fn, *avals) for fn in (old, new)]
+    if any(not hasattr(o, "shape") for o in outs):
+        return Verdict("structure", "it does not give one array")
+    if (outs[0].shape, outs[0].dtype) != (outs[1].shape, outs[1].dtype):
+        return Verdict(
+            "structure", f"it gives {outs[1].dtype}{list(outs[1].shape)}, needed {outs[0].dtype}{list(outs[0].shape)}"
+        )
+    given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
+    told = ["value", *(f"gradient of {n}" for n in names)]
+    tolerance = tolerance_of((*avals, outs[0]))
+    draws = _draws(avals)
+
+    inline = traced_once(inline)
+    try:
+        programs = Programs(given, new_ones, avals, outs[0], inline)
+        found = [programs.results(seed, _REAL) for seed in range(draws)]
+        wrong = next((v for one in found if not (v := agree(tolerance, told, one)).ok), None)
+    except CannotEvaluate as error:
+        return Verdict("uncertified", f"it cannot be told: {error}")
+    if wrong is not None or ordinary:
+        return wrong or Verdict(None)
+    return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(_REAL))
+
+
+def _tried(
+    old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, names: Sequence[str], at: Callable[..., Any]
+) -> Verdict:
+    """As `try_out`; `at` runs it at some sizes."""
+    tolerance = tolerance_of((*avals, out))
+
+    def attempt(reduction: Reduction) -> str | None:
+        def given(seed: int) -> tuple[Sizes, list[np.ndarray]]:
+            return inputs_of(avals, out, reduction, seed)
+
+        return try_out(old, new, given, avals, inline, names, tolerance)
+
+    try:
+        wrong = at(attempt)
+    except CannotEvaluate as error:
+        return Verdict("uncertified", f"it cannot be told: {error}")
+    return Verdict("value", wrong) if wrong else Verdict(None)
+
+
+def _prove(
+    region: Region,
+    replacement: Callable[..., Any],
+    inline: Inline,
+    derivative: Callable[[Region], Any] | None,
+    ours: bool,
+) -> Verdict:
+    avals, out = [v.aval for v in region.inputs], region.root.aval
+    old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
+    sums = region.sums
+    if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
+        return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
+    try:
+        with placing((*avals, out)), unwrapped(ours):
+            if derivative is not None and not _on_a_mesh((*avals, out), sums):
+                old = derivative(region)
+            else:
+                old = with_gradients(lambda *a: old_fn(*a)[0], avals, out, sums, any(map(_has_vjp_rule, region.nodes)))
+            new = with_gradients(replacement, avals, out, sums)
+    except Misplaced as error:
+        return misplaced(error)
+    return _same(region, _names(region), Programs(old, new, avals, out, inline, sums.axes))
+
+
+def misplaced(error: Misplaced) -> Verdict:
+    """What is said of a replacement that JAX has no type for on explicit mesh axes."""
+    return Verdict("sharding", f"on these explicit mesh axes JAX does not type it: {error}")
+
+
+def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums) -> frozenset[str]:
+    """The mesh axes a program sums over; its gradients may over more, those of what does not vary along them."""
+    return Sums.of(block_of_jaxpr(make_jaxpr(fn, avals, out, sums)).nodes).axes
+
+
+def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
+    """The gradients that a program computes, against those that would stand in their place.
+
+    Args:
+      region: the site: its inputs and its root are the arguments of both programs, the root as a cotangent.
+      old: jaxpr of (inputs, cotangent) -> terms of the gradients.
+      new: jaxpr of (inputs, cotangent) -> (value, the gradients).
+      groups: (name, number of terms) of each gradient, in the order of both.
+    """
+
+    def summed(pair: Pair) -> Pair:
+        terms = iter(pair[0])
+        return [sum(next(terms) for _ in range(n)) for _, n in groups], pair[1][1:]
+
+    programs = Programs(old, new, [v.aval for v in region.inputs], region.root.aval, inline)
+    return _same(region, [f"gradient of {name}" for name, _ in groups], programs, summed)
+
+
+def _same(
+    region: Region, names: Sequence[str], programs: Programs, of: Callable[[Pair], Pair] = lambda pair: pair
+) -> Verdict:
+    """Whether two programs agree, evaluated at reduced sizes; at the real ones where those will not do.
+
+    `of` makes results of these names of what the programs give. Those that sum over mesh axes are evaluated on several devices.
+    """
+    inline = traced_once(programs.inline if programs.axes else _on_one_device(programs.inline))
+    programs = replace(programs, inline=inline)
+    avals, tolerance = programs.avals, tolerance_of((*region.inputs, region.root))
+
+    def attempt(reduction: Reduction) -> list[Results]:
+        return [programs.results(seed, reduction) for seed in range(_draws(avals))]
+
+    try:
+        found = at_sizes(attempt, avals)
+        for one in found:
+            verdict = agree(tolerance, names, Results(of(one.pair), lambda n, one=one: of(one.nudged(n))))
+            if not verdict.ok:
+                return verdict
+        return programs.beyond(found[0].given, names, tolerance, of)
+    except CannotEvaluate as error:
+        return Verdict("uncertified", str(error))
+
+
+def _draws(avals: Sequence[Any]) -> int:
+    return _DRAWS if elements(avals) <= FEW else STEPS if any(map(is_number, avals)) else 1
+
+
+def _on_one_device(inline: Inline) -> Inline:
+    """In the gradients of a site without collectives sums over devices are those of what its operands do not vary along: the
+    transpose of an operand's copy to every device, in both programs alike. What is left to prove is what one device does.
+    """
+
+    def known(eqn: Any) -> Callable[..., Any] | None:
+        return (lambda *xs: list(xs)) if eqn.primitive.name == "psum_invariant" else inline(eqn)
+
+    return known
+
+
+def _agree(region: Region, found: Results) -> Verdict:
+    return agree(tolerance_of((*region.inputs, region.root)), _names(region), found)
+
+
+def _names(region: Region) -> list[str]:
+    return ["value", *(f"gradient of {n}" for n in _float_names(region))]
+
+
+def with_vjp(
+    fn: Callable[..., Any],
+    avals: Sequence[Any],
+    out: Any,
+    wanted: Sequence[int] | None = None,
+    sums: Sums | None = None,
+    weak: bool = False,
+) -> Any:
+    """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
+
+    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over; `weak` as of `make_jaxpr`.
+    """
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
+
+    def joint(*args: Any) -> list[Any]:
+        *primals, ct = args
+
+        def of_floats(*xs: Any) -> Any:
+            full = list(primals)
+            for i, x in zip(floats, xs, strict=True):
+                full[i] = x
+            return as_typed(fn(*full), out)
+
+        value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
+        return [value, *pull(ct)]
+
+    return make_jaxpr(joint, [*avals, out], sums=sums, weak=weak)
+
+
+def with_gradients(
+    fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums | None = None, as_jax: bool = False
+) -> Any:
+    """As `with_vjp`, for a proof, to which nothing but numbers matters: the derivative is transposed as a whole. JAX linearises each
+    equation by itself, in an order that other callers want, and takes twice as long.
+
+    With `as_jax`, and on a mesh, whose types the transposition of a whole is not told, it is `with_vjp`.
+    """
+    types = (*avals, out)
+    if as_jax or _on_a_mesh(types, sums):
+        return with_vjp(fn, avals, out, sums=sums)
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
+
+    def joint(*args: Any) -> list[Any]:
+        *primals, ct = args
+        value: list[Any] = []
+
+        def of_floats(*xs: Any) -> Any:
+            full = list(primals)
+            for i, x in zip(floats, xs, strict=True):
+                full[i] = x
+            return as_typed(fn(*full), out)
+
+        moving = tuple(primals[i] for i in floats)
+
+        def tangent(*ts: Any) -> Any:
+            made, moved = jax.jvp(of_floats, moving, ts)
+            value.append(made)
+            return moved
+
+        gradients = jax.linear_transpose(tangent, *moving)(ct)
+        return [value[0], *gradients]
+
+    return make_jaxpr(joint, [*avals, out])
+
+
+def _on_a_mesh(types: Sequence[Any], sums: Sums | None) -> bool:
+    return bool(sums and sums.axes) or any(varies(a) or sharding_in_type(a) is not None for a in types)
+
+
+def _has_vjp_rule(node: Node) -> bool:
+    """Whether a derivative of the user's own, written for reverse mode, is in a node."""
+    return node.primitive.startswith("custom_vjp") or any(_has_vjp_rule(n) for b in node.blocks for n in b.nodes)
+
+
+def weak_gradients(region: Region) -> frozenset[int]:
+    """The numbers of the region's inputs that are weakly typed, as Python numbers are, and whose gradients in the program are so, too."""
+    avals = [v.aval for v in region.inputs]
+    weak = [i for i, a in enumerate(avals) if is_weak(a) and is_float(a.dtype)]
+    if not weak:
+        return frozenset()
+    fn = jex_core.jaxpr_as_fun(region.jaxpr())
+    made = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval, weak, region.sums, weak=True).out_avals[1:]
+    return frozenset(i for i, aval in zip(weak, made, strict=True) if is_weak(aval))
+
+
+def _float_names(region: Region) -> list[str]:
+    by_id: dict[int, list[str]] = {}
+    for name, value in region.leaves.items():
+        by_id.setdefault(value.id, []).append(name)
+    return ["/".join(by_id[v.id]) for v in region.inputs if is_float(v.dtype)]

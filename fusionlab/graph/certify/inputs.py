@@ -1,0 +1,134 @@
+"""Random inputs on which certification compares two programs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ..dtypes import is_float
+from ..interpret.evaluate import Sizes
+from ..interpret.numpy_rules import KEPT_SIZES, CannotEvaluate
+from ..interpret.random_bits import Keys
+from ..jax_compat import split_closed, threefry_key
+
+STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
+_VIEWS = frozenset(
+    "reshape transpose convert_element_type broadcast_in_dim squeeze expand_dims slice split unstack copy".split()
+)
+
+
+def is_number(aval: Any) -> bool:
+    return not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and np.dtype(aval.dtype).kind in "iu"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How sizes are reduced: some of them to these, the others of the operands to a few; none where it is `real`. `parts` and `most` are
+    those of `Sizes`."""
+
+    known: Mapping[int, int] = field(default_factory=dict)
+    parts: frozenset[int] = frozenset()
+    most: tuple[int, int] | None = None
+    real: bool = False
+
+
+def inputs_of(
+    avals: Sequence[Any],
+    out: Any,
+    reduction: Reduction,
+    seed: int = 0,
+    true: float = 0.5,
+    weights: Mapping[int, Sequence[int]] | None = None,
+) -> tuple[Sizes, list[np.ndarray]]:
+    """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different.
+
+    Of two booleans or more both kinds are drawn. `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are
+    scaled for sums to be of the order of 1.
+    """
+    table = dict(reduction.known)
+    used = {int(s) for a in (*avals, out) for s in a.shape if s <= KEPT_SIZES} | set(table.values())
+    sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > KEPT_SIZES and s not in table})
+    for size in [] if reduction.real else sizes:
+        table[size] = next(s for s in itertools.count(3) if s not in used)
+        used.add(table[size])
+    rng = np.random.default_rng(seed)
+    number = itertools.count(seed)
+    args = []
+    for i, a in enumerate((*avals, out)):
+        shape = tuple(table.get(int(s), int(s)) for s in a.shape)
+        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            args.append(_keys(a, rng))
+        elif is_float(a.dtype):
+            args.append(rng.normal(size=shape) * _scale((weights or {}).get(i, ()), table))
+        elif np.dtype(a.dtype).kind == "b":
+            args.append(_mixed(rng.random(size=shape) < true))
+        elif is_number(a):  # another one in each draw, and another than the next operand's
+            args.append(np.asarray(next(number) % STEPS, a.dtype))
+        else:
+            args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
+    return Sizes(table, reduction.parts, reduction.most), args
+
+
+def _keys(aval: Any, rng: np.random.Generator) -> Any:
+    """Random keys of JAX's default generator; of another there is no proof."""
+    if aval.dtype != threefry_key():
+        raise CannotEvaluate(f"an operand of dtype {aval.dtype}")
+    return Keys(rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32), aval.dtype)
+
+
+def _mixed(drawn: np.ndarray) -> np.ndarray:
+    """Booleans of both kinds, if there are two or more."""
+    if drawn.size > 1 and (drawn.all() or not drawn.any()):
+        drawn.flat[0] = not drawn.flat[0]
+    return drawn
+
+
+def _scale(summed: Sequence[int], table: Mapping[int, int]) -> float:
+    """1 / the size of a sum over axes of these sizes, of random numbers each of which stands for several (see evaluate.py)."""
+    real, reduced = math.prod(summed), math.prod(table.get(n, n) for n in summed)
+    return math.sqrt(reduced) / real if summed and real else 1.0
+
+
+def summed_with(closed: Any) -> dict[int, tuple[int, ...]]:
+    """Input -> the sizes of the axes that it is first summed over, of weights: those that are multiplied with something computed, or with
+    another input that is read more often, or has more axes, as tokens do that queries, keys and values are made of.
+
+    With weights of the order of 1, the scores of an attention behind a projection would be so large that a softmax of them is one key's
+    and hardly hangs on anything: no factor nor mask would be told from another, and gradients would be what rounding leaves of them.
+    """
+    jaxpr, _ = split_closed(closed)
+    came_from: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+    reads: Counter[int] = Counter()
+    products: list[tuple[Any, list[int | None]]] = []
+    for eqn in jaxpr.eqns:
+        sources = [None if isinstance(a, jex_core.Literal) else came_from.get(a) for a in eqn.invars]
+        name = eqn.primitive.name
+        if name in _VIEWS and sources[0] is not None:
+            came_from.update((v, sources[0]) for v in eqn.outvars)
+            continue
+        reads.update(s for s in sources if s is not None)
+        if name == "dot_general":
+            products.append((eqn, sources))
+
+    def order_of(source: int) -> tuple[int, int]:
+        return reads[source], len(jaxpr.invars[source].aval.shape)
+
+    found: dict[int, tuple[int, ...]] = {}
+    for eqn, sources in products:
+        for side, source in enumerate(sources):
+            if source is None:
+                continue
+            other = sources[1 - side]
+            weight = other is None or order_of(source) < order_of(other)
+            axes = eqn.params["dimension_numbers"][0][side] if weight else ()  # the first product that reads it counts
+            found.setdefault(source, tuple(int(eqn.invars[side].aval.shape[int(d)]) for d in axes))
+    return found

@@ -1,0 +1,81 @@
+"""To which sizes a program's axes are reduced for certification: tried until they fit together, and soon evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..interpret.evaluate import CannotEvaluate, PositionsError, SizesDifferError, TooLargeError
+from ..interpret.numpy_rules import KEPT_SIZES
+from .inputs import Reduction
+
+_PRODUCTS = 16  # sizes that are products of others
+_REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
+# Entries of an array, and terms that it is made of: within seconds, and on any machine.
+SOON = 1 << 25, 1 << 30
+AT_ALL = 1 << 27, 1 << 34
+
+
+def elements(avals: Sequence[Any]) -> int:
+    """Of all arrays together."""
+    return sum(math.prod(a.shape) for a in avals)
+
+
+def at_sizes(attempt: Callable[[Reduction], Any], avals: Sequence[Any]) -> Any:
+    """`attempt` at reduced sizes, given how they are; at the real ones where those will not do.
+
+    An axis that only the program itself splits (features into heads) is as long as its parts are, which stay as they are. Where that takes
+    long, as where there are as many tokens as features, it is tried with parts that are reduced too.
+    """
+    split: set[int] = set()
+    try:
+        with contextlib.suppress(TooLargeError):
+            return _at_products(attempt, Reduction(most=SOON), split)
+        with contextlib.suppress(CannotEvaluate):
+            return _at_parts(attempt, split, avals)
+        return _at_products(attempt, Reduction(most=AT_ALL), set())
+    except CannotEvaluate:
+        if elements(avals) > _REAL_SIZE_LIMIT:
+            raise
+        return attempt(Reduction(most=AT_ALL, real=True))
+
+
+def _at_parts(attempt: Callable[[Reduction], Any], split: set[int], avals: Sequence[Any]) -> Any:
+    """`attempt` at sizes of which the parts `split` are reduced too, but for those along which the program asks for positions."""
+    known = {int(s) for a in avals for s in a.shape}
+    whole: set[int] = set()
+    for _ in range(_PRODUCTS):
+        parts = sorted(split - known - whole)
+        if not parts:
+            break
+        gathered = len(split)
+        # Different ones to different sizes, none of them one that stands for itself.
+        reduced = {n: KEPT_SIZES + 1 + i for i, n in enumerate(parts)}
+        try:
+            return _at_products(attempt, Reduction(reduced, frozenset(reduced), SOON), split)
+        except PositionsError as error:
+            whole.add(error.size)
+        except TooLargeError:
+            if len(split) == gathered:
+                raise
+    raise CannotEvaluate("axes of parts that have to be whole")
+
+
+def _at_products(attempt: Callable[[Reduction], Any], reduction: Reduction, split: set[int]) -> Any:
+    """`attempt` at reduced sizes, of which some turn out to be products of others: one is reduced to the product of theirs. `split`
+    gathers the parts of axes that the program splits, as far as they are not reduced.
+    """
+    tried: set[tuple[int, int]] = set()
+    while True:
+        try:
+            return attempt(reduction)
+        except SizesDifferError as error:
+            split.update(error.split)
+            now = (error.real, error.other)  # of a product of products again, once those are known
+            if now in tried or len(tried) >= _PRODUCTS:
+                raise
+            tried.add(now)
+            reduction = replace(reduction, known={**reduction.known, error.real: error.other})

@@ -1,0 +1,141 @@
+"""Inputs that a proof by random numbers never meets: rows of zeros and of one number, masks that hide everything, the dtype's edge.
+
+An epsilon keeps a norm of zeros finite, but the gradient of a root of zero is NaN, whatever is added behind it; and what is one number as
+real numbers go overflows in one spelling and not in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtypes import is_float
+from .verdict import Pair, Results, Verdict, agree
+
+# The share of inputs that are near the dtype's edge, and that are infinite, draw by draw: few, or a sum of products is NaN anyway; many, or
+# two never meet.
+_EDGE = ((0.1, 0.0), (0.5, 0.1))
+_HIDES = -1e30  # as a mask that is added: beside it a score is lost, and the logarithm of a sum of exponentials, too
+_AGAIN = 3  # draws of each for a site of few elements
+
+
+@dataclass(frozen=True)
+class Special:
+    """Drawn inputs, changed: `told` says how.
+
+    Attributes: `exact` (numbers that are made of them are compared; else only where the value is one), `hides` (masks alone are changed,
+    so that queries may see no key), `alike` (values are compared as numbers, and not where either is none).
+    """
+
+    told: str
+    of: Callable[[Sequence[Any]], list[Any]]
+    exact: bool = False
+    hides: bool = False
+    alike: bool = False
+
+
+def specials(avals: Sequence[Any], added: Collection[int] = ()) -> Iterator[Special]:
+    """The special inputs of a program with arguments of these types; the last of what is drawn is the cotangent, and stays.
+
+    `added` are the numbers of those that are added to the scores of a softmax.
+    """
+    floats = frozenset(i for i, a in enumerate(avals) if is_float(a.dtype))
+    masks = frozenset(i for i, a in enumerate(avals) if a.dtype == np.bool_)
+
+    def filled(where: frozenset[int], number: Callable[[int], float]) -> Callable[[Sequence[Any]], list[Any]]:
+        return lambda args: [np.full_like(a, number(i)) if i in where else a for i, a in enumerate(args)]
+
+    yield Special("inputs of zeros", filled(floats, lambda i: 0.0), exact=True)
+    yield Special("inputs without variance", filled(floats, lambda i: 1.5 / (1 + i)))
+    if added:
+        yield Special(
+            "a term of the scores that hides everything", filled(frozenset(added), lambda _: _HIDES), alike=True
+        )
+    if masks:
+        yield Special("masks of False", filled(masks, lambda i: False), exact=True, hides=True)
+        yield Special("masks of True", filled(masks, lambda i: True), exact=True, hides=True)
+
+
+def compared(special: Special, names: Sequence[str], found: Results, tolerance: float) -> Verdict:
+    """What two programs make of special inputs.
+
+    NaN and infinities of the program that are numbers in the other are `lost`, if only masks hide something. All else that differs is
+    another function.
+    """
+    if special.alike:
+        return _numbers_agree(special, names, found, tolerance)
+    lost: list[str] = []
+    for name, want, got in zip(names, *found.pair, strict=True):
+        a, b = np.asarray(want, np.float64), np.asarray(got, np.float64)
+        held, holds = np.isfinite(a), np.isfinite(b)
+        code = "value" if name == "value" else "gradient"
+        if (held & ~holds).any():
+            return Verdict(code, f"{name} would be {b[held & ~holds][0]} for {special.told}, where it is a number")
+        if (~held & holds).any():
+            if not special.hides:
+                told = f"{name} is {a[~held & holds][0]} for {special.told}, which would become a number"
+                return Verdict(code, told)
+            lost.append(name)
+    verdict = _numbers_agree(special, names, found, tolerance) if special.exact else Verdict(None)
+    return replace(verdict, lost=tuple(lost))
+
+
+def _numbers_agree(special: Special, names: Sequence[str], found: Results, tolerance: float) -> Verdict:
+    numbers = Results(_numbers(found.pair), lambda n: _numbers(found.nudged(n)))
+    verdict = agree(tolerance, names, numbers)
+    return verdict if verdict.ok else Verdict(verdict.code, f"{verdict.detail} for {special.told}")
+
+
+def _numbers(pair: Pair) -> Pair:
+    """Two results with 0 where either is no number."""
+    both = [[np.isfinite(np.asarray(x, np.float64)) for x in side] for side in pair]
+    held = [a & b for a, b in zip(*both, strict=True)]
+    old, new = ([np.where(h, x, 0.0) for h, x in zip(held, side, strict=True)] for side in pair)
+    return old, new
+
+
+# -- the dtype's edge -----------------------------------------------------------------------------------------------------
+
+
+def at_edge(args: Sequence[Any], avals: Sequence[Any], few: bool) -> Iterator[list[Any]]:
+    """Drawn inputs of which some are near the largest number of their dtype, and some infinite; more often of a site of few elements."""
+    for seed in range(len(_EDGE) * (_AGAIN if few else 1)):
+        rng, (near, infinite) = np.random.default_rng(seed), _EDGE[seed % len(_EDGE)]
+        given = (
+            _moved(a, v.dtype, rng, near, infinite) if is_float(v.dtype) else a
+            for a, v in zip(args, avals, strict=False)
+        )
+        yield [*given, *args[len(avals) :]]
+
+
+def near_edge(args: Sequence[Any], avals: Sequence[Any]) -> Iterator[list[Any]]:
+    """Drawn inputs, those of more than one axis made as large as finite numbers of their dtype are, all of them or some: their squares
+    overflow, and so may their products with ordinary numbers."""
+    rng = np.random.default_rng(0)
+
+    def large(a: Any, dtype: Any, share: float) -> Any:
+        most = float(jnp.finfo(dtype).max)
+        moved = np.where(rng.random(a.shape) < share, np.clip(a, -1.0, 1.0) * most, a)
+        return moved.astype(dtype).astype(np.float64)
+
+    for share in (1.0, 0.2, 0.2):
+        typed = zip(args, avals, strict=False)
+        given = (large(a, v.dtype, share) if is_float(v.dtype) and a.ndim > 1 else a for a, v in typed)
+        yield [*given, *args[len(avals) :]]
+
+
+def _moved(a: np.ndarray, dtype: Any, rng: np.random.Generator, near: float, infinite: float) -> np.ndarray:
+    which, largest = rng.random(a.shape), float(jnp.finfo(dtype).max)
+    found = np.where(which < near, np.sign(a) * largest * rng.uniform(0.5, 1.0, a.shape), a)
+    found = np.where(which > 1 - infinite, np.sign(a) * np.inf, found)
+    with np.errstate(over="ignore"):
+        return found.astype(dtype).astype(np.float64)
+
+
+def overflows(want: np.ndarray, got: np.ndarray) -> bool:
+    """Whether numbers have become infinite or NaN, or infinities NaN."""
+    return bool((np.isfinite(want) & ~np.isfinite(got)).any() or (np.isinf(want) & np.isnan(got)).any())

@@ -1,0 +1,164 @@
+"""What a function that somebody wrote is tried on, beside the ordinary numbers that every replacement is proved on.
+
+A package's own replacement is known; of another one nothing is. exp(x) / (1 + exp(x)) is a sigmoid on ordinary numbers and NaN on large
+ones; with exp(min(x, 80)) it is one in float64, and NaN in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtypes import is_float
+from ..interpret.evaluate import Inline, Sizes, evaluate
+
+# Where functions are only asked to hold: exp overflows at 1e4, a square at the last, its reciprocal at the first.
+_HOLD = (1e-170, 1e170)
+# Where they are compared, each input alone and all together, and where all together: zero is what padding is made of, and a bound, a
+# window or a branch lies between any two of them.
+_APART, _TOGETHER = (0.0, 30.0, 1e4), (1 / 512, 1 / 32, 1 / 4, 2.0, 4.0, 7.0, 12.0) * 2
+_WHOLE = 4  # draws of whole numbers: ties, signs, zeros among others
+_OFFSET = 30.0
+_NEAR = 1e-3  # relative, of inputs as large as 30 and more: sin(x) moves by that where a literal is rounded
+# What a program may add to the error that the other one has in the same dtypes, in which it may not lose `_WORSE` times as much. JAX runs
+# programs of 16 bits with fewer roundings than are made here.
+_ADDED = {"float64": 1e-9, "float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
+_WORSE = 16
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How drawn inputs are changed: those numbered `where`. `compared`: within `near`; else only asked to hold."""
+
+    seed: int
+    where: tuple[int, ...]
+    told: str
+    of: Callable[[np.ndarray, Any], np.ndarray]
+    compared: bool
+    near: float
+
+
+def _draws(floats: Sequence[int], tolerance: float) -> Iterator[_Draw]:
+    every, seed = tuple(floats), itertools.count()
+
+    def sized(size: float, where: tuple[int, ...], compared: bool) -> _Draw:
+        near = max(tolerance * max(size, 1.0), _NEAR if size >= 30 else 0.0)
+        told = f"inputs as large as {size:g}" if size else "inputs of 0"
+        return _Draw(next(seed), where, told, lambda a, dtype: _fitting(a, size, dtype), compared, near)
+
+    apart = dict.fromkeys([*((i,) for i in floats), every])
+    yield from (sized(size, where, True) for size in _APART for where in apart)
+    # A square may overflow, and the product of two operands not.
+    yield from (sized(size ** (1 / max(len(where), 1)), where, False) for size in _HOLD for where in apart)
+    yield from (sized(size, every, True) for size in _TOGETHER)
+    for _ in range(_WHOLE):
+        yield _Draw(next(seed), every, "inputs of whole numbers", lambda a, dtype: np.rint(2 * a), True, 4 * tolerance)
+    yield _Draw(
+        next(seed), every, f"inputs around {_OFFSET:g}", lambda a, dtype: a + _OFFSET, True, _OFFSET * tolerance
+    )
+
+
+def _fitting(a: np.ndarray, size: float, dtype: Any) -> np.ndarray:
+    """Numbers of a size, or, where a dtype does not go so far, of one whose products and powers it still holds."""
+    range_ = jnp.finfo(dtype)
+    if size > 1e4 and dtype != np.float64:
+        size = min(size, float(range_.max) ** 0.3)
+    elif 0 < size < 1e-4 and dtype != np.float64:
+        size = max(size, float(range_.tiny) ** 0.3)
+    return np.clip(a * size, float(range_.min), float(range_.max))
+
+
+def try_out(
+    old: Any,
+    new: Any,
+    given: Callable[[int], tuple[Sizes, list[np.ndarray]]],
+    avals: Sequence[Any],
+    inline: Inline,
+    names: Sequence[str],
+    tolerance: float,
+) -> str | None:
+    """What is wrong with a program on other than ordinary numbers; None where nothing is.
+
+    On all draws it makes a number where the old one makes one, in float64 and where every result is rounded to the program's dtypes. On
+    most it makes the same number, and, rounded, not one much farther from float64's than the old program's is.
+
+    Args:
+      old, new: jaxprs of (arguments, cotangent) -> (value, gradients).
+      given: seed -> sizes and drawn inputs, as `evaluate` takes them; the last is the cotangent.
+      avals: the types of the arguments.
+      inline: as `evaluate` takes it.
+      names: of the results.
+      tolerance: of ordinary numbers, relative.
+
+    Raises:
+      CannotEvaluate: as `evaluate`.
+    """
+    floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
+    draws = list(_draws(floats, tolerance))
+    for draw in draws:
+        sizes, args = given(draw.seed)
+        drawn = [draw.of(a, np.float64) if i in draw.where else a for i, a in enumerate(args)]
+        want, got = (evaluate(program, drawn, sizes, inline) for program in (old, new))
+        for name, a, b in zip(names, want, got, strict=True):
+            if wrong := _other(a, b, draw):
+                return f"its {name} is {wrong}"
+    for draw in draws:
+        sizes, args = given(draw.seed)
+        drawn = [draw.of(a, avals[i].dtype) if i in draw.where else a for i, a in enumerate(args)]
+        if wrong := _rounded(old, new, drawn, sizes, avals, inline, names, draw):
+            return wrong
+    return None
+
+
+def _other(want: np.ndarray, got: np.ndarray, draw: _Draw) -> str | None:
+    """What a program makes of a draw instead, in float64."""
+    held = np.isfinite(want)
+    if (bad := held & ~np.isfinite(got)).any():
+        return f"{got[bad][0]} for {draw.told}, where it has to be a number"
+    a, b = want[held], got[held]
+    if not draw.compared:
+        return None
+    allowed = draw.near * np.max(np.abs(a), initial=0.0) + 1e-12
+    return f"another one for {draw.told}" if np.any(np.abs(a - b) > allowed) else None
+
+
+def _rounded(
+    old: Any,
+    new: Any,
+    drawn: Sequence[np.ndarray],
+    sizes: Sizes,
+    avals: Sequence[Any],
+    inline: Inline,
+    names: Sequence[str],
+    draw: _Draw,
+) -> str | None:
+    """What is wrong where every result is rounded to the dtype that the program has there."""
+    args = [
+        a.astype(v.dtype).astype(np.float64) if is_float(v.dtype) else a for a, v in zip(drawn, avals, strict=False)
+    ]
+    args.append(drawn[-1])
+    true = evaluate(old, args, sizes, inline)
+    given, made = (evaluate(program, args, sizes, inline, rounded=True) for program in (old, new))
+    floats = [i for i, v in enumerate(avals) if is_float(v.dtype)]
+    dtype = max((np.dtype(avals[i].dtype) for i in floats), key=lambda d: float(jnp.finfo(d).eps))
+    for name, t, a, b in zip(names, true, given, made, strict=True):
+        held = np.isfinite(a) & np.isfinite(t)
+        if (bad := held & ~np.isfinite(b)).any():
+            return f"its {name} is {b[bad][0]} in {dtype} for {draw.told}, where it has to be a number"
+        if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
+            continue
+        size = float(np.max(np.abs(t[held])))
+        was, now = (float(np.max(np.abs(x[held] - t[held]))) for x in (a, b))
+        # What cancels is as large as the terms were: at most as the inputs or 1, of a gradient as the cotangent.
+        terms = args[-1:] if name != "value" else [np.clip(args[i], -1, 1) for i in floats]
+        noise = 8 * float(jnp.finfo(dtype).eps) * max(float(np.max(np.abs(a), initial=0.0)) for a in terms)
+        added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
+        if now > added + _WORSE * was:
+            told = f"its {name}, computed in {dtype}, is {now / (size or 1):.1g} off for {draw.told}"
+            return f"{told}, where it was {was / (size or 1):.1g} off"
+    return None

@@ -1,0 +1,177 @@
+"""The kernels a compiler like XLA makes of a program, by a simple model: what is compared with when a fused op's gain is predicted.
+
+The model, node by node:
+- a view (reshape, ...) is nothing, and so is a transpose next to a product, which takes any memory order;
+- a product, a convolution, a sort, a gather, a scatter, a random draw, a collective and a fused op are a kernel each: what they read is in
+  memory before, what they give is in memory after;
+- a reduction, and an update in place, end a kernel: they take in the elementwise code that makes what they read;
+- all other code (elementwise, broadcasts, slices, ...) joins the kernels that read its result, computed again in each where there
+  are several; it reaches memory where a kernel of the kinds above reads it, where it is returned, and, where several kernels read it,
+  if it is a transcendental or made of more bytes than it has itself;
+- a scan, a while loop, a cond and a shard_map are borders; remat, custom_jvp and the like are not.
+
+XLA does better in places (it makes one kernel of reductions that read the same, and may end a product with a bias) and worse in
+others: what it made of a program is in the compiled module, and this is what it is expected to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..program.ir import Atom, Block, Node, Value
+from .cost import Cost, Costs
+from .rules import ELEMENTWISE, EXPANDED, MOVES, REDUCTIONS, TRANSCENDENTAL
+from .traffic import ONCE, is_region, is_view, reads, writes
+
+_ENDS = REDUCTIONS | frozenset({"dynamic_update_slice", "reduce"})
+_JOINS = (ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | MOVES | {"integer_pow", "polynomial"}) - frozenset(
+    "gather dynamic_update_slice ppermute all_gather all_gather_invariant all_to_all ragged_all_to_all device_put".split()
+)
+_DEAR = TRANSCENDENTAL | EXPANDED.keys()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of the model.
+
+    Attributes:
+      root: id of the node whose result it writes.
+      primitive, scope: of that node.
+      nodes: ids of the nodes counted with it; one that several kernels compute is counted with the first.
+      path: path of the block it stands in.
+      cost: of all its trips; its bytes are what reaches it from memory and what it writes.
+    """
+
+    root: int
+    primitive: str
+    scope: str
+    nodes: tuple[int, ...]
+    path: str
+    cost: Cost
+
+
+def kernels_of(costs: Costs) -> tuple[Kernel, ...]:
+    """The kernels of a program, in program order; their operations sum to those of the program."""
+    found: list[Kernel] = []
+    stack: list[Block] = [costs.graph.top]
+    while stack:
+        flat = _Flat(stack.pop())
+        found += flat.kernels(costs)
+        stack += [b for n in flat.nodes if is_region(n) for b in n.blocks]
+    counted = [k for k in found if k.cost.trips != 0]
+    return tuple(sorted(counted, key=lambda k: k.root))
+
+
+class _Flat:
+    """A block with its calls, remats and custom rules inlined, and every value told apart from views of it."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.nodes: list[Node] = []
+        self.alias: dict[int, Atom] = {}
+        self._take(block)
+        self.producer = {v.id: n for n in self.nodes for v in n.outputs}
+        self._transposes()
+        self.users: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            for a in self.operands(node):
+                self.users.setdefault(a.id, []).append(node)
+        self.returned = {a.id for a in map(self.of, block.outputs) if isinstance(a, Value)}
+        self.roots = self._roots()
+
+    def _take(self, block: Block) -> None:
+        for node in block.nodes:
+            if node.primitive in ONCE and len(node.blocks) == 1 and len(node.blocks[0].inputs) == len(node.inputs):
+                child = node.blocks[0]
+                self.alias.update((v.id, a) for v, a in zip(child.inputs, node.inputs, strict=True))
+                self._take(child)
+                self.alias.update((v.id, a) for v, a in zip(node.outputs, child.outputs, strict=True))
+            elif is_view(node) and node.inputs and len(node.outputs) in (1, len(node.inputs)):
+                self.alias.update((v.id, a) for v, a in zip(node.outputs, node.inputs, strict=False))
+            else:
+                self.nodes.append(node)
+
+    def _transposes(self) -> None:
+        """A transpose whose operand a product makes, or that only products read, is no node of its own."""
+        readers: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            for a in self.operands(node):
+                readers.setdefault(a.id, []).append(node)
+        kept = []
+        for node in self.nodes:
+            made_by = self.producer.get(getattr(self.of(node.inputs[0]), "id", -1)) if node.inputs else None
+            users = readers.get(node.outputs[0].id, []) if node.outputs else []
+            to_products = bool(users) and all(n.primitive == "dot_general" for n in users)
+            if node.primitive == "transpose" and (to_products or (made_by and made_by.primitive == "dot_general")):
+                self.alias[node.outputs[0].id] = node.inputs[0]
+            else:
+                kept.append(node)
+        self.nodes = kept
+
+    def of(self, atom: Atom) -> Atom:
+        """The value that an atom is a view of, or itself."""
+        while isinstance(atom, Value) and atom.id in self.alias:
+            atom = self.alias[atom.id]
+        return atom
+
+    def operands(self, node: Node) -> Iterator[Value]:
+        """The values a node reads, each once."""
+        yield from {a.id: a for a in map(self.of, node.inputs) if isinstance(a, Value)}.values()
+
+    def _roots(self) -> dict[int, frozenset[int]]:
+        """Node id -> the roots of the kernels that compute it; a root is alone with itself."""
+        roots: dict[int, frozenset[int]] = {}
+        for node in reversed(self.nodes):
+            mine = frozenset({node.id})
+            if node.primitive in _JOINS and len(node.outputs) == 1:
+                vid = node.outputs[0].id
+                users = self.users.get(vid, ())
+                joined = frozenset().union(*(roots[u.id] for u in users)) if users else mine
+                dear = len(joined) > 1 and (node.primitive in _DEAR or self._taken(node) > 1.5 * node.outputs[0].nbytes)
+                if vid not in self.returned and not dear and all(u.primitive in _JOINS | _ENDS for u in users):
+                    mine = joined
+            roots[node.id] = mine
+        return roots
+
+    def _taken(self, node: Node) -> int:
+        """Bytes a node is made of, a broadcast counted as what is broadcast."""
+        total = 0
+        for a in self.operands(node):
+            maker = self.producer.get(a.id)
+            wide = maker is not None and maker.primitive in ("broadcast_in_dim", "iota")
+            total += sum(b.nbytes for b in self.operands(maker)) if wide and maker else a.nbytes
+        return total
+
+    def kernels(self, costs: Costs) -> Iterator[Kernel]:
+        members: dict[int, list[Node]] = {}  # every kernel that computes a node
+        counted: dict[int, list[Node]] = {}  # the one it is counted with
+        for node in self.nodes:
+            if is_region(node):
+                continue
+            for root in self.roots[node.id]:
+                members.setdefault(root, []).append(node)
+            counted.setdefault(min(self.roots[node.id]), []).append(node)
+        for root, mine in members.items():
+            node = costs.graph.node_by_id[root]
+            trips = costs.nodes[root].trips
+            count = 1 if trips is None else trips
+            read, written = self._traffic(mine, node)
+            inner = costs.of(n.id for n in counted.get(root, ()))
+            cost = Cost(inner.flops, inner.transcendentals, read * count, written * count, trips, inner.known)
+            ids = tuple(n.id for n in counted.get(root, ()))
+            yield Kernel(root, node.primitive, node.scope, ids, self.block.path, cost)
+
+    def _traffic(self, members: Iterable[Node], root: Node) -> tuple[int, int]:
+        members = list(members)
+        made = {v.id for n in members for v in n.outputs}
+        read: dict[int, int] = {}
+        whole: dict[int, int] = {}
+        for node in members:
+            own = reads(node)
+            for a in {a.id: a for a in node.inputs if isinstance(a, Value)}.values():
+                base = self.of(a)
+                if isinstance(base, Value) and base.id not in made:
+                    read[base.id] = read.get(base.id, 0) + own.get(a.id, 0)
+                    whole[base.id] = base.nbytes
+        return sum(min(n, whole[i]) for i, n in read.items()), sum(writes(root).values())

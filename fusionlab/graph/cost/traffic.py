@@ -1,0 +1,118 @@
+"""Bytes that nodes move: each by itself, and several that run as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..primitives import having
+from ..program.ir import Block, Node, Value
+from .rules import VIEWS, size
+
+# Blocks that run once for each entry, on numbers that never reach memory: what a reduction or a scatter combines with.
+COMBINES = frozenset(
+    "reduce reduce_window select_and_scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul".split()
+)
+ONCE = having("remat", "rule", "jit")
+_READS_WHAT_IT_GIVES = having("slice") | {"gather"}
+
+
+def is_region(node: Node) -> bool:
+    """Whether a node is nothing but what is inside it."""
+    return node.primitive in ONCE or node.primitive in ("scan", "while", "cond", "shard_map", "custom_linear_solve")
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's results are its operands' entries in their own order, so that nothing has to move."""
+    if node.primitive in VIEWS:
+        return True
+    if node.primitive == "broadcast_in_dim":
+        return bool(node.inputs) and size(node.inputs[0]) == size(node.outputs[0])
+    if node.primitive == "transpose":
+        shape = node.inputs[0].shape
+        kept = [int(i) for i in node.params["permutation"] if shape[int(i)] != 1]
+        return kept == sorted(kept)
+    return False
+
+
+def reads(node: Node) -> dict[int, int]:
+    """Value id -> bytes a node reads of it by itself; each value once, literals not at all."""
+    if is_view(node) or is_region(node):
+        return {}
+    found = {a.id: a.nbytes for a in node.inputs if isinstance(a, Value)}
+    first = node.inputs[0] if node.inputs else None
+    if not isinstance(first, Value):
+        return found
+    if node.primitive in _READS_WHAT_IT_GIVES:
+        found[first.id] = min(first.nbytes, sum(v.nbytes for v in node.outputs))
+    elif node.primitive == "dynamic_update_slice":
+        found[first.id] = 0
+    elif node.primitive.startswith("scatter"):
+        found[first.id] = min(first.nbytes, _updates(node) if node.primitive != "scatter" else 0)
+    return found
+
+
+def writes(node: Node) -> dict[int, int]:
+    """Value id -> bytes a node writes of it by itself."""
+    if is_view(node) or is_region(node):
+        return {}
+    found = {v.id: v.nbytes for v in node.outputs}
+    if node.primitive == "dynamic_update_slice" or node.primitive.startswith("scatter"):
+        (made,) = node.outputs
+        found[made.id] = min(made.nbytes, _updates(node))
+    return found
+
+
+def _updates(node: Node) -> int:
+    """Bytes of what is put into an array in place."""
+    update = node.inputs[1 if node.primitive == "dynamic_update_slice" else 2]
+    return size(update) * int(getattr(update.dtype, "itemsize", 0))
+
+
+def base_of(block: Block, value: Value) -> Value:
+    """The value that `value` is a view of, or itself."""
+    while (node := block.producer.get(value.id)) is not None and is_view(node):
+        sources = [a for a in node.inputs if isinstance(a, Value)]
+        if node.primitive == "optimization_barrier" and len(node.inputs) == len(node.outputs):
+            sources = [a for a, v in zip(node.inputs, node.outputs, strict=True) if v is value and isinstance(a, Value)]
+        if len(sources) != 1:
+            break
+        value = sources[0]
+    return value
+
+
+def ideal_traffic(block: Block, nodes: Mapping[int, Node]) -> tuple[int, int]:
+    """Bytes read and written by nodes of a block (by id) that run as one kernel, in one trip.
+
+    What comes from outside is read once, and no more of it than the nodes read one by one; what is read outside, or returned, is written.
+    Regions count with what they are given and give.
+    """
+    made = {v.id for n in nodes.values() for v in n.outputs}
+    read: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for node in nodes.values():
+        taken = {a.id: a.nbytes for a in node.inputs if isinstance(a, Value)} if is_region(node) else reads(node)
+        for a in {a.id: a for a in node.inputs if isinstance(a, Value)}.values():
+            base = base_of(block, a)
+            if base.id not in made and a.id not in made and a.id in taken:
+                read[base.id] = read.get(base.id, 0) + taken[a.id]
+                whole[base.id] = base.nbytes
+    written = 0
+    for node in nodes.values():
+        given = {v.id: v.nbytes for v in node.outputs} if is_region(node) else writes(node)
+        written += sum(n for i, n in given.items() if _read_outside(block, i, nodes))
+    return sum(min(n, whole[i]) for i, n in read.items()), written
+
+
+def _read_outside(block: Block, value: int, nodes: Mapping[int, Node]) -> bool:
+    """Whether a value, or a view of it, is read by a node that is not among `nodes`, or returned."""
+    stack = [value]
+    while stack:
+        vid = stack.pop()
+        if vid in block.returned:
+            return True
+        for user in block.users.get(vid, ()):
+            if is_view(user):
+                stack += [v.id for v in user.outputs]
+            elif user.id not in nodes:
+                return True
+    return False

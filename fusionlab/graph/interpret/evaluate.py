@@ -1,0 +1,296 @@
+"""A numpy interpreter of jaxprs in float64, at reduced sizes: the machine behind certification.
+
+Every float is evaluated in float64, float casts are the identity, so two programs that agree here agree as real functions.
+Axis sizes may be mapped to smaller ones (8192 rows -> 3): the interpreter rewrites the shape parameters as it goes. The
+entries along such an axis stand for as many that repeat, so a sum over it counts each of them 8192 / 3 times, and a literal
+that holds the size, as the 1 / 8192 of a mean, keeps its meaning. A
+primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core as jex_core
+
+from ..dtypes import is_float as is_float
+from ..jax_compat import scan_counts, split_closed
+from ..primitives import SUMS_OVER_DEVICES, having
+from ..program.explicit_axes import make_typed_jaxpr
+from ..program.literals import fold
+from ..program.scopes import defined_in_jax
+from ..program.trace import FLATTENED
+from .numpy_indexing import PLACED
+from .numpy_rules import BOUND, OF_KEYS, PLAIN, SHAPED, Array, at_real_sizes, bound, no_more_than, random_bits
+from .numpy_rules import CannotEvaluate as CannotEvaluate
+from .numpy_rules import PositionsError as PositionsError
+from .numpy_rules import SizesDifferError as SizesDifferError
+from .numpy_rules import TooLargeError as TooLargeError
+from .random_bits import as_jax
+
+_ARRAYS: Any = (np.ndarray, np.generic, jax.Array)  # what a program captures and nothing changes
+
+# Equation -> its meaning, a jnp function or a jaxpr; None for what is no primitive of ours.
+Inline = Callable[[Any], Any]
+
+
+class Sizes:
+    """A mapping from real axis sizes to reduced ones; unknown sizes map to themselves.
+
+    Args:
+      table: real size -> reduced size.
+      parts: reduced sizes of axes that no operand has, and the program makes by splitting another: positions along them mean nothing.
+      most: entries of an array, and terms that it is made of, beyond which the program is not evaluated.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[int, int] | None = None,
+        parts: frozenset[int] = frozenset(),
+        most: tuple[int, int] | None = None,
+    ) -> None:
+        self.table, self.parts, self.most = dict(table or {}), parts, most
+
+    def copy(self) -> Sizes:
+        return Sizes(self.table, self.parts, self.most)
+
+    def __call__(self, size: int) -> int:
+        return self.table.get(int(size), int(size))
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self(s) for s in shape)
+
+    def learn(self, real: int, reduced: int) -> None:
+        if self.table.setdefault(int(real), int(reduced)) != reduced:
+            raise SizesDifferError(int(real), self.table[int(real)], int(reduced))
+
+
+def evaluate(
+    closed: Any,
+    args: Sequence[Array],
+    sizes: Sizes | None = None,
+    inline: Inline | None = None,
+    rounded: bool = False,
+    sums: Callable[[Any, list[Array]], list[Array]] | None = None,
+) -> list[Array]:
+    """Runs a jaxpr on numpy arrays already at reduced sizes, floats in float64.
+
+    Args:
+      closed: the jaxpr, at real sizes.
+      args: one array an input.
+      sizes: real size -> reduced size; left as it is.
+      inline: equation -> plain jnp function for primitives of ours, or None.
+      rounded: round every result to the dtype the program gives it, as a program run equation by equation does (each is
+        computed in float64 before, so a product rounds once); the arrays stay float64.
+      sums: what a sum over devices gives, of the equation and this device's operands; without it there is none.
+
+    Raises:
+      CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently (SizesDifferError), or not far enough
+        (TooLargeError), or too far (PositionsError).
+    """
+    jaxpr, consts = split_closed(closed)
+    constvars = jaxpr.constvars if consts else ()
+    run = _Run(sizes.copy() if sizes else Sizes(), inline or (lambda eqn: None), rounded, sums)
+    env: dict[Any, Array] = dict(zip(constvars, [run.const(c) for c in consts], strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    with np.errstate(all="ignore"):
+        return run.block(jaxpr, env)
+
+
+def promote(x: Array) -> Array:
+    """Floats to float64; integers and booleans as they are."""
+    return x.astype(np.float64) if is_float(x.dtype) else x
+
+
+class _Run:
+    def __init__(self, sizes: Sizes, inline: Inline, rounded: bool = False, sums: Any = None) -> None:
+        self.sizes, self.inline, self.rounded, self.sums = sizes, inline, rounded, sums
+        self.scalars: dict[Any, Array] = {}  # variables made of literals alone, in their own dtypes
+
+    def block(self, jaxpr: Any, env: dict[Any, Array]) -> list[Array]:
+        def read(a: Any) -> Array:
+            if not isinstance(a, jex_core.Literal):
+                return env[a]
+            aval: Any = (
+                a.aval
+            )  # a weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1)
+            return promote(np.asarray(a.val, aval.dtype))
+
+        for eqn in jaxpr.eqns:
+            number = self.of_literals(eqn)
+            outs = [promote(number)] if number is not None else self.eqn(eqn, [read(a) for a in eqn.invars])
+            if self.rounded:
+                outs = [_rounded(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def of_literals(self, eqn: Any) -> Array | None:
+        """The scalar an equation makes of literals alone, rounded as the program rounds it."""
+        if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape or not eqn.invars:
+            return None
+        numbers = [self.number(a) for a in eqn.invars]
+        if any(n is None for n in numbers) or any(
+            jnp.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in (*eqn.invars, *eqn.outvars)
+        ):
+            return None
+        operands = [(n, a.aval.dtype) for n, a in zip(numbers, eqn.invars, strict=True)]
+        number = fold(eqn.primitive.name, eqn.params, operands, eqn.outvars[0].aval.dtype)
+        if number is not None:
+            self.scalars[eqn.outvars[0]] = number
+        return number
+
+    def number(self, atom: Any) -> Any:
+        """The scalar an atom is known to be, in its own dtype; None for anything else."""
+        number = atom.val if isinstance(atom, jex_core.Literal) else self.scalars.get(atom)
+        return number if number is not None and np.ndim(number) == 0 else None
+
+    def const(self, value: Any) -> Array:
+        """A captured array, its leading corner when sizes are reduced."""
+        if isinstance(value, Tracer):
+            raise CannotEvaluate("a captured value that an enclosing transformation is tracing")
+        if not isinstance(value, _ARRAYS):
+            raise CannotEvaluate(f"a captured {type(value).__name__}, whose value may change")
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            return value  # a key
+        array = np.asarray(value)
+        return promote(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
+
+    def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
+        name = eqn.primitive.name
+        if self.sums is not None and name in SUMS_OVER_DEVICES:
+            return self.sums(eqn, ins)
+        if self.sizes.most is not None:
+            no_more_than(self.sizes.most, self.sizes, eqn)
+        ours = self.inline(eqn)
+        if ours is not None:
+            return self.call(_traced(ours, eqn) if callable(ours) else ours, ins)
+        if name == "custom_jvp_call" and defined_in_jax(eqn.params["call_jaxpr"]):
+            known = _JAX_FUNCTIONS.get(_function_name(eqn.params["call_jaxpr"]))
+            if known is not None:
+                return [known(*ins)]
+        if name in FLATTENED or name in _ENTERED:
+            child = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            return self.call(child, ins, eqn.invars)
+        if name == "optimization_barrier":
+            return ins
+        if name in _CONTROL or name in BOUND:
+            return self.whole(eqn, ins)
+        ins = [as_jax(x) for x in ins]
+        rule = SHAPED.get(name) or PLACED.get(name)
+        if rule is not None:
+            made = rule(self, eqn, ins)
+            return made if isinstance(made, list) else [made]
+        plain = PLAIN.get(name)
+        if plain is None:
+            raise CannotEvaluate(f"primitive {name}")
+        try:
+            return [promote(np.asarray(plain(*ins)))]
+        except ValueError as error:  # shapes that no longer broadcast: the sizes did not reduce consistently
+            raise CannotEvaluate(f"primitive {name} at reduced sizes ({error})") from error
+
+    def whole(self, eqn: Any, ins: list[Array]) -> list[Array]:
+        """What has several results: control flow, and what JAX runs for us."""
+        name = eqn.primitive.name
+        if name == "random_bits":
+            return random_bits(self.sizes, eqn, ins)
+        at_real_sizes(self.sizes, eqn)
+        if name in _CONTROL:
+            return _CONTROL[name](self, eqn.params, [as_jax(x) for x in ins])
+        return OF_KEYS.get(name, bound)(eqn, ins)
+
+    def call(self, child: Any, ins: list[Array], operands: Sequence[Any] = ()) -> list[Array]:
+        """Runs a child jaxpr, which may be shared by calls with other operands."""
+        jaxpr, consts = split_closed(child)
+        env = dict(zip(jaxpr.constvars if consts else (), [self.const(c) for c in consts], strict=True))
+        env.update(zip(jaxpr.invars, ins, strict=True))
+        outer = self.scalars
+        known = [(v, self.number(a)) for v, a in zip(jaxpr.invars, operands, strict=False)]
+        self.scalars = {v: n for v, n in known if n is not None}
+        try:
+            return self.block(jaxpr, env)
+        finally:
+            self.scalars = outer
+
+
+_ENTERED = having("remat", "rule")
+# From jax 0.12 the derivative of erf calls this; its float32 body splits bit patterns, which has no meaning in float64.
+_JAX_FUNCTIONS: dict[str, Callable[..., Array]] = {"exp_neg_sq": lambda x: np.exp(-x * x)}
+
+
+def _function_name(jaxpr: Any) -> str:
+    debug = getattr(jaxpr, "debug_info", None) or split_closed(jaxpr)[0].debug_info
+    return str(debug.func_src_info or "").partition(" at ")[0]
+
+
+def _traced(fn: Callable, eqn: Any) -> Any:
+    def flat(*args: Any) -> list:
+        return jax.tree.leaves(fn(*args))
+
+    return make_typed_jaxpr(flat, [v.aval for v in eqn.invars])
+
+
+def traced_once(inline: Inline) -> Inline:
+    """`inline`, each equation's meaning traced once: for programs that are evaluated several times."""
+    known: dict[int, tuple[Any, Any]] = {}  # with the equation, so that its id stays its own
+
+    def meaning(eqn: Any) -> Any:
+        if id(eqn) not in known:
+            ours = inline(eqn)
+            known[id(eqn)] = eqn, (_traced(ours, eqn) if callable(ours) else ours)
+        return known[id(eqn)][1]
+
+    return meaning
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    return np.asarray(x).astype(dtype).astype(np.float64) if is_float(dtype) else x
+
+
+# -- control flow, at real sizes --------------------------------------------------------------------------------------
+
+
+def _scan(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
+    body, length = params["jaxpr"], int(params["length"])
+    n_consts, n_carry = scan_counts(params)
+    consts, carry, xs = ins[:n_consts], ins[n_consts : n_consts + n_carry], ins[n_consts + n_carry :]
+    avals = split_closed(body)[0].outvars[n_carry:]
+    ys: list[list[Array]] = [[] for _ in avals]
+    for i in reversed(range(length)) if params["reverse"] else range(length):
+        outs = run.call(body, [*consts, *carry, *(x[i] for x in xs)])
+        carry = outs[:n_carry]
+        for column, y in zip(ys, outs[n_carry:], strict=True):
+            column.append(y)
+    if not length:
+        return [*carry, *(np.zeros((0, *v.aval.shape)) for v in avals)]
+    return [*carry, *(np.stack(c[::-1] if params["reverse"] else c) for c in ys)]
+
+
+def _while(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    tested, fixed, carry = ins[:n], ins[n : n + m], ins[n + m :]
+    for _ in range(_MOST_TRIPS):
+        goes_on = run.call(params["cond_jaxpr"], [*tested, *carry])[0]  # batched: each entry stops by itself
+        if not np.any(goes_on):
+            return carry
+        made = run.call(params["body_jaxpr"], [*fixed, *carry])
+        which = [goes_on.reshape(goes_on.shape + (1,) * (np.ndim(x) - goes_on.ndim)) for x in made]
+        carry = [np.where(w, new, old) for w, new, old in zip(which, made, carry, strict=True)]
+    raise CannotEvaluate(f"a while loop of more than {_MOST_TRIPS} trips")
+
+
+def _cond(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
+    branches = params["branches"]
+    return run.call(branches[min(max(int(ins[0]), 0), len(branches) - 1)], ins[1:])
+
+
+_MOST_TRIPS = 10_000
+_CONTROL: dict[str, Callable[[_Run, dict[str, Any], list[Array]], list[Array]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,147 @@
+"""The same program with every float in float64: the reference all errors are measured against.
+
+Running the user's function under x64 is not that reference: a bf16 layer keeps its casts, and random draws come out
+different. So the function is traced at the user's own dtypes, and that jaxpr is evaluated with every float widened
+(`widen.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from fusionlab.errors import ArgumentError
+
+from ..calls.binding import bind
+from ..jax_compat import enable_x64, split_closed
+from ..program.trace import users_code
+from ..settings import jax_defaults
+from .widen import Interpreter, is_inexact, plain, wide_dtype
+
+
+class Promoted:
+    """A function and its gradients in float64; made by `promote`.
+
+    Attributes:
+      notes: sentences about what could not be promoted (opaque kernels keep their own dtype); filled by the first call.
+      jaxpr: the program as traced at the user's dtypes.
+    """
+
+    def __init__(self, jaxpr: Any, in_tree: Any, out_tree: Any, bound: Callable, inline: Callable | None) -> None:
+        self.jaxpr = jaxpr
+        self._in_tree, self._out_tree, self._bound = in_tree, out_tree, bound
+        self._interpreter = Interpreter(inline)
+        base, self._consts = split_closed(jaxpr)
+        self._in_avals = [v.aval for v in base.invars]
+        self._out_avals = [v.aval for v in base.outvars]
+        self._values = jax.jit(self._forward)
+        self._vjp = jax.jit(self._backward, static_argnums=0)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._interpreter.notes)
+
+    def values(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs, in the function's own output structure: numpy float64; integers and bools as they are."""
+        flat = self._widened(args, kwargs)
+        with jax_defaults(), enable_x64(True):
+            outs = [_to_numpy(o) for o in self._values(self._consts, flat)]
+        return jax.tree_util.tree_unflatten(self._out_tree, outs)
+
+    def gradients(self, cotangent: Any, *args: Any, wrt: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        """The vector-Jacobian product with `cotangent`.
+
+        Args:
+          cotangent: one array per output leaf, in the output structure; those of integer outputs are not read.
+          *args, **kwargs: as for the function.
+          wrt: positions of the wanted leaves in the flattened (args, kwargs), static ones left out; None: all floats.
+
+        Returns:
+          (gradients of args, gradients of kwargs), static ones left out; numpy float64, None at leaves not asked for.
+        """
+        flat = self._widened(args, kwargs)
+        cts = jax.tree_util.tree_leaves(cotangent)
+        if len(cts) != len(self._out_avals):
+            raise ArgumentError(
+                f"cotangent: got {len(cts)} leaves, needed one per output leaf ({len(self._out_avals)})"
+            )
+        floats = [i for i, a in enumerate(self._in_avals) if jnp.issubdtype(a.dtype, np.floating)]
+        chosen = tuple(floats if wrt is None else (i for i in floats if i in set(wrt)))
+        live = [
+            np.asarray(c).astype(wide_dtype(a.dtype))
+            for c, a in zip(cts, self._out_avals, strict=True)
+            if is_inexact(a.dtype)
+        ]
+        with jax_defaults(), enable_x64(True):
+            grads = dict(zip(chosen, map(np.asarray, self._vjp(chosen, self._consts, flat, live)), strict=True))
+        return jax.tree_util.tree_unflatten(self._in_tree, [grads.get(i) for i in range(len(self._in_avals))])
+
+    def _forward(self, consts: Sequence, flat: Sequence) -> list:
+        return [o.wide for o in self._interpreter.run(self.jaxpr, map(plain, flat), consts)]
+
+    def _backward(self, chosen: tuple[int, ...], consts: Sequence, flat: Sequence, cts: Sequence) -> tuple:
+        def of_chosen(*xs: Any) -> list:
+            full = list(flat)
+            for i, x in zip(chosen, xs, strict=True):
+                full[i] = x
+            outs = self._forward(consts, full)
+            return [o for o, a in zip(outs, self._out_avals, strict=True) if is_inexact(a.dtype)]
+
+        return jax.vjp(of_chosen, *(flat[i] for i in chosen))[1](list(cts))
+
+    def _widened(self, args: tuple, kwargs: dict) -> list:
+        bound = self._bound(args, kwargs)
+        flat, tree = jax.tree_util.tree_flatten((bound.args, bound.kwargs))
+        if tree != self._in_tree:
+            raise ArgumentError(f"arguments: got structure {tree}, needed the one promoted for, {self._in_tree}")
+        with jax_defaults():
+            return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
+
+
+def _argument(x: Any, aval: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise ArgumentError(f"arguments: got a shape ({x}), needed arrays: the reference has to be run")
+    if not is_inexact(aval.dtype):
+        return x if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(x, aval.dtype)
+    # Through the program's own dtype first: that is what the program sees of a Python float or a float64 array.
+    return np.asarray(x, aval.dtype).astype(wide_dtype(aval.dtype))
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def promote(
+    fn: Callable,
+    *args: Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    inline: Callable[[Any], Callable | None] | None = None,
+    **kwargs: Any,
+) -> Promoted:
+    """The same program with every float in float64.
+
+    Args:
+      fn: any function `jax.jit` accepts.
+      *args, **kwargs: example arguments, arrays or `jax.ShapeDtypeStruct`s; their dtypes are the program's own.
+      static_argnums, static_argnames: as in `jax.jit`.
+      inline: equation -> a plain jnp function with the meaning of that equation, or None to bind it as it is. For
+        primitives that own kernels instead of a meaning JAX can read.
+
+    Returns:
+      Promoted, whose `values` and `gradients` give numpy float64. The user's `jax_enable_x64` is left alone.
+
+    Raises:
+      TraceError: `fn` does not trace, or holds a primitive with an inner program that has no float64 form.
+    """
+    binding = functools.partial(bind, fn, static_argnums=static_argnums, static_argnames=static_argnames)
+    with users_code(fn):
+        bound = binding(args, kwargs)
+        jaxpr, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
+    in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))
+    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline)

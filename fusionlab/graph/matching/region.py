@@ -1,0 +1,411 @@
+"""From canonical back to raw: which raw nodes a match covers, where it is cut, and whether anything escapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..canonical.nodes import ONE
+from ..canonical.rules import passed_whole
+from ..canonical.view import View
+from ..dtypes import is_float, narrows
+from ..interpret.constants import computed
+from ..jax_compat import has_side_effects
+from ..primitives import having
+from ..program.captured import read, readable
+from ..program.equations import slice_jaxpr
+from ..program.identical import made_alike
+from ..program.in_shard_map import Sums, make_jaxpr
+from ..program.ir import Block, Node, Value
+from ..program.order import waits_for_itself
+from ..program.signature import Memo, Size, as_it_is, node_signature, type_key
+
+VIEWS = having("layout", "variance")
+# With True, with False and with zeros: the view drops them, as masks are combined with a mask of ones.
+IDENTITIES = frozenset("and or add sub".split())
+SCALINGS = having("scaling")
+CASTS = having("cast")
+_CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The raw side of a match.
+
+    Attributes:
+      block: where it stands.
+      root: the value it makes, or the first of several.
+      leaves: leaf name -> the raw value at the cut.
+      nodes: nodes the fusion replaces, in program order.
+      known: scalar block inputs that are literals at the call, by value id.
+      support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
+      others: further values it makes that are read outside.
+      relus: nodes max(h, 0) that JAX's own rule for relu, with derivative 0 at 0, was applied to: a scan that is differentiated has
+        the maximum left, whose own derivative there is 1/2.
+      whole: the region of several roots that it is one root's part of.
+    """
+
+    block: Block
+    root: Value
+    leaves: Mapping[str, Value]
+    nodes: tuple[Node, ...]
+    support: tuple[Node, ...]
+    known: Mapping[int, Any] = field(default_factory=dict)
+    others: tuple[Value, ...] = ()
+    whole: Region | None = None
+    relus: frozenset[int] = frozenset()
+
+    @property
+    def node_ids(self) -> frozenset[int]:
+        return frozenset(n.id for n in self.nodes)
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The leaf values, each once, in leaf order."""
+        return tuple({v.id: v for v in self.leaves.values()}.values())
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All the values it makes that are read outside."""
+        return self.root, *self.others
+
+    @property
+    def sums(self) -> Sums:
+        """What it sums over, or the whole does: what stands for one root may sum for the others."""
+        return Sums.of((*self.nodes, *self.support)) if self.whole is None else self.whole.sums
+
+    def of(self, root: Value) -> Region:
+        """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
+        if not self.others:
+            return self
+        made = {v.id: n for n in (*self.nodes, *self.support) for v in n.outputs}
+        stop = {v.id for v in self.inputs}
+        wanted: set[int] = set()
+        stack = [root.id]
+        while stack:
+            node = made.get(stack.pop())
+            if node is not None and node.id not in wanted:
+                wanted.add(node.id)
+                stack += [a.id for a in node.inputs if isinstance(a, Value) and a.id not in stop]
+        nodes, support = (tuple(n for n in ns if n.id in wanted) for ns in (self.nodes, self.support))
+        return replace(self, root=root, others=(), nodes=nodes, support=support, whole=self)
+
+    def jaxpr(self) -> Any:
+        """The region as a closed jaxpr: a function of `inputs` that gives the root alone."""
+        nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
+        instead = {n.id: _relu_in_place_of(n) for n in nodes if n.id in self.relus}
+        return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
+
+
+def _relu_in_place_of(node: Node) -> Any:
+    """jax.nn.relu of what is compared with 0, as a closed jaxpr of a maximum's operands."""
+    at = next(i for i, a in enumerate(node.inputs) if a.shape == node.outputs[0].shape)
+    return make_jaxpr(lambda *operands: jax.nn.relu(operands[at]), [a.aval for a in node.inputs])
+
+
+@dataclass(frozen=True)
+class Escape:
+    """An inner value that is read outside the region: `value`, made by `node`, read by `user` (None: returned)."""
+
+    value: Value
+    node: Node
+    user: Node | None
+
+
+class NotARegion(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
+    """The match cannot be cut out of the raw block; the message says why."""
+
+
+def cut(
+    view: View,
+    root: Value,
+    leaves: Mapping[str, int],
+    through_scale: frozenset[str] = frozenset(),
+    as_read: frozenset[str] = frozenset(),
+    through_casts: frozenset[str] = frozenset(),
+    others: Sequence[Value] = (),
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Region:
+    """Cuts the raw nodes between `root` (and `others`) and the leaves.
+
+    A leaf binds to the raw value the boundary equation reads (of a reshape that no raw value shows, to what is reshaped), looked at
+    through pure views (and, for the leaves named in
+    `through_scale`, through multiplications by literals); through a cast only for those in `through_casts`, and only
+    through one that widens.
+
+    Args:
+      view: the canonical view of the block.
+      root: the raw value the match makes.
+      leaves: leaf name -> canonical node id.
+      through_scale: leaves whose literal factors belong to the region.
+      as_read: leaves bound to the very value read, views and all.
+      through_casts: leaves bound in the dtype they have before they are widened.
+      others: further raw values the match makes that are read outside of it.
+      shapes: leaf name -> the shape it is bound in where it is met in it: views before that stay outside.
+
+    Raises:
+      NotARegion: the region reads something that is no leaf, two leaves cannot be told apart, a node of it has side effects, or a leaf
+        is made of one of several roots (or would come to be made before side effects that it came after).
+    """
+    block = view.block
+    names_of: dict[int, list[str]] = {}
+    leaves = {name: shown_below(view, nid) for name, nid in leaves.items()}
+    for name, nid in leaves.items():
+        names_of.setdefault(nid, []).append(name)
+    inner: dict[int, Node] = {}
+    support: dict[int, Node] = {}
+    bound: dict[int, dict[int, Value]] = {nid: {} for nid in names_of}
+    stack: list[Value] = [root, *others]
+    roots = {v.id for v in stack}
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if value.id in seen:
+            continue
+        seen.add(value.id)
+        ref = view.ref.get(value.id)  # the view of some nodes alone has not all of them
+        node = block.producer.get(value.id)
+        if ref is None:
+            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
+        if ref.nid in names_of and value.id not in roots:
+            names = names_of[ref.nid]
+            base, crossed = value, []
+            if not all(n in as_read for n in names):
+                scale = any(
+                    n in through_scale for n in names
+                )  # of one array for several: whoever carries none tells by its factor
+                casts = all(n in through_casts for n in names)
+                wanted = {shape for n in names if (shape := (shapes or {}).get(n)) is not None}
+                base, crossed = look_through(view, value, scale, casts, wanted)
+            bound[ref.nid][base.id] = base
+            support.update((n.id, n) for n in crossed)
+            stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
+            continue
+        if value.id in view.known_inputs or (node is None and ref.nid == ONE):
+            continue  # a number, known at the call or captured
+        if node is None:
+            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
+        if has_side_effects(node.eqn):
+            raise NotARegion(f"{node!r} inside the site has effects beside its results")
+        target = support if is_constant(view, value) else inner
+        target[node.id] = node
+        stack.extend(a for a in node.inputs if isinstance(a, Value))
+    chosen = {name: _one(view, bound[nid], name) for name, nid in leaves.items()}
+    inner.update(dead_with(block, inner, support, chosen.values()))
+    support = {i: n for i, n in support.items() if i not in inner}
+    support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], bound[nid]))
+    if others and (why := waits_for_itself(block, chosen.values(), (root, *others))) is not None:
+        raise NotARegion(why)
+    nodes, kept = (tuple(found[i] for i in sorted(found)) for found in (inner, support))
+    return Region(block, root, chosen, nodes, kept, view.known_inputs, tuple(others))
+
+
+def shown_below(view: View, nid: int) -> int:
+    """A canonical node that a raw value shows: the node itself, or what it is a reshape of that the program does elsewhere."""
+    node = view.nodes[nid]
+    return node.operands[0].nid if node.op == "reshape" and nid not in view.values_of else nid
+
+
+def look_through(
+    view: View,
+    value: Value,
+    through_scale: bool = False,
+    through_casts: bool = False,
+    shapes: Collection[tuple[int, ...]] = (),
+) -> tuple[Value, list[Node]]:
+    """Through pure views of the same canonical node (and literal factors, and widening casts) to the value underneath, or to one that has
+    one of the shapes.
+    """
+    crossed = []
+    allowed = (
+        VIEWS | IDENTITIES | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
+    )
+    while (node := view.block.producer.get(value.id)) is not None:
+        if node.primitive not in allowed or any(isinstance(a, Value) and a.id not in view.ref for a in node.inputs):
+            break
+        if value.shape in shapes and node.primitive in VIEWS:
+            break
+        sources = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == view.ref[value.id].nid]
+        if len(sources) != 1 or not (sources[0].dtype == value.dtype or (through_casts and widens(node))):
+            break
+        if any(isinstance(a, Value) and a is not sources[0] and view.ref[a.id].nid != ONE for a in node.inputs):
+            break
+        if node.primitive in IDENTITIES and view.ref[sources[0].id].coef != view.ref[value.id].coef:
+            break  # 0 - x
+        crossed.append(node)
+        value = sources[0]
+    return value, crossed
+
+
+def widens(node: Node) -> bool:
+    """Whether a node is a cast of a float to a float that holds all its values."""
+    if node.primitive not in CASTS:
+        return False
+    source, made = node.inputs[0].dtype, node.outputs[0].dtype
+    return is_float(source) and is_float(made) and not narrows(made, source)
+
+
+def _one(view: View, values: dict[int, Value], name: str) -> Value:
+    """The value that an operand is: of several that are made alike, the first."""
+    first = values[min(values)] if values else None
+    if first is not None and all(made_alike(view.block, first, other, view.twins) for other in values.values()):
+        return first
+    raise NotARegion(f"operand {name} is read in {len(values)} different forms")
+
+
+def _copies(block: Block, chosen: Value, values: dict[int, Value]) -> Iterator[Node]:
+    """For each other value that is made as an operand is a node that takes the operand for it. None of them is the program's own."""
+    for value in values.values():
+        if value.id != chosen.id:
+            like = block.producer.get(value.id, block.nodes[0])  # its equation is of no account
+            yield replace(like, primitive="copy", inputs=(chosen,), outputs=(value,), blocks=(), id=-1 - value.id)
+
+
+def dead_with(
+    block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]
+) -> dict[int, Node]:
+    """Support nodes nobody else reads: they disappear with the region."""
+    leaf_ids = {v.id for v in leaves}
+    dead: dict[int, Node] = {}
+    for nid in sorted(support, reverse=True):
+        node = support[nid]
+        outs = [v.id for v in node.outputs]
+        if nid < 0 or any(i in block.returned or i in leaf_ids for i in outs):
+            continue
+        users = [u for i in outs for u in block.users.get(i, ())]
+        if all(u.id in inner or u.id in dead for u in users):
+            dead[nid] = node
+    return dead
+
+
+def is_constant(view: View, value: Value) -> bool:
+    """Made of literals and iotas alone: shared freely, never claimed."""
+    ref = view.ref[value.id]
+    return ref.nid == ONE or _constant_node(view, ref.nid, {})
+
+
+def _constant_node(view: View, nid: int, known: dict[int, bool]) -> bool:
+    stack = [nid]
+    while stack:
+        top = stack[-1]
+        node = view.nodes[top]
+        if top in known:
+            stack.pop()
+        elif node.op in ("one", "iota"):
+            known[top] = True
+        elif not node.operands or node.op == "dot":
+            known[top] = False
+        elif pending := [o.nid for o in node.operands if o.nid not in known]:
+            if any(known.get(o.nid) is False for o in node.operands):
+                known[top] = False
+            else:
+                stack.extend(pending)
+        else:
+            known[top] = all(known[o.nid] for o in node.operands)
+    return known[nid]
+
+
+def escapes(region: Region) -> list[Escape]:
+    """Every inner value (none of the roots) that is read outside the region or returned."""
+    inside = {n.id for n in region.nodes} | {n.id for n in region.support}
+    roots = {v.id for v in region.roots}
+    found = []
+    for node in region.nodes:
+        for value in node.outputs:
+            if value.id in roots:
+                continue
+            if value.id in region.block.returned:
+                found.append(Escape(value, node, None))
+            found += [Escape(value, node, u) for u in region.block.users.get(value.id, ()) if u.id not in inside]
+    return found
+
+
+def shared_casts(region: Region) -> Region:
+    """The region without those casts of its leaves that are read outside as well, as bools made floats by a backward pass: cheaply made,
+    they stay where they are, and the region makes its own.
+    """
+    leaves = {v.id for v in region.leaves.values()}
+    read = {e.node.id for e in escapes(region)}
+    casts = [n for n in region.nodes if n.id in read and n.primitive in CASTS]
+    shared = [n for n in casts if isinstance(a := n.inputs[0], Value) and a.id in leaves]
+    if not shared:
+        return region
+    support = sorted((*region.support, *shared), key=lambda n: n.id)
+    return replace(region, nodes=tuple(n for n in region.nodes if n not in shared), support=tuple(support))
+
+
+def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
+    """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
+
+    Computed in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
+    the one its formula suggests. `memo` remembers the result, since layers repeat their masks. With `outside`, operands that a
+    scan or a remat is given may be such constants of the block around it: to be told, but not to be computed in their place.
+    """
+    if math.prod(value.shape) > _CONSTANT_LIMIT:
+        return None
+    block = view.block
+    consts = {v.id: c for v, c in block.consts}
+    given: dict[int, tuple[Value, np.ndarray]] = {}
+    nodes: dict[int, Node] = {}
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        if v.id in view.known_inputs:
+            continue
+        node = block.producer.get(v.id)
+        if node is None and not readable(consts.get(v.id)):
+            array = _from_outside(view, v, memo) if outside else None
+            if array is None:
+                return None
+            given[v.id] = v, array
+        elif node is not None and node.id not in nodes:
+            if node.eqn.effects or (node.blocks and node.primitive != "custom_jvp_call"):
+                return None
+            if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
+                return None  # a rule that names a mesh axis does not run outside its shard_map
+            nodes[node.id] = node
+            stack.extend(a for a in node.inputs if isinstance(a, Value))
+    if not nodes:
+        return given[value.id][1] if given else read(consts[value.id]) if value.id in consts else None
+    ordered = [nodes[i] for i in sorted(nodes)]
+    number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
+    number.update((i, ("const", id(c))) for i, c in consts.items())
+    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in given.items())
+    key = ("constant", tuple(node_signature(n, number) for n in ordered), number[value.id])
+    return memo.once(key, lambda: _compute(view, ordered, value, tuple(given.values())))
+
+
+def _from_outside(view: View, value: Value, memo: Memo) -> np.ndarray | None:
+    """The constant that a block's input is in the block around it, if it is one."""
+    if view.outer is None:
+        return None
+    outer, node = view.outer
+    index = next((i for i, v in enumerate(view.block.inputs[: passed_whole(node)]) if v.id == value.id), None)
+    atom = None if index is None else node.inputs[index]
+    if not isinstance(atom, Value) or atom.shape != value.shape:
+        return None
+    return constant_array(outer, atom, memo, outside=True)
+
+
+def _compute(view: View, nodes: list[Node], value: Value, given: tuple[tuple[Value, np.ndarray], ...]) -> np.ndarray:
+    inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
+    closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
+    return computed(closed, arrays)
+
+
+def region_signature(region: Region, size: Size = as_it_is) -> Any:
+    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
+    number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
+    number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
+    # By their own place: a captured array has an entry already, and would not make `number` longer.
+    number.update((value.id, ("input", i)) for i, value in enumerate(region.inputs))
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    leaves = tuple((name, number[v.id], *type_key(v, size)) for name, v in region.leaves.items())
+    body = tuple(node_signature(n, number, size) for n in nodes)
+    ruled = tuple(i for i, n in enumerate(nodes) if n.id in region.relus)
+    return leaves, body, tuple(number.get(v.id) for v in region.roots), ruled

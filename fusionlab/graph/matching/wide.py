@@ -1,0 +1,53 @@
+"""Programs that compute wider than what would stand in their place: statistics in float64 of float32, say, on purpose.
+
+Certification does not see it, since casts are the identity there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..dtypes import is_float, narrows
+from ..program.ir import Block, Node, Value
+from .region import CASTS, VIEWS, Region
+
+
+def arithmetic_of(dtype: Any) -> Any:
+    """The dtype that a fused op computes in where its result is of `dtype`: float32 for 16 bits, else the same."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def wider_in(region: Region, dtype: Any) -> Node | None:
+    """As `computed_wider`, of a region."""
+    return computed_wider(sorted((*region.nodes, *region.support), key=lambda n: n.id), region.inputs, dtype)
+
+
+def computed_wider(nodes: Iterable[Node], inputs: Iterable[Value], dtype: Any) -> Node | None:
+    """The first of some nodes, in program order, that computes, of the inputs, a float that `dtype` does not hold; None where none does.
+
+    Casts and views compute nothing. What is made of numbers alone does not count: with 64-bit types on, those are of 64 bits until they
+    meet an array.
+    """
+    given = {v.id for v in inputs}
+    for node in nodes:
+        if not any(isinstance(a, Value) and a.id in given for a in node.inputs):
+            continue
+        given.update(v.id for v in node.outputs)
+        if node.primitive in CASTS | VIEWS:
+            continue
+        if any(is_float(v.dtype) and narrows(dtype, v.dtype) for v in node.outputs):
+            return node
+        inner = next((n for b in node.blocks if (n := _inside(b, node, given, dtype)) is not None), None)
+        if inner is not None:
+            return inner
+    return None
+
+
+def _inside(block: Block, node: Node, given: set[int], dtype: Any) -> Node | None:
+    """As `computed_wider`, in a block of a node: those of its inputs count that the node is given, where both have as many."""
+    pairs = list(zip(block.inputs, node.inputs, strict=False)) if len(block.inputs) == len(node.inputs) else []
+    plain = {v.id for v, a in pairs if not (isinstance(a, Value) and a.id in given)}
+    return computed_wider(block.nodes, [v for v in block.inputs if v.id not in plain], dtype)

@@ -1,0 +1,151 @@
+"""Equations of a traced program, copied onto new variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ..jax_compat import split_closed, varying_axes
+from .explicit_axes import placeless, sharding_in_type
+from .in_shard_map import make_jaxpr
+from .ir import Atom, Block, Literal, Node, Value
+from .scopes import traceback_of
+from .trace import FLATTENED
+
+Env = dict[Any, Any]  # value id -> variable; whoever emits a block may keep further variables by keys of its own
+
+
+def copied(node: Node, env: Env) -> Any:
+    """The node's own equation on the variables of `env`, which gets new ones for its results."""
+    invars = [atom_in(env, a) for a in node.inputs]
+    outvars = [jex_core.Var(v.aval) for v in node.outputs]
+    env.update((v.id, var) for v, var in zip(node.outputs, outvars, strict=True))
+    return node.eqn.replace(invars=invars, outvars=outvars, source_info=source_info(node))
+
+
+def slice_jaxpr(
+    block: Block,
+    nodes: Sequence[Node],
+    inputs: Sequence[Value],
+    output: Value | Sequence[Value],
+    known: Mapping[int, Any] | None = None,
+    constant: bool = False,
+    instead: Mapping[int, Any] | None = None,
+) -> Any:
+    """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`, one or several.
+
+    `instead` gives, for a node (by id), a closed jaxpr that stands in its place.
+
+    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
+    axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
+    everywhere.
+    """
+    eqns: list[Any] = []
+    outputs = (output,) if isinstance(output, Value) else output
+    read = {a.id for n in nodes for a in n.inputs if isinstance(a, Value)} | {v.id for v in outputs}
+    env = _literals(block, {i: c for i, c in (known or {}).items() if i in read}, eqns, constant)
+    env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
+    consts = [(v, c) for v, c in block.consts if v.id in read and v.id not in env]
+    env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
+    for node in nodes:
+        # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.
+        if node.id < 0 or (constant and node.primitive == "pvary"):
+            env.update((v.id, atom_in(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
+        elif instead and node.id in instead:
+            made, outs = inlined(instead[node.id], [atom_in(env, a) for a in node.inputs], source_info(node), None)
+            eqns += made
+            env.update((v.id, atom) for v, atom in zip(node.outputs, outs, strict=True))
+        else:
+            eqn = copied(node, env)
+            eqns.append(eqn.replace(params=placeless(eqn.params)) if constant else eqn)
+    base, _ = split_closed(block.jaxpr)
+    debug = base.debug_info._replace(arg_names=None, result_paths=None)
+    new = jex_core.Jaxpr(
+        [env[v.id] for v, _ in consts],
+        [env[v.id] for v in inputs],
+        [env[v.id] for v in outputs],
+        eqns,
+        debug_info=debug,
+    )
+    return jex_core.ClosedJaxpr(new, [c for _, c in consts])
+
+
+def _literals(block: Block, known: Mapping[int, Any], eqns: list, constant: bool) -> dict[int, Any]:
+    """An atom for each known value; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless `constant`)."""
+    avals = {v.id: v.aval for v in block.inputs}
+    env: dict[int, Any] = {}
+    for i, value in known.items():
+        aval = avals[i]
+        scalar = np.asarray(value, aval.dtype)[()]
+        typed = not constant and bool(varying_axes(aval) or sharding_in_type(aval))
+        if not aval.shape and not typed:
+            env[i] = jex_core.Literal(scalar, aval)
+            continue
+        fill = functools.partial(_filled, aval.shape, scalar)
+        made, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
+        eqns += made.eqns
+        env[i] = made.outvars[0]
+    return env
+
+
+def _filled(shape: tuple[int, ...], scalar: Any) -> Any:
+    return jax.lax.full(shape, scalar) if shape else scalar
+
+
+Constants = list[tuple[Any, Any]]  # (variable, array)
+
+
+def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | None) -> tuple[list, list]:
+    """(equations of a closed jaxpr at some operands, its results).
+
+    `extra` gets its constants; they are written into the equations where it is None, for a jaxpr that cannot have any.
+    """
+    jaxpr, consts = split_closed(closed)
+    inner: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
+    for var, const in zip(jaxpr.constvars if consts else (), consts, strict=True):
+        inner[var] = jex_core.Literal(const, var.aval) if extra is None else jex_core.Var(var.aval)
+        if extra is not None:
+            extra.append((inner[var], const))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        outvars = [jex_core.Var(v.aval) for v in eqn.outvars]
+        invars = [inner.get(v, v) if not isinstance(v, jex_core.Literal) else v for v in eqn.invars]
+        inner.update(zip(eqn.outvars, outvars, strict=True))
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+    return eqns, [v if isinstance(v, jex_core.Literal) else inner[v] for v in jaxpr.outvars]
+
+
+def kind(aval: Any) -> tuple[Any, ...]:
+    """What two types have to have in common for one value to stand for the other."""
+    return aval.shape, aval.dtype, varying_axes(aval), sharding_in_type(aval)
+
+
+def atom_in(env: Mapping[int, Any], atom: Atom) -> Any:
+    return jex_core.Literal(atom.val, atom.aval) if isinstance(atom, Literal) else env[atom.id]
+
+
+def source_info(node: Node) -> Any:
+    """The equation's source information, its scope completed with those of the calls that were flattened around it."""
+    info = node.eqn.source_info.replace(traceback=traceback_of(node.eqn, node.calls))
+    stack = None
+    for call in node.calls:
+        if call.primitive.name in FLATTENED:
+            outer = call.source_info.name_stack
+            stack = outer if stack is None else stack + outer
+    return info if stack is None else info.replace(name_stack=stack + info.name_stack)
+
+
+def live(eqns: list, outvars: list) -> list:
+    """Drops equations a replacement has left without readers."""
+    wanted = {v for v in outvars if not isinstance(v, jex_core.Literal)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
+            kept.append(eqn)
+            wanted.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+    return kept[::-1]

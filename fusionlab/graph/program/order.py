@@ -1,0 +1,150 @@
+"""The order in which a rewritten block's nodes are written.
+
+It is program order but where something has to come first: what a site of several results reads, where one of these is read early,
+and what a backward pass reads, where its first gradient is made. Nodes with effects never change places with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from ...errors import RewriteError
+from .ir import Block, Node, Value
+
+
+class Joint(Protocol):
+    """A site: `nodes` are replaced by one call, which takes `leaves` and gives `roots`."""
+
+    @property
+    def nodes(self) -> Sequence[Node]: ...
+    @property
+    def leaves(self) -> Sequence[Value]: ...
+    @property
+    def roots(self) -> Sequence[Value]: ...
+
+
+class Reader(Protocol):
+    """A backward pass: `read()` are the values that it reads where its first gradient is made."""
+
+    def read(self) -> Sequence[Value]: ...
+
+
+Waiting = Mapping[int, Iterable[tuple[int, Reader]]]  # node id -> the (numbered) backward passes that run before it
+
+
+class PairsWaitError(RewriteError):
+    """Pairs each read what is computed from the other's gradients. `number` is that of one of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("backward passes that are to be replaced wait for each other")
+        self.number = number
+
+
+class SitesWaitError(RewriteError):
+    """Sites each read what is computed from the other's results. `numbers` are those of them that have several."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__("sites that are to be replaced wait for each other's results")
+        self.numbers = tuple(dict.fromkeys(numbers))
+
+
+def last_of(block: Block, roots: Iterable[Value]) -> Node:
+    """The node that makes the last of a site's results: everything the site reads stands before it."""
+    return max((block.producer[v.id] for v in roots), key=lambda n: block.position[n.id])
+
+
+def in_order(block: Block, waiting: Waiting, sites: Sequence[Joint] = ()) -> list[Node]:
+    """The block's nodes in an order in which everything is made before it is read.
+
+    Args:
+      block: what is rewritten.
+      waiting: what backward passes read is made before the nodes they wait at.
+      sites: each is called at its `last_of` node, and what it reads is made before that. The nodes it replaces keep a place that means
+        nothing.
+
+    Raises:
+      PairsWaitError: pairs wait for each other.
+      SitesWaitError: a site of several results waits for what is made of one of them, by way of other sites or of pairs.
+    """
+    if not waiting and all(len(s.roots) < 2 for s in sites):
+        return list(block.nodes)
+    before = _Before(block, waiting, sites)
+    done: set[int] = set()
+    under_way: set[int] = set()
+    order: list[Node] = []
+    for last in block.nodes:
+        stack = [last]
+        while stack:
+            node = stack[-1]
+            if node.id in done:
+                stack.pop()
+                continue
+            makers = [m for m in before(node) if m.id not in done]
+            if not makers:
+                done.add(stack.pop().id)
+                order.append(node)
+                continue
+            if node.id in under_way:
+                path = [n for n in stack if n.id in under_way and n.id not in done]
+                raise before.error(path[[n.id for n in path].index(node.id) :])
+            under_way.add(node.id)
+            stack += makers
+    return order
+
+
+class _Before:
+    """What has to be written before a node."""
+
+    def __init__(self, block: Block, waiting: Waiting, sites: Sequence[Joint]) -> None:
+        self.block, self.waiting = block, waiting
+        self.site_at = {last_of(block, s.roots).id: (i, s) for i, s in enumerate(sites)}
+        joint = [s for s in sites if len(s.roots) > 1]
+        self.maker = {v.id: last_of(block, s.roots) for s in joint for v in s.roots}
+        self.gone = {n.id for s in joint for n in s.nodes}
+
+    def __call__(self, node: Node) -> list[Node]:
+        read = [] if node.id in self.gone else [a for a in node.inputs if isinstance(a, Value)]
+        if node.id in self.site_at:
+            read += self.site_at[node.id][1].leaves
+        read += [v for _, part in self.waiting.get(node.id, ()) for v in part.read()]
+        made = (self.maker.get(v.id) or self.block.producer.get(v.id) for v in read)
+        effect = self.block.effect_before.get(node.id)
+        return [m for m in (*made, effect) if m is not None]
+
+    def error(self, path: Sequence[Node]) -> RewriteError:
+        """For nodes that wait for each other all round."""
+        at = [self.site_at[n.id] for n in path if n.id in self.site_at]
+        joint = [i for i, s in at if len(s.roots) > 1]
+        pairs = (number for n in path for number, _ in self.waiting.get(n.id, ()))
+        return SitesWaitError(joint) if joint else PairsWaitError(next(pairs))
+
+
+def waits_for_itself(block: Block, leaves: Iterable[Value], roots: Sequence[Value]) -> str | None:
+    """Why no one call can take `leaves` and give `roots`: a leaf is made of a root, or after effects that follow from one. None where
+    one can.
+    """
+    makers = {block.producer[v.id].id for v in roots if v.id in block.producer}
+    made = {v.id for v in roots}
+    first = min((block.position[i] for i in makers), default=len(block.nodes))
+    for effects in (False, True):
+        for leaf in leaves:
+            stack, seen, passed = [leaf], {leaf.id}, set[int]()
+            while stack:
+                value = stack.pop()
+                maker = block.producer.get(value.id)
+                if maker is None or block.position[maker.id] < first:
+                    continue
+                if value.id in made:
+                    after = "made after effects that follow from it" if effects else "computed from it"
+                    return f"{value!r} is a result of the site, and {leaf!r}, which the site reads, is {after}"
+                read = [a for a in maker.inputs if isinstance(a, Value)]
+                last = block.effect_before.get(maker.id) if effects else None
+                while last is not None and block.position[last.id] > first and last.id not in passed:
+                    passed.add(last.id)
+                    read += [a for a in last.inputs if isinstance(a, Value)]
+                    last = block.effect_before.get(last.id)
+                fresh = [v for v in read if v.id not in seen]
+                seen.update(v.id for v in fresh)
+                stack += fresh
+    return None

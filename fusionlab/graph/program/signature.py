@@ -1,0 +1,101 @@
+"""Signatures: hashable forms of nodes and regions, equal where they compute the same thing the same way; and a memory keyed by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..jax_compat import rule_functions
+from .explicit_axes import sharding_in_type
+from .ir import Block, Literal, Node, Value
+from .scopes import is_jax_file
+
+
+@dataclass
+class Memo:
+    """Remembers answers by everything that matters; `hits` and `misses` are visible."""
+
+    hits: int = field(default=0, kw_only=True)
+    misses: int = field(default=0, kw_only=True)
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key in self._known:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self._known[key] = make()
+        return self._known[key]
+
+
+Size = Callable[[Any], Any]  # what stands for the size of an axis in a signature
+
+
+def as_it_is(size: Any) -> Any:
+    return size
+
+
+def node_signature(node: Node, number: dict[int, Any], size: Size = as_it_is) -> Any:
+    """A hashable form of a node; `number` renames values in order of appearance and is extended."""
+    ins = tuple(number.setdefault(a.id, len(number)) if isinstance(a, Value) else _literal_key(a) for a in node.inputs)
+    params = params_signature(node, size)
+    if "jvp_jaxpr_fun" in node.params:
+        params += (_rule_key(node.params["jvp_jaxpr_fun"]),)
+    for value in node.outputs:
+        number[value.id] = len(number)
+    outs = tuple(type_key(v, size) for v in node.outputs)
+    return node.primitive, ins, params, outs, tuple(block_signature(b, size) for b in node.blocks)
+
+
+def type_key(value: Value, size: Size) -> Any:
+    """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given."""
+    return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval)
+
+
+def params_signature(node: Node, size: Size = as_it_is) -> tuple[Any, ...]:
+    """A hashable form of a node's parameters but jaxprs, rules and shardings."""
+    items = [(k, v) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v)]
+    return tuple(sorted((k, _sizes_key(v, size) if k in _SHAPES else _param_key(v)) for k, v in items))
+
+
+def _sizes_key(value: Any, size: Size) -> Any:
+    return tuple(map(size, value)) if isinstance(value, tuple) else _param_key(value)
+
+
+_SHAPES = frozenset({"shape", "new_sizes"})  # parameters that are the sizes of a result
+_IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
+
+
+def _rule_key(rule: Any) -> Any:
+    """Of a custom_jvp rule: the code of JAX's functions, which are made anew for each trace, and the user's functions."""
+    functions = rule_functions(rule)
+    return tuple(f.__code__ if is_jax_file(f.__code__.co_filename) else f for f in functions)
+
+
+def block_signature(block: Block, size: Size = as_it_is) -> Any:
+    number = {v.id: i for i, v in enumerate(block.inputs)}
+    for value, const in block.consts:
+        number[value.id] = -1 - (id(const) & 0xFFFFFFFFFFFF)  # a captured array is equal only to itself
+    body = tuple(node_signature(n, number, size) for n in block.nodes)
+    return body, tuple(number[a.id] if isinstance(a, Value) else _literal_key(a) for a in block.outputs)
+
+
+def _literal_key(literal: Literal) -> Any:
+    return "lit", repr(np.asarray(literal.val).tolist()), str(literal.dtype)
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return any(hasattr(i, "eqns") or hasattr(i, "jaxpr") for i in items)
+
+
+def _param_key(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_param_key(v) for v in value)
+    if isinstance(value, int | float | bool | np.integer | np.floating):
+        return float(value)
+    text = str(value)
+    return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text

@@ -1,0 +1,85 @@
+"""Sums over rows that the maker of an array gives with it: a bias's gradient is the sum of what the backward pass behind it has made.
+
+Two primitives say so. Of the reader: `row_sum(params)` is (operand, result, parameters without that result), where the result is the
+sum of the operand over all axes but the last; None where it gives no such sum. Of the maker: `summing(params, result, dtype)` is
+(parameters, number of the further result) with which it gives that sum of one of its results as well, a vector of `dtype`, reading
+nothing more; None where it cannot. What it sums has not been rounded yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ..jax_compat import has_pending_sums
+from ..program.equations import kind
+from ..program.explicit_axes import is_split_in_type
+
+_VIEWS = ("reshape", "squeeze")
+
+
+def with_row_sums(eqns: list, outvars: list) -> list:
+    """The equations, such sums given by what makes the array, where that can."""
+    readers = [eqn for eqn in eqns if getattr(eqn.primitive, "row_sum", None) is not None]
+    if not readers:
+        return eqns
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)}
+    read.update(v for v in outvars if not isinstance(v, jex_core.Literal))
+    changed: dict[int, Any] = {}
+    for eqn in readers:
+        found = eqn.primitive.row_sum(eqn.params)
+        if found is None or eqn.outvars[found[1]] not in read:
+            continue
+        operand, result, params = found
+        array, total = _rows_of(eqn.invars[operand], maker), eqn.outvars[result]
+        by = maker.get(array)
+        if by is None or not _fits(array.aval, total.aval):
+            continue
+        summing = _summing(changed.get(id(by), by), array, total)
+        if summing is not None:
+            changed[id(by)] = summing
+            changed[id(eqn)] = _without(eqn, result, params)
+    done = (changed.get(id(eqn), eqn) for eqn in eqns)
+    return [eqn for eqn in done if eqn is not None]
+
+
+def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:
+    """The array whose columns a variable has, its rows in another shape."""
+    while (
+        not isinstance(var, jex_core.Literal) and (eqn := maker.get(var)) is not None and eqn.primitive.name in _VIEWS
+    ):
+        (source, *more) = eqn.invars
+        turned = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None  # it transposes first
+        if more or turned or not source.aval.shape[-1:] == var.aval.shape[-1:] != ():
+            break
+        var = source
+    return var
+
+
+def _fits(array: Any, total: Any) -> bool:
+    """Whether a sum over rows of an array has a type, on one device or on shards of several."""
+    if any(is_split_in_type(aval) or has_pending_sums(aval) for aval in (array, total)):
+        return False
+    return total.shape == array.shape[-1:] and kind(total)[2] == kind(array)[2]
+
+
+def _summing(eqn: Any, array: Any, total: Any) -> Any:
+    """The maker of an array that gives its sum as well; None where it cannot."""
+    method = getattr(eqn.primitive, "summing", None)
+    found = method(eqn.params, list(eqn.outvars).index(array), total.aval.dtype) if method is not None else None
+    if found is None:
+        return None
+    params, place = found
+    return eqn.replace(params=params, outvars=[*eqn.outvars[:place], total, *eqn.outvars[place:]])
+
+
+def _without(eqn: Any, result: int, params: dict[str, Any]) -> Any:
+    """The reader without that result; None where it gave nothing else."""
+    outvars = [v for i, v in enumerate(eqn.outvars) if i != result]
+    if not outvars:
+        return None
+    named = dict(zip(eqn.primitive.operand_names(eqn.params), eqn.invars, strict=True))
+    invars = [named[name] for name in eqn.primitive.operand_names(params)]
+    return eqn.replace(params=params, outvars=outvars, invars=invars)

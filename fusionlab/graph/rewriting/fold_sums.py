@@ -1,0 +1,59 @@
+"""Sums whose only reader can add them up itself: it is given what they are the sums of.
+
+A primitive says so by two methods: `addends(params)` is a dict, operand -> of how many arrays it may be the sum that are given in its
+place; `adding(params, operand, count)` are the parameters with which it takes so many there, and adds them up one after another, each
+sum rounded to their dtype: to the bit what the additions gave.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ..primitives import having
+from ..program.equations import kind
+from ..program.explicit_axes import is_split_in_type
+
+_ADDS = having("addition")
+
+
+def without_sums(eqns: list, outvars: list) -> list:
+    """Equations of which all are read, without those additions that their readers can do."""
+    takers = [eqn for eqn in eqns if getattr(eqn.primitive, "addends", None) is not None]
+    if not takers:
+        return eqns
+    reads = Counter(v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal))
+    reads.update(v for v in outvars if not isinstance(v, jex_core.Literal))
+    sums = {eqn.outvars[0]: eqn for eqn in eqns if _is_sum(eqn) and reads[eqn.outvars[0]] == 1}
+    changed, gone = dict[int, Any](), set[int]()
+    for eqn in takers:
+        changed[id(eqn)] = _taking(eqn, sums, gone)
+    return [changed.get(id(eqn), eqn) for eqn in eqns if id(eqn) not in gone]
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Whether an equation adds two arrays of its result's own type."""
+    if eqn.primitive.name not in _ADDS or eqn.effects or is_split_in_type(eqn.outvars[0].aval):
+        return False
+    given = [v for v in eqn.invars if not isinstance(v, jex_core.Literal)]
+    return len(given) == 2 and all(kind(v.aval) == kind(eqn.outvars[0].aval) for v in given)
+
+
+def _taking(eqn: Any, sums: Mapping[Any, Any], gone: set[int]) -> Any:
+    """An equation that adds up itself what it can; `gone` gets (the ids of) the additions that are then not needed."""
+    # From the last operand to the first: what is put in moves those behind.
+    for operand, most in sorted(eqn.primitive.addends(eqn.params).items(), reverse=True):
+        terms = [eqn.invars[operand]]
+        while terms[0] in sums and len(terms) < most:
+            addition = sums[terms[0]]
+            gone.add(id(addition))
+            left, right = addition.invars
+            # Of two sums one stays, as any other term does: only a chain of additions has one order.
+            terms[:1] = (left, right) if left in sums or right not in sums else (right, left)
+        if len(terms) > 1:
+            invars = [*eqn.invars[:operand], *terms, *eqn.invars[operand + 1 :]]
+            eqn = eqn.replace(invars=invars, params=eqn.primitive.adding(eqn.params, operand, len(terms)))
+    return eqn

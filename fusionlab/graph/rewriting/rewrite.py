@@ -1,0 +1,258 @@
+"""Graph -> jaxpr, with sites replaced. Everything outside a site is the traced equation itself, untouched.
+
+A `Replacement` names the nodes that go, the value they made, and the function that makes it instead; in a program that is
+differentiated already, its backward pass as well. Equations of the other nodes are re-emitted with their own params, effects,
+contexts, scopes and source lines; regions are rebuilt only where a site stands inside them, with their own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ...errors import RewriteError
+from ..backward.gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
+from ..jax_compat import rebuild, split_closed, types_in, variable_like, with_weakness, without_dead_code
+from ..primitives import having
+from ..program.crossing import Tree, more_operands, more_results
+from ..program.equations import Constants, Env, atom_in, copied, inlined, kind, live, source_info
+from ..program.graph import Graph
+from ..program.in_shard_map import Sums, make_jaxpr
+from ..program.ir import Block, Node, Value
+from ..program.order import in_order, last_of
+from ..settings import jax_defaults, wide_types
+from .peephole import with_neighbours
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """One site: the fused function in place of some nodes.
+
+    Attributes:
+      block_path: the block the site stands in.
+      nodes: those that disappear.
+      root: the value they made; it is made by `fn` now.
+      leaves: the values `fn` takes, in order.
+      fn: arrays -> array of the root's shape and dtype; where there are `others`, a tuple of that and theirs.
+      backward: its backward pass, where that is replaced with it; never one of a site with `others`.
+      others: further values they made, which `fn` makes too.
+      weak: the numbers of the leaves whose gradients are weakly typed in the program.
+    """
+
+    block_path: str
+    nodes: tuple[Node, ...]
+    root: Value
+    leaves: tuple[Value, ...]
+    fn: Callable[..., Any]
+    backward: BackwardPart | None = None
+    others: tuple[Value, ...] = ()
+    weak: frozenset[int] = frozenset()
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """All the values they made that are read elsewhere."""
+        return self.root, *self.others
+
+
+@jax_defaults()
+def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
+    """A closed jaxpr that computes `graph` with `replacements` applied.
+
+    Raises:
+      RewriteError: a replacement's result differs in shape or dtype from the value it replaces; or (SitesWaitError) replacements of
+        several results wait for each other's.
+    """
+    chosen = tuple(replacements)
+    with wide_types(types_in(graph.top.jaxpr)):
+        closed = _Emitter(chosen, Tree(graph)).block(graph.top)
+        # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
+        return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
+
+
+_REMAT = having("remat")
+
+
+class _Emitter:
+    """Blocks with their replacements, as jaxprs.
+
+    `env` maps what can be read in a block to its variable: values by id; by keys (number of the replacement, "residual" or
+    "gradient", number) what a pair keeps for its backward pass, and gives there; by ("value", id) what travels to another block.
+    """
+
+    def __init__(self, replacements: Sequence[Replacement], tree: Tree) -> None:
+        self.tree = tree
+        self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
+        parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
+        self.chosen = Chosen(parts)
+        self.backward = _grouped((part.block_path, i, part) for i, part in parts)
+        self.exports: dict[str, list[Key]] = {}
+        self.imports: dict[str, list[Key]] = {}
+        self.types: dict[tuple[str, Key], Any] = {}  # of what enters a block
+        self.way: dict[tuple[str, Key], str] = {}  # the block a key leaves -> the one it enters
+        for i, part in parts:
+            if part.block_path != part.site_path:
+                self._send(i, part)
+        self.paths = {*self.forward, *self.backward, *self.exports, *self.imports}
+
+    def _send(self, number: int, part: BackwardPart) -> None:
+        """What a backward pass needs and its block does not have leaves the site's block, and those around it."""
+        leave, enter = self.tree.ways(part.site_path, part.block_path)
+        for key in part.operands(number):
+            for out, into in zip(leave, enter, strict=True):
+                if isinstance(key, Value):
+                    continue
+                if key not in self.exports.setdefault(out, []):
+                    self.exports[out].append(key)
+                if key not in self.imports.setdefault(into, []):
+                    self.imports[into].append(key)
+                self.way.setdefault((out, key), into)
+
+    def block(self, block: Block) -> Any:
+        binders = split_closed(block.jaxpr)[0].invars
+        env: Env = {v.id: variable_like(var) for v, var in zip(block.inputs, binders, strict=True)}
+        # What its calls captured, and fused functions do, is written into a block that may not have constants.
+        closed = self._may_capture(block)
+        env.update((v.id, jex_core.Var(v.aval) if closed else jex_core.Literal(c, v.aval)) for v, c in block.consts)
+        given = self.imports.get(block.path, ())
+        env.update((key, jex_core.Var(self.types[block.path, key])) for key in given)
+        eqns, extra = self._equations(block, env)
+        leaving = []
+        for key in self.exports.get(block.path, ()):
+            atom = env[key] if key in env else env[key[1]]
+            self.types[self.way[block.path, key], key] = atom.aval
+            leaving.append(atom)
+        outvars = [*(atom_in(env, a) for a in block.outputs), *leaving]
+        invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
+        captured = [(env[v.id], c) for v, c in block.consts] + (extra or []) if closed else []
+        constvars, consts = [v for v, _ in captured], [c for _, c in captured]
+        return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
+
+    def _may_capture(self, block: Block) -> bool:
+        """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""
+        owner = self.tree.owner.get(block.path)
+        return hasattr(block.jaxpr, "consts") and (owner is None or owner[0].primitive not in _REMAT)
+
+    def _equations(self, block: Block, env: Env) -> tuple[list, Constants | None]:
+        sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
+        at_node = {last_of(block, r.roots).id: (i, r) for i, r in sites}
+        # With a backward pass the site's own nodes are left to die: until it is replaced as well something reads them.
+        gone = {n.id for _, r in sites if r.backward is None for n in r.nodes}
+        claims, waiting = claims_of(pairs), first_gradients(block, pairs)
+        eqns: list[Any] = []
+        extra: Constants | None = [] if self._may_capture(block) else None
+        for node in in_order(block, waiting, [r for _, r in sites]):
+            for number, part in waiting.get(node.id, ()):
+                eqns += self.chosen.pulled(number, part, node, env, extra)
+            if node.id not in gone:
+                eqns.append(self.eqn(node, env))
+            if node.id in at_node:
+                number, r = at_node[node.id]
+                eqns += _spliced(number, r, block.producer[r.root.id], env, extra)
+            for value in node.outputs:
+                if value.id in claims:
+                    eqns += summed(value, claims[value.id], node, env, extra)
+        return eqns, extra
+
+    def eqn(self, node: Node, env: Env) -> Any:
+        """The node's own equation on new variables; child blocks rebuilt only if a site stands inside."""
+        eqn = copied(node, env)
+        if any(self._touched(b) for b in node.blocks):
+            eqn = self._region(eqn, node, env)
+        return eqn
+
+    def _touched(self, block: Block) -> bool:
+        return any(path == block.path or path.startswith(block.path + ".") for path in self.paths)
+
+    def _region(self, eqn: Any, node: Node, env: Env) -> Any:
+        """The equation with its bodies rebuilt, and what travels into and out of them."""
+        body = node.blocks[0].path
+        entering, leaving = self.imports.get(body, ()), self.exports.get(body, ())
+        params = self._params(node)
+        if entering:
+            params = more_operands(node, params, [self.types[body, key] for key in entering])
+        if not leaving:
+            return eqn.replace(params=params, invars=[*eqn.invars, *(env[key] for key in entering)])
+        inside = [self.types[self.way[body, key], key] for key in leaving]
+        params, outside = more_results(node, params, inside)
+        made = [jex_core.Var(aval) for aval in outside]
+        env.update(zip(leaving, made, strict=True))
+        return eqn.replace(params=params, outvars=[*eqn.outvars, *made])
+
+    def _params(self, node: Node) -> dict[str, Any]:
+        params = dict(node.params)
+        for block in node.blocks:
+            if not self._touched(block):
+                continue
+            key, _, index = block.label.partition("[")
+            new = self.block(block)
+            if index:
+                items = list(params[key])
+                items[int(index.rstrip("]"))] = new
+                params[key] = type(params[key])(items)
+            else:
+                params[key] = new
+        if params.get("policy") is not None:
+            params["policy"] = _AnchorPolicy(params["policy"])
+        return params
+
+
+def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants | None) -> list:
+    """The equations of the fused function, with the source information of the site's root."""
+    if r.backward is not None:
+        closed = r.backward.split.forward
+    else:
+        types = [v.aval for v in r.roots] if r.others else r.root.aval
+        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
+    info = source_info(at)
+    eqns, given = _strong([env[v.id] for v in r.leaves], r.weak, info)
+    more, made = inlined(closed, given, info, extra)
+    residuals = made[len(r.roots) :]
+    if len(made) < len(r.roots) or (residuals and r.backward is None):
+        raise RewriteError(f"the replacement for {r.roots!r} gives {len(made)} arrays; this is a bug")
+    for value, atom in zip(r.roots, made, strict=False):
+        if kind(atom.aval) != kind(value.aval):
+            raise RewriteError(
+                f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "
+                "shard_map, varying along the same mesh axes; laid out alike over explicit ones); this is a bug"
+            )
+        env[value.id] = atom
+    env.update(((number, "residual", k), atom) for k, atom in enumerate(residuals))
+    return [*eqns, *more]
+
+
+def _strong(atoms: Sequence[Any], numbers: Collection[int], info: Any) -> tuple[list, list]:
+    """(equations, atoms) of what an op is given, some of it cast to be strong: the transpose of that cast makes a gradient weak again."""
+    eqns: list[Any] = []
+    given = list(atoms)
+    for i in sorted(numbers):
+        cast = make_jaxpr(lambda x: with_weakness(x, False), [given[i].aval], weak=True)
+        more, (given[i],) = inlined(cast, [given[i]], info, None)
+        eqns += more
+    return eqns, given
+
+
+def _grouped(items: Iterable[tuple[str, int, Any]]) -> dict[str, list[tuple[int, Any]]]:
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for path, number, item in items:
+        found.setdefault(path, []).append((number, item))
+    return found
+
+
+@dataclass(frozen=True)
+class _AnchorPolicy:
+    """A remat policy asked about a fused op answers as for the equation the fused op stands for.
+
+    `dots_saveable` would otherwise recompute what it used to save. A primitive says what it stands for by a method
+    `stands_for(params) -> (primitive, params)`.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        stands_for = getattr(primitive, "stands_for", None)
+        if stands_for is not None:
+            primitive, params = stands_for(params)
+        return self.policy(primitive, *avals, **params)

@@ -1,0 +1,302 @@
+"""Optimised HLO text, as `jax.jit(f).lower(...).compile().as_text()` gives it, read into computations and instructions.
+
+The format is that of XLA's HLO text (https://openxla.org/xla/operation_semantics names the operations), on CPU and GPU. Only what
+says which kernels there are and where they came from is read: opcode, operands, called computations, targets and metadata, which
+newer versions keep in tables of stack frames at the top of the module. It is no stable interface, so that whatever is not known is
+passed over and never an error: an unknown operation is an instruction with that opcode, an unknown line is no instruction.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..program.scopes import Source
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_METADATA = re.compile(rf'metadata=(\{{(?:[^{{}}"]|{_STRING})*\}})')
+_HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{$")
+_INSTRUCTION = re.compile(r"^(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
+_OPCODE = re.compile(r"\s*([a-zA-Z][\w\-]*)\(")
+_BRACKET = re.compile(rf"[()]|{_STRING}")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)="
+    r"(\{[^{}]*\}|%?[\w.\-]+)"
+)
+_FUSION_KIND = re.compile(r"\bkind=(\w+)")
+_TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
+_BACKEND_KIND = re.compile(r'\\?"kind\\?":\s*\\?"(__[^"\\]+)\\?"')  # in a backend_config, which may be a string of JSON
+_TRIPS = re.compile(r'\\?"known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
+_TABLES = frozenset({"FileNames", "FunctionNames", "FileLocations", "StackFrames"})
+_ENTRY = re.compile(r"^(\d+)\s+(.*)$")
+_NUMBER = re.compile(r"(\w+)=(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+      name, opcode: "loop_fusion.3", "fusion".
+      operands: names of the instructions it reads, in order.
+      called: attribute -> names of the computations it calls ("calls", "to_apply", "body", "condition", ...).
+      fusion_kind: "kLoop", "kInput", "kOutput", "kCustom"; "" for what is no fusion.
+      target: what runs it, as the text says: a custom call's target, a custom fusion's kind ("__triton_gemm"); else "".
+      op_name: JAX's name for the operation it came from, "" where XLA kept none.
+      frame: number of its stack frame in the module's tables, 0 for none.
+      file, line: of older metadata, that says them itself; "" and 0 otherwise.
+      type: of its result, as the text has it: "f32[8,16]{1,0}", "(f32[2]{0}, s32[])".
+      trips: how often a loop's body runs, where XLA knows; else 0.
+    """
+
+    name: str
+    opcode: str
+    operands: tuple[str, ...] = ()
+    called: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fusion_kind: str = ""
+    target: str = ""
+    op_name: str = ""
+    frame: int = 0
+    file: str = ""
+    line: int = 0
+    type: str = ""
+    trips: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """An HLO module.
+
+    Attributes:
+      name: "jit_f"; "" where the text does not say.
+      computations: name -> its instructions, in order.
+      entry: the name of the one that runs; "" where there is none.
+      frames: number of a stack frame -> (where it is, the number of the frame that called it or 0).
+    """
+
+    name: str
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    frames: Mapping[int, tuple[Source, int]] = field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """Name -> instruction, of all computations; names are unique in a module."""
+        return {i.name: i for body in self.computations.values() for i in body}
+
+    def origin(self, instruction: Instruction) -> list[Source]:
+        """The lines of source code an instruction came from, innermost first; none where XLA kept none."""
+        if instruction.file:
+            return [Source(instruction.file, instruction.line, "")]
+        found, number = {}, instruction.frame
+        while number in self.frames and number not in found:  # a table that runs in circles is broken, not endless
+            found[number], parent = self.frames[number]
+            number = parent
+        return list(found.values())
+
+
+def parse_hlo(text: str) -> Module:
+    """Reads HLO text; text that is none gives a module without computations."""
+    name, tables = "", {}
+    computations: dict[str, list[Instruction]] = {}
+    entry = table = current = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("HloModule "):
+            name = line.split()[1].rstrip(",")
+        elif not current and line in _TABLES:
+            table = line
+        elif not current and (head := _HEAD.match(line)):
+            current, table = head.group(2), ""
+            computations[current] = []
+            entry = current if head.group(1) else entry
+        elif table and (row := _ENTRY.match(line)):
+            tables.setdefault(table, {})[int(row.group(1))] = row.group(2)
+        elif line.startswith("}") and current:
+            current = ""
+        elif current and (instruction := _instruction(line)) is not None:
+            computations[current].append(instruction)
+    return Module(name, {k: tuple(v) for k, v in computations.items()}, entry, _frames(tables))
+
+
+def _instruction(line: str) -> Instruction | None:
+    """ "ROOT %add.3 = f32[2]{0} add(%x, %y), metadata={...}"; None for a line of another form."""
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    rest = _after_type(match.group(3))
+    opcode = _OPCODE.match(rest)
+    if opcode is None:
+        return None
+    end = _closing(rest, opcode.end() - 1)
+    attributes = rest[end + 1 :]
+    found = _METADATA.search(attributes)
+    metadata = found.group(1) if found else ""
+    attributes = _METADATA.sub("", attributes)
+    kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
+    target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
+    trips = _TRIPS.search(attributes) if opcode.group(1) == "while" else None
+    numbers = dict(_NUMBER.findall(metadata))
+    return Instruction(
+        name=match.group(2),
+        opcode=opcode.group(1),
+        operands=_operands(rest[opcode.end() : end]),
+        called={key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
+        fusion_kind=kind.group(1) if kind else "",
+        target=target.group(1) if target else "",
+        op_name=_quoted(metadata, "op_name"),
+        frame=int(numbers.get("stack_frame_id", 0)),
+        file=_quoted(metadata, "source_file"),
+        line=int(numbers.get("source_line", 0)),
+        type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
+        trips=int(trips.group(1)) if trips else 0,
+    )
+
+
+def _after_type(text: str) -> str:
+    """What follows an instruction's type; a tuple's has blanks in it, also in comments as /*index=5*/."""
+    if text.startswith("("):
+        return text[_closing(text, 0) + 1 :]
+    return text[text.find(" ") + 1 :] if " " in text else text
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the bracket that closes the one at `start`; the end where it stays open."""
+    depth = 0
+    for match in _BRACKET.finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(match.group(), 0)
+        if depth == 0:
+            return match.start()
+    return len(text)
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """ "%x, f32[2]{0} %y" -> ("x", "y"); where names are written without the sign, what may be one is one."""
+    named = _OPERAND.findall(text)
+    return tuple(named if named else (words[-1] for part in text.split(",") if (words := part.split())))
+
+
+def _quoted(metadata: str, key: str) -> str:
+    found = re.search(rf'\b{key}="((?:[^"\\]|\\.)*)"', metadata)
+    return re.sub(r"\\(.)", r"\1", found.group(1)) if found else ""
+
+
+def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Source, int]]:
+    """The tables of stack frames, put together; a frame whose line is not in them is left out."""
+    files, functions = (
+        {i: row.strip('"') for i, row in tables.get(k, {}).items()} for k in ("FileNames", "FunctionNames")
+    )
+    places = {i: _numbers(row) for i, row in tables.get("FileLocations", {}).items()}
+    rows = {i: _numbers(row) for i, row in tables.get("StackFrames", {}).items()}
+    # A caller stands before what it calls, so the first frame has none: XLA prints that as 1, callers' numbers being one more there.
+    shift = rows.get(1, {}).get("parent_frame_id", 0)
+    frames = {}
+    for i, row in rows.items():
+        place = places.get(row.get("file_location_id", 0), {})
+        if file := files.get(place.get("file_name_id", 0), ""):
+            source = Source(file, place.get("line", 0), functions.get(place.get("function_name_id", 0), ""))
+            frames[i] = source, row.get("parent_frame_id", 0) - shift
+    return frames
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {key: int(value) for key, value in _NUMBER.findall(row)}
+
+
+# What XLA runs by a library where the text has the plain operation (on the CPU: Eigen, LAPACK, DUCC).
+_LIBRARY_OPS = frozenset({"dot", "convolution", "fft", "cholesky", "triangular-solve", "ragged-dot"})
+_LIBRARIES = (
+    "__cublas",
+    "__cudnn",
+    "__cusparse",
+    "__onednn",
+    "__ynn",
+    "__xnn",
+    "__hipblas",
+    "__cub",
+    "cub",
+    "cusolver",
+)
+_LIBRARIES += ("cufft", "lapack_", "hipsolver", "rocblas", "blas_", "nvshmem", "__acl")
+_COPIES = frozenset({"copy", "transpose"})
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-",
+    "ragged-all-to-all",
+    "send",
+    "recv",
+)
+_CONTROL = frozenset({"while", "conditional"})
+_TRANSPARENT = frozenset({"call", "async-start"})
+# Names for values that are there already, and the ends of what was started before.
+_NO_KERNEL = frozenset(
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "domain"),
+        *("opt-barrier", "optimization-barrier", "partition-id", "replica-id", "get-dimension-size", "async-done"),
+        *("async-update", "infeed-token"),
+    }
+)
+CONTROL = "loop control"
+
+
+def kind_of(instruction: Instruction) -> str:
+    """What an instruction of a computation that runs is: "fusion", "library", "custom", "copy", "collective", "unfused" (an operation
+    with a kernel of its own), "loop control" (while, conditional), or "" for what launches nothing.
+    """
+    opcode, target = instruction.opcode, instruction.target
+    if opcode in _NO_KERNEL or opcode in _TRANSPARENT or opcode.endswith(("-done", "-update")):
+        return ""
+    if opcode in _CONTROL:
+        return CONTROL
+    base = opcode.removesuffix("-start")
+    if base == "fusion":
+        return "library" if target.startswith(_LIBRARIES) else "fusion"
+    if base == "custom-call":
+        return "library" if target.startswith(_LIBRARIES) else "custom"
+    if base in _LIBRARY_OPS:
+        return "library"
+    if base in _COPIES:
+        return "copy"
+    return "collective" if base.startswith(_COLLECTIVES) else "unfused"
+
+
+def running(module: Module) -> Iterator[tuple[str, Instruction]]:
+    """(computation, instruction) of what runs: the entry and the bodies of loops, branches and calls, each once however often it runs."""
+    waiting, seen = [module.entry], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        inner: list[str] = []
+        for instruction in module.computations.get(name, ()):
+            yield name, instruction
+            if instruction.opcode in _CONTROL | _TRANSPARENT:
+                inner += [c for names in instruction.called.values() for c in names]
+        waiting += reversed(inner)
+
+
+def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """An instruction and all those of the computations it calls, of a fusion or a reduction."""
+    waiting, seen = [instruction], set()
+    while waiting:
+        here = waiting.pop()
+        yield here
+        for name in (c for names in here.called.values() for c in names if c not in seen):
+            seen.add(name)
+            waiting += module.computations.get(name, ())
+
+
+def kernel_counts(module: Module | str) -> dict[str, int]:
+    """Kind -> how many kernels of it one run launches, a loop's body counted once; what controls loops launches none."""
+    module = parse_hlo(module) if isinstance(module, str) else module
+    counts: dict[str, int] = {}
+    for _, instruction in running(module):
+        if (kind := kind_of(instruction)) and kind != CONTROL:
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts

@@ -1,0 +1,323 @@
+"""What XLA made of a program: the kernels of the compiled module, mapped to the Graph's nodes, many to many.
+
+`xla_view` compiles the program with every equation tagged by its node's number (`tagged`), so that the mapping is read and not guessed.
+`read_hlo` takes HLO text that is there already; where that carries no numbers, nodes are found by what JAX's metadata has: the
+primitive, the source line and the scope.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+
+from ..primitives import having
+from ..program.graph import Graph
+from ..program.ir import Node
+from ..program.scopes import Source, clean_scope, in_backward, source_among, split_scope
+from ..program.symbolic import needs_numbers
+from ..program.trace import trace
+from ..settings import as_function
+from .hlo_text import CONTROL, Instruction, Module, inside, kind_of, parse_hlo, running
+from .tagging import tag_in, tagged_jaxpr
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instruction of the compiled module that launches something, or controls what does.
+
+    Attributes:
+      name: XLA's name for it ("loop_add_fusion.3").
+      kind: "fusion", "library" (cuBLAS, cuDNN, oneDNN, Eigen, ...), "custom" (a custom call of anyone else's), "copy", "collective",
+        "unfused" (one operation alone) or "loop control" (while, conditional: no kernel).
+      target: what runs it, as XLA says: "kLoop", "__triton_gemm", "__cublas$gemm", an operation's name.
+      nodes: ids of the nodes whose operations are in it, ascending.
+      inferred: none of it says where it came from (a fill or a copy of XLA's own), and `nodes` are those that read its result, or
+        else those that it reads.
+      sources: the nodes' lines, in order of the nodes; what the metadata says where they have none.
+      computation: the computation it stands in: the entry, or the body of a loop or branch.
+    """
+
+    name: str
+    kind: str
+    target: str
+    nodes: tuple[int, ...]
+    sources: tuple[Source, ...]
+    computation: str
+    inferred: bool = False
+
+    def __str__(self) -> str:
+        nodes = ", ".join(f"n{i}" for i in self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
+        lines = ", ".join(map(str, self.sources[:3])) + (", ..." if len(self.sources) > 3 else "")
+        origin = f"{'for' if self.inferred else 'of'} {nodes}" if nodes else "of no node"
+        return f"{self.name} ({self.kind}, {self.target}) {origin}{f' at {lines}' if lines else ''}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compiled:
+    """A compiled module against a Graph.
+
+    Attributes:
+      module: XLA's name for the module.
+      kernels: every kernel, and what controls loops, in the order of the text.
+      graph: the program whose nodes these are.
+      tagged: the module carries the nodes' numbers; else they were found by primitive, source line and scope.
+      views: node id -> operations of it that launch nothing ("bitcast", "constant", "parameter").
+    """
+
+    module: str
+    kernels: tuple[Kernel, ...]
+    graph: Graph
+    tagged: bool
+    views: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _of_node(self) -> dict[int, tuple[Kernel, ...]]:
+        found: dict[int, list[Kernel]] = {}
+        for kernel in self.kernels:
+            for i in kernel.nodes:
+                found.setdefault(i, []).append(kernel)
+        return {i: tuple(kernels) for i, kernels in found.items()}
+
+    def kernels_of(self, *nodes: Node | int) -> tuple[Kernel, ...]:
+        """The kernels that one or several nodes went into, each once, in order; loops and branches themselves left out."""
+        ids = {n if isinstance(n, int) else n.id for n in nodes}
+        return tuple(k for k in self.kernels if k.kind != CONTROL and not ids.isdisjoint(k.nodes))
+
+    def fusion_of(self, node: Node | int) -> Kernel | None:
+        """The first fusion that computes (a part of) a node; None where none does."""
+        return next((k for k in self.kernels_of(node) if k.kind == "fusion" and not k.inferred), None)
+
+    def fate(self, node: Node | int) -> str:
+        """What became of a node, in a sentence."""
+        nid = node if isinstance(node, int) else node.id
+        own = [k for k in self._of_node.get(nid, ()) if not k.inferred]
+        if own:
+            return "; ".join(f"in {k.name} ({k.kind}, {k.target}) {_company(k, nid)}" for k in own)
+        if nid in self.views:
+            return f"no kernel of its own: {', '.join(self.views[nid])}"
+        return "removed: folded into a constant, merged with an equal node, or simplified away"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Kind -> number of kernels, a loop's body counted once however often it runs; loops themselves are no kernels."""
+        return dict(Counter(k.kind for k in self.kernels if k.kind != CONTROL))
+
+    @property
+    def launches(self) -> int:
+        """All of `counts` together."""
+        return sum(self.counts.values())
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self.module}: {self.launches} kernels{_in_words(self.counts)}>"
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self)[1:-1], *(f"  {k}" for k in self.kernels)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        kernels = [asdict(k) | {"sources": [str(s) for s in k.sources], "nodes": list(k.nodes)} for k in self.kernels]
+        return {"module": self.module, "tagged": self.tagged, "counts": self.counts, "kernels": kernels}
+
+
+def _company(kernel: Kernel, node: int) -> str:
+    others = len(kernel.nodes) - (node in kernel.nodes)
+    return f"with {others} other node{'s' if others > 1 else ''}" if others else "alone"
+
+
+def _in_words(counts: Mapping[str, int]) -> str:
+    told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    return f" ({told})" if told else ""
+
+
+def xla_view(
+    program: Callable | Graph,
+    *args: Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Compiled:
+    """Compiles a program for this process's default device, or the mesh its arguments lie on, and maps what XLA made of it to the nodes.
+
+    Args:
+      program: a function `jax.jit` accepts, with its arguments; or a Graph, without any.
+      *args, **kwargs, static_argnums, static_argnames: as for `fusionlab.trace`. Nothing is run and nothing donated.
+
+    Raises:
+      TraceError, ArgumentError: as for `fusionlab.trace`. Errors of the compiler come through unchanged.
+    """
+    if not isinstance(program, Graph):
+        program = trace(program, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    needs_numbers(program, "what XLA makes of it")
+    return read_hlo(compiled_text(tagged_jaxpr(program), program), program)
+
+
+def compiled_text(closed: Any, graph: Graph) -> str:
+    """Optimised HLO text of a closed jaxpr that takes the graph's inputs."""
+    run = as_function(closed)
+
+    def program(*args: Any) -> Any:
+        return run(*args)
+
+    program.__name__ = program.__qualname__ = graph.name
+    values, shardings = graph.top.inputs, graph.in_shardings or (None,) * len(graph.top.inputs)
+    examples = (_example(v.aval, sharding) for v, sharding in zip(values, shardings, strict=True))
+    with metadata_of_its_own():
+        return jax.jit(program).lower(*examples).compile().as_text() or ""
+
+
+@contextlib.contextmanager
+def metadata_of_its_own() -> Iterator[None]:
+    """What is compiled here never comes out of JAX's persistent cache with the metadata of another program.
+
+    The cache's key leaves metadata out as a rule, so that the text of an equal program, without these numbers or with others, would do.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _example(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
+
+
+def read_hlo(text: str, graph: Graph) -> Compiled:
+    """Maps optimised HLO text of `graph`'s program, with numbers in it or without. Text that is no HLO gives no kernels."""
+    module = parse_hlo(text)
+    tagged = any(tag_in(i.op_name) is not None for i in module.instructions.values())
+    reader = _Reader(module, graph, tagged)
+    kernels, views = [], {}
+    for computation, instruction in running(module):
+        if kind := kind_of(instruction):
+            kernels.append(reader.kernel(computation, instruction, kind))
+        else:
+            for i in sorted(reader.own(instruction)):
+                views.setdefault(i, []).append(instruction.opcode)
+    return Compiled(module.name, tuple(kernels), graph, tagged, {i: tuple(dict.fromkeys(v)) for i, v in views.items()})
+
+
+_PRODUCTS = having("product")
+_VIEWS = having("layout", "cast") | {"copy"}
+
+
+def _multiplies(instruction: Instruction) -> bool:
+    """Whether an instruction is a product, plain or a library's."""
+    libraries = ("__cublas", "__cudnn$conv", "__onednn$matmul")
+    return instruction.opcode in ("dot", "convolution") or instruction.target.startswith(libraries)
+
+
+class _Reader:
+    """Which nodes the instructions of a module are."""
+
+    def __init__(self, module: Module, graph: Graph, tagged: bool) -> None:
+        self.module, self.graph, self.tagged = module, graph, tagged
+        self.users: dict[str, list[Instruction]] = {}
+        self.caller: dict[str, Instruction] = {}  # of the computation that an instruction stands in
+        for instruction in module.instructions.values():
+            for name in instruction.operands:
+                self.users.setdefault(name, []).append(instruction)
+            for computation in (c for names in instruction.called.values() for c in names):
+                self.caller |= {i.name: instruction for i in module.computations.get(computation, ())}
+        self.near = None if tagged else _ByMetadata(graph)
+        self.found: dict[str, frozenset[int]] = {}
+
+    def kernel(self, computation: str, instruction: Instruction, kind: str) -> Kernel:
+        nodes = self.nodes(instruction)
+        inferred = not nodes
+        if inferred:
+            nodes = self.around(instruction, self.readers) or self.around(instruction, self.read)
+        known = (self.graph.node_by_id[i].source for i in sorted(nodes))
+        sources = dict.fromkeys(s for s in known if s is not None)
+        if not sources:
+            told = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
+            sources = dict.fromkeys(s for s in told if s is not None)
+        target = instruction.target or instruction.fusion_kind or instruction.opcode
+        return Kernel(
+            instruction.name, kind, target, tuple(sorted(nodes)), tuple(sources), computation, inferred and bool(nodes)
+        )
+
+    def nodes(self, instruction: Instruction) -> frozenset[int]:
+        """Those of an instruction and of all it calls. A loop's body is no part of the loop, which has kernels of its own there."""
+        if instruction.name not in self.found:
+            whole = kind_of(instruction) != CONTROL and instruction.called
+            parts = inside(self.module, instruction) if whole else (instruction,)
+            self.found[instruction.name] = frozenset(n for i in parts if i.opcode != "parameter" for n in self.own(i))
+        return self.found[instruction.name]
+
+    def own(self, instruction: Instruction) -> frozenset[int]:
+        if self.near is not None:
+            return self.near.nodes(instruction.op_name, source_among(self.module.origin(instruction)))
+        tag = tag_in(instruction.op_name)
+        if tag not in self.graph.node_by_id:
+            return frozenset()
+        return frozenset({tag, *(self.product(tag) if _multiplies(instruction) else ())})
+
+    def product(self, nid: int) -> Iterable[int]:
+        """The product that a node's result is a view of: XLA writes a transposed product as one product, named by the transpose."""
+        node: Node | None = self.graph.node_by_id[nid]
+        views: list[int] = []
+        while node is not None and node.primitive in _VIEWS:
+            views.append(node.id)
+            node = self.graph.block_of[node.id].producer.get(getattr(node.inputs[0], "id", -1))
+        return (*views, node.id) if node is not None and node.primitive in _PRODUCTS else ()
+
+    def around(self, instruction: Instruction, step: Callable[[Instruction], list[Instruction]]) -> frozenset[int]:
+        """The nodes of the nearest instructions in one direction that have any."""
+        found: set[int] = set()
+        waiting, seen = step(instruction), {instruction.name}
+        while waiting:
+            here = waiting.pop()
+            if here.name in seen:
+                continue
+            seen.add(here.name)
+            nodes = self.nodes(here)
+            found |= nodes
+            waiting += () if nodes else step(here)
+        return frozenset(found)
+
+    def readers(self, instruction: Instruction) -> list[Instruction]:
+        return self.users.get(instruction.name) or self.calling(instruction)
+
+    def read(self, instruction: Instruction) -> list[Instruction]:
+        known = self.module.instructions
+        return [known[name] for name in instruction.operands if name in known] or self.calling(instruction)
+
+    def calling(self, instruction: Instruction) -> list[Instruction]:
+        """The loop, branch or call in whose computation it stands: what a body returns is read there, what it takes is from there."""
+        return [self.caller[instruction.name]] if instruction.name in self.caller else []
+
+
+class _ByMetadata:
+    """Nodes by what JAX's own metadata says of an operation: its primitive, its line, its scope, and whether it is a backward pass's."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.at: dict[tuple[str, str, int], list[Node]] = {}
+        for node in graph.nodes():
+            for primitive in (node.primitive, *(("",) if node.blocks else ())):
+                self.at.setdefault(_place(primitive, node.source), []).append(node)
+
+    @functools.cache  # noqa: B019 - one is made for one reading
+    def nodes(self, op_name: str, source: Source | None) -> frozenset[int]:
+        if not op_name:
+            return frozenset()
+        *scopes, primitive = split_scope(op_name)
+        # What a region does besides its body has the region's line, and primitives that may not stand there.
+        found = self.at.get(_place(primitive, source)) or self.at.get(_place("", source), [])
+        scope = clean_scope("/".join(s for s in scopes if not s.startswith(("jit(", "pjit("))))
+        backward = "transpose(" in op_name
+        for wanted in (lambda n: in_backward(n) == backward, lambda n: n.scope == scope):
+            found = [n for n in found if wanted(n)] or found
+        return frozenset(n.id for n in found)
+
+
+def _place(primitive: str, source: Source | None) -> tuple[str, str, int]:
+    return (primitive, source.file, source.line) if source is not None else (primitive, "", 0)

@@ -1,0 +1,140 @@
+"""What every fused op does with its operands: taking them in, batch axes, dtypes, precision, shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from ...errors import ArgumentError
+from ...graph.program.explicit_axes import is_split_in_type, sharding_in_type
+
+Array = Any
+
+
+def batch_size(values: list[Array], dims: list[int | None]) -> int:
+    """How many there are in the batch; at least one value is batched."""
+    return next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
+
+
+def batch_of_rows(
+    rows: Sequence[str],
+    role: str,
+    names: Sequence[str],
+    values: list[Array],
+    dims: Sequence[int | None],
+    live: Sequence[bool],
+) -> list[Array] | None:
+    """The operands of an op whose batch is more rows, the batch of those named in `rows` as axis 0.
+
+    None for a batch of anything else (weights, say), or of its gradient: that is not the same op.
+    """
+    if any(d is not None and n not in rows for n, d in zip(names, dims, strict=True)):
+        return None
+    if role == "cotangent" and any(live[1:]):
+        return None
+    at = [i for i, n in enumerate(names) if n in rows]
+    moved = batch_to_front([values[i] for i in at], [dims[i] for i in at])
+    found = dict(zip(at, moved, strict=True))
+    return [found.get(i, v) for i, v in enumerate(values)]
+
+
+def batch_to_front(values: list[Array], dims: list[int | None], size: int | None = None) -> list[Array]:
+    """Every value with its batch axis first; unbatched ones are broadcast, to `size` where it cannot be read off the others."""
+    size = batch_size(values, dims) if size is None else size
+    return [
+        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in zip(values, dims, strict=True)
+    ]
+
+
+def canonical_precision(precision: Any) -> Any:
+    """The `precision` parameter `lax.dot_general` would carry here: a default set around the call is not lost."""
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if precision is None and default is None:
+        return None
+    one = jax.ShapeDtypeStruct((1, 1), np.float32)
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(one, one)
+    return traced.jaxpr.eqns[0].params["precision"]
+
+
+def precisions(precision: Any) -> tuple[Any, ...]:
+    """What a product's `precision` asks for, one for each operand or one for both; nothing where it is None."""
+    if precision is None:
+        return ()
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
+def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
+
+    Raises:
+      ArgumentError: names the operand, its dtype and what was needed.
+    """
+    first, dtype = next((slot, np.dtype(v.dtype)) for slot, v in shapes.items())
+    if dtype.name not in allowed:
+        raise ArgumentError(f"{op}: {first} has dtype {dtype.name}, needed one of {', '.join(allowed)}")
+    for slot, v in shapes.items():
+        if np.dtype(v.dtype) != dtype:
+            raise ArgumentError(
+                f"{op}: {slot} has dtype {np.dtype(v.dtype).name} but {first} has {dtype.name}; "
+                f"operands must agree: cast one with .astype"
+            )
+
+
+def as_arrays(slots: tuple[str, ...], operands: Sequence[Any]) -> list[Array]:
+    """Operands as JAX arrays, None staying None.
+
+    Raises:
+      ArgumentError: an operand is no array; names it.
+    """
+    if len(operands) > len(slots):
+        raise ArgumentError(f"got {len(operands)} operands, needed at most {len(slots)}: {', '.join(slots)}")
+    arrays = []
+    for slot, a in zip(slots, operands, strict=False):
+        if isinstance(a, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{slot}: got {a}, a shape without values; needed an array (jax.eval_shape takes shapes)"
+            )
+        try:
+            arrays.append(None if a is None else jnp.asarray(a))
+        except TypeError as e:
+            raise ArgumentError(f"{slot}: got {type(a).__name__}, needed an array") from e
+    return arrays
+
+
+def explicit_sharding(value: Any) -> Any:
+    """The sharding that is part of the value's type: None unless the mesh has explicit axes."""
+    return sharding_in_type(jax.typeof(value))
+
+
+def is_explicitly_sharded(value: Any) -> bool:
+    """Whether an axis of an array, or of a shape, is sharded over an explicit mesh axis."""
+    return is_split_in_type(jax.typeof(value) if isinstance(value, jax.Array) else value)
+
+
+def zero_tangent(value: Any) -> Any:
+    """The symbolic zero that is the tangent of a value nothing moves."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def with_rank(value: Any, rank: int) -> Any:
+    """An array, or a shape with a dtype, with axes of size 1 put in front: aligned right, as numpy broadcasts."""
+    missing = rank - len(value.shape)
+    if missing <= 0:
+        return value
+    if isinstance(value, jax.Array):
+        return jnp.expand_dims(value, tuple(range(missing)))
+    return jax.ShapeDtypeStruct((*(1,) * missing, *value.shape), value.dtype)
+
+
+def summed_to(a: Array, shape: tuple[int, ...], sharding: Any = None) -> Array:
+    """The sum over the axes along which an array of `shape`, of the same rank, broadcasts to `a`."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(a.shape, shape, strict=True)) if n != m)
+    summed = jnp.sum(a, axis=axes, keepdims=True) if axes else a
+    return summed if sharding is None else jax.sharding.reshard(summed, sharding)

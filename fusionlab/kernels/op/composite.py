@@ -1,0 +1,194 @@
+"""Composite ops: one named node that is made of other fused ops, its *pieces*.
+
+A composite op stays one equation in a trace and in a program that runs forward. Differentiated it dissolves into its pieces, which have
+fused backward passes of their own; so it keeps nothing for backward, and has no tangent or cotangent primitive. Batched it stays itself
+where a batch is only more of the axis it has for that, and dissolves elsewhere.
+
+Its operands are many and mostly optional, so a call names those it has: `call(*operands, present=names)`. A name with a number behind it
+("up.1") is that of one of a row of layers. It always gives a tuple.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+from ...device import Device
+from ...errors import ArgumentError
+from ...graph.cost.cost import arithmetic_of
+from ...graph.jax_compat import child_jaxprs
+from ...graph.program.in_shard_map import same_varying_axes
+from ...graph.program.trace import block_of_jaxpr
+from ...graph.settings import WHERE_IT_RUNS, jax_defaults
+from .arrays import as_arrays, batch_size, explicit_sharding
+from .implementation import Implementation, Residual
+from .op import Op, rule
+from .primitive import FusedPrimitive, Marker, Meaning
+
+Array = Any
+
+_NO_LINEAR = "a composite op has no tangent or cotangent of its own: differentiated, it is its pieces"
+
+
+def _no_linear(*_: Any, **__: Any) -> Any:
+    raise TypeError(_NO_LINEAR)
+
+
+def composite_implementation(
+    name: str, summary: str, forward: Callable[..., list[Array]], *how: Any, **more: Any
+) -> Implementation:
+    """One way to run a composite op. `forward`: `(**operands by name, residuals=False, **attrs) -> results`; the rest as `Implementation`
+    has it behind the tangent and the cotangent."""
+    return Implementation(name, summary, forward, _no_linear, _no_linear, *how, **more)
+
+
+class CompositePrimitive(FusedPrimitive):
+    """The primitive of a composite op: a call, with `residuals` False."""
+
+    op: CompositeOp
+
+    def __init__(self, name: str, op: CompositeOp):
+        super().__init__(name, op, "call")
+
+    def pieces(self, params: Mapping[str, Any], avals: Sequence[Any]) -> Any:
+        """The jaxpr of what a call of operands with these types dissolves into."""
+        return jax.make_jaxpr(self.function(params, self.op.dissolved(params)))(*avals)
+
+    def arithmetic(self, params: Mapping[str, Any], avals: Sequence[Any]) -> tuple[int, int]:
+        """Operations and transcendentals of a call: those of its pieces."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        return arithmetic_of(block_of_jaxpr(self.pieces(params, shapes)))
+
+
+class CompositeOp(Op):
+    """An op made of others. A subclass says what `Op` asks for, and `fold` and `unfold`: how a batch becomes more of its batch axis."""
+
+    def __init__(self) -> None:
+        self._call = CompositePrimitive(self.name, self)
+        self._register(self._call)
+        ad.primitive_jvps[self._call] = rule(self._jvp_of_call)
+
+    @abc.abstractmethod
+    def fold(
+        self, values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """The call that computes a whole batch, the batch in front of (and one with) the op's own; None: there is none."""
+
+    def dissolved(self, attrs: Mapping[str, Any]) -> str:
+        """The implementation whose pieces are differentiated."""
+        return attrs["implementation"] or self.composed
+
+    @property
+    @abc.abstractmethod
+    def composed(self) -> str:
+        """The implementation that is made of the project's own ops."""
+
+    # What `Op` asks for and a composite op has no need of.
+
+    @property
+    def primitives(self) -> dict[str, FusedPrimitive]:
+        return {self.name: self._call}
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return ()
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        return frozenset()
+
+    def batch(self, *_: Any) -> None:
+        """`fold` says it."""
+
+    def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
+        """Nothing: its pieces save what they need."""
+        return ()
+
+    # What users of an op call.
+
+    def call(self, *operands: Any, present: Sequence[str], **attrs: Any) -> tuple[Array, ...]:
+        """Binds the op: one named node in a trace. `present`: the operands' names, in order; an operand that is None is left out."""
+        names = tuple(present)
+        self._check_names(operands, names)
+        given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
+        if full["implementation"] is not None:
+            self.chosen("call", given, Device.asked(), full)
+        values = same_varying_axes(list(given.values()))
+        params = {**full, "residuals": False}
+        return tuple(self._call.bind(*values, **params, **self._marks(params, values)))
+
+    def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
+        """As `call`: there are none."""
+        return self.call(*operands, **attrs)
+
+    def reference(self, *operands: Any, present: Sequence[str], **attrs: Any) -> tuple[Array, ...]:
+        """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
+        names = tuple(present)
+        self._check_names(operands, names)
+        given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
+        with jax_defaults(WHERE_IT_RUNS):
+            return tuple(self.implementations["xla"].forward(**given, residuals=False, **full))
+
+    def _prepared(
+        self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        names = attrs.get("present", ())
+        self._check_names(operands, names)
+        given = {name: a for name, a in zip(names, operands, strict=True) if a is not None}
+        present, full = self.prepare(given, {k: v for k, v in attrs.items() if k != "present"})
+        return present, full | {"present": tuple(present)}
+
+    def _check_names(self, operands: Sequence[Any], names: Sequence[str]) -> None:
+        if len(names) != len(operands):
+            raise ArgumentError(
+                f"{self.name}: {len(operands)} operands and present={names!r}, needed a name for each operand, in order"
+            )
+        if twice := [n for n in names if names.count(n) > 1]:
+            raise ArgumentError(f"{self.name}: {twice[0]} is given twice, needed each operand once")
+
+    def _marks(self, params: Mapping[str, Any], values: Sequence[Array]) -> dict[str, Any]:
+        """JAX's cue that the lowering has to know the devices, where a piece needs it."""
+        if jax.device_count() == 1:
+            return {}
+        return {"partitioned": Marker()} if _marked(self._call.pieces(params, values).jaxpr) else {}
+
+    # Transformations.
+
+    def _jvp_of_call(
+        self, primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    ) -> tuple[list[Array], list[Any]]:
+        moves = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+        by_reference = params["gradient"] == "reference"
+        pieces = self._call.function(params, "xla" if by_reference else self.dissolved(params))
+
+        def of_moving(*moved: Array) -> list[Array]:
+            full = list(primals)
+            for i, value in zip(moves, moved, strict=True):
+                full[i] = value
+            return pieces(*full)
+
+        outs, moved = jax.jvp(of_moving, [primals[i] for i in moves], [tangents[i] for i in moves])
+        return (self._call.bind(*primals, **params) if by_reference else outs), moved
+
+    def _batching_rule(
+        self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
+    ) -> tuple[list[Array], list[int]]:
+        axes = [d if isinstance(d, int) else None for d in dims]
+        folded = None
+        if not any(explicit_sharding(a) is not None for a in operands):
+            folded = self.fold(list(operands), axes, dict(params))
+        if folded is None:
+            meaning: Meaning = primitive.function(params, self.dissolved(params))
+            outs = jax.vmap(meaning, in_axes=tuple(axes))(*operands)
+        else:
+            size, (values, params) = batch_size(list(operands), axes), folded
+            outs = [a.reshape(size, a.shape[0] // size, *a.shape[1:]) for a in primitive.bind(*values, **params)]
+        return outs, [0] * len(outs)
+
+
+def _marked(jaxpr: Any) -> bool:
+    """Whether an equation in it, or in what it holds, has to know the devices."""
+    inner = (child for eqn in jaxpr.eqns for _, _, child in child_jaxprs(eqn))
+    return any("partitioned" in eqn.params for eqn in jaxpr.eqns) or any(_marked(getattr(j, "jaxpr", j)) for j in inner)

@@ -1,0 +1,72 @@
+"""What an op says of itself and of each way to run it: plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...device import Device
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A value the fused forward saves for the fused backward.
+
+    Attributes: `name`, `shape`, `dtype` (text, "f32"), `nbytes`, and `readers`: the gradients that read it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BackendVerdict:
+    """One implementation of an op for one call.
+
+    `verdict` is "chosen", "possible", "same code" (chosen, and what XLA runs anyway) or "unavailable"; `reason` says why.
+    """
+
+    name: str
+    verdict: str
+    reason: str
+
+
+def _runs_everywhere(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """One way to run an op.
+
+    Attributes:
+      name: what `implementation=` takes.
+      summary: what it does, in a few words.
+      forward: `(**operands by slot, residuals: bool, **attrs) -> [*results, *residuals]`.
+      tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result. Of an op that
+        gives several results a dict: result -> tangent.
+      cotangent: `(saved, ct, wanted, shardings, **attrs) -> [a gradient for each slot in wanted]`; `shardings` holds, for
+        the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have. Of an op that gives
+        several results, `ct` is a dict with the cotangents that there are: result -> cotangent.
+      adds: whether `cotangent` adds up a cotangent itself that is given as several arrays (`Op.addends`): it takes a tuple of them.
+      refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
+      opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
+
+    Among the attributes of forward, tangent and cotangent may be `device`: what they are lowered for; without it, or with None, the code
+    is to run anywhere.
+    """
+
+    name: str
+    summary: str
+    forward: Callable[..., list[Array]]
+    tangent: Callable[..., Array]
+    cotangent: Callable[..., list[Array]]
+    refuses: Callable[..., str | None] = _runs_everywhere
+    opaque: bool = False
+    adds: bool = False

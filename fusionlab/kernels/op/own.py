@@ -1,0 +1,374 @@
+"""Ops of users' own: a plain JAX function that is the meaning, and other ways to compute the same, among them one CUDA kernel.
+
+The op takes one axis per letter, as the example of its pattern has them. Differentiated, it keeps its operands and nothing else; its
+derivative is JAX's own of the meaning, computed from them, unless a backward is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...device import Device
+from ...errors import ArgumentError, BackendError, CompileError, MissingDependencyError
+from ...graph.certify.verdict import relative_error
+from ...graph.interpret.evaluate import CannotEvaluate, evaluate
+from ...graph.settings import matmul_precision
+from ..launch.compile import refuses_device
+from ..launch.ffi_call import launch
+from ..launch.kernel_plan import KernelPlan, Launch
+from .arrays import check_dtypes, is_explicitly_sharded
+from .implementation import Implementation
+from .op import Op
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# The attribute with what was set by `jax.default_matmul_precision` around the program, or the call: an op of the user's has no other word
+# for it, and is lowered under whatever is set then.
+PRECISION = "matmul_precision"
+REFUSALS = (
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+)  # of a user's function
+_STORAGE = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
+_TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nusing T = {};\n#line 1\n"
+_BLOCKS = (1 << 31) - 1  # along x
+_TRIED = 1 << 20  # elements that a kernel is tried on, at most
+# of the numbers that it is tried on; exp overflows at the last, and the first are what padding is made of
+_MAGNITUDES, _WORSE = (1.0, 0.0, 1 / 32, 4.0, 30.0, 1e4), 16
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """One CUDA kernel that computes a whole op.
+
+    Its parameters are the addresses of the operands in order, that of the result, the length of each axis as `long long` in the order in
+    which the letters first appear in the operands, and each scalar, as `double` for float64 and `float` else. Arrays are row-major; `T` is
+    their type in CUDA. Before it runs for the first time at some shapes it is tried there on random numbers of several sizes (at smaller
+    shapes where there are more than a million elements) against the op's meaning in float64, and refuses what it gets wrong. That tells
+    no race that does not show, no reads or writes beyond the arrays, and nothing of lengths or numbers that were not tried.
+
+    Attributes:
+      source: CUDA C++, with an `extern "C" __global__` function `entry`; `cuda_bf16.h` and `cuda_fp16.h` are included already.
+      entry: None is the pass's name.
+      threads: of a block.
+      blocks: axis lengths by letter -> how many blocks there are; None for one thread per element of the result.
+      dtypes: those it is written for, out of float32, bfloat16, float16 and float64.
+      shared: dynamic shared memory of a block, bytes.
+    """
+
+    source: str
+    entry: str | None = None
+    threads: int = 256
+    blocks: Callable[..., int] | None = None
+    dtypes: tuple[str, ...] = ("float32",)
+    shared: int = 0
+
+
+class PatternOp(Op):
+    """The op of a `pattern_pass`.
+
+    Args:
+      name: of the op and its primitive.
+      axes: operand -> its axis letters; `result`: those of the result.
+      scalars: names of the numbers that follow the operands.
+      reference: the meaning, `(*operands, *scalars) -> array`, in plain JAX.
+      others: the other implementations by name, in the order of preference: functions like `reference`, and kernels.
+      backward: `(ct, *operands, *scalars) -> gradients of the operands`; None for JAX's own of the reference.
+      formula: what it computes.
+      same_code: the reference is what programs have.
+    """
+
+    is_users = True
+
+    def __init__(
+        self,
+        name: str,
+        axes: Mapping[str, str],
+        result: str,
+        scalars: tuple[str, ...],
+        reference: Callable[..., Any],
+        others: Mapping[str, Callable[..., Any] | CudaKernel],
+        backward: Callable[..., Any] | None,
+        formula: str,
+        same_code: bool,
+    ) -> None:
+        self.name, self.slots = name, tuple(axes)  # pyright: ignore[reportAttributeAccessIssue]
+        self.letters, self.result, self.scalars = dict(axes), result, scalars
+        self._formula, self.same_code, self._backward = formula, same_code, backward
+        self.defaults = dict.fromkeys((*scalars, PRECISION))  # pyright: ignore[reportAttributeAccessIssue]
+        self.meaning_fn = reference
+        self.functions = {key: fn for key, fn in others.items() if not isinstance(fn, CudaKernel)}
+        plain = "the meaning, as plain JAX code"
+        made = {"xla": Implementation("xla", plain, self._forward(reference), self._tangent, self._cotangent)}
+        for key, one in others.items():
+            made[key] = self._kernel(key, one) if isinstance(one, CudaKernel) else self._function(key, one)
+        self.implementations = made  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__()
+
+    def _function(self, name: str, fn: Callable[..., Any]) -> Implementation:
+        summary = "plain JAX code of the user's own"
+
+        def refuses(shapes: Mapping[str, Any], device: Device, role: str = "call", **attrs: Any) -> str | None:
+            return self.unfit(fn, shapes, attrs) if role == "call" else None  # the gradient is the meaning's
+
+        return Implementation(name, summary, self._forward(fn), self._tangent, self._cotangent, refuses)
+
+    def unfit(self, fn: Callable[..., Any], shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+        """Why a function of the user's cannot run with these operands; None where it can."""
+        given = [jax.ShapeDtypeStruct(shapes[slot].shape, shapes[slot].dtype) for slot in self.slots]
+        sizes = self.sizes({slot: a.shape for slot, a in zip(self.slots, given, strict=True)})
+        shape, dtype = tuple(sizes[x] for x in self.result), given[0].dtype
+        try:
+            out = jax.eval_shape(lambda *leaves: fn(*leaves, *self.numbers(attrs)), *given)
+        except REFUSALS as error:
+            return f"it does not take these operands: {type(error).__name__} {error}".rstrip()
+        if getattr(out, "shape", None) != shape or out.dtype != dtype:
+            return f"it gives {out}, needed {jnp.dtype(dtype).name}{list(shape)}, the operands' dtype"
+        return None
+
+    def _kernel(self, name: str, kernel: CudaKernel) -> Implementation:
+        one = _Kernel(self, kernel)
+        summary = "a CUDA kernel of the user's own"
+        return Implementation(name, summary, one.forward, self._tangent, self._cotangent, one.refuses, opaque=True)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the gradient is the user's own."""
+        return self._backward is not None
+
+    # -- the meaning ----------------------------------------------------------------------------------------------
+
+    def numbers(self, attrs: Mapping[str, Any]) -> list[float]:
+        """The scalars of a call, in order."""
+        return [attrs[s] for s in self.scalars]
+
+    def _forward(self, fn: Callable[..., Any]) -> Callable[..., list[Array]]:
+        def forward(*, residuals: bool, **given: Any) -> list[Array]:
+            with _products_in(given):
+                return [fn(*(given[slot] for slot in self.slots), *self.numbers(given))]
+
+        return forward
+
+    def _of(self, slots: Sequence[str], saved: Mapping[str, Array], attrs: Mapping[str, Any]) -> Callable[..., Array]:
+        """The meaning as a function of some operands."""
+
+        def fn(*moving: Array) -> Array:
+            known = {**saved, **dict(zip(slots, moving, strict=True))}
+            with _products_in(attrs):
+                return self.meaning_fn(*(known[slot] for slot in self.slots), *self.numbers(attrs))
+
+        return fn
+
+    def _tangent(
+        self, saved: Mapping[str, Array], tangents: Mapping[str, Array], shape: Any, shardings: Any, **attrs: Any
+    ) -> Array:
+        start = [saved[slot] for slot in tangents]
+        return jax.jvp(self._of(tuple(tangents), saved, attrs), start, list(tangents.values()))[1]
+
+    def _cotangent(
+        self, saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Any, **attrs: Any
+    ) -> list[Array]:
+        if self._backward is None:
+            return list(jax.vjp(self._of(wanted, saved, attrs), *(saved[slot] for slot in wanted))[1](ct))
+        with _products_in(attrs):
+            found = self._backward(ct, *(saved[slot] for slot in self.slots), *self.numbers(attrs))
+        gradients = list(found) if isinstance(found, tuple | list) else [found]
+        shapes = [getattr(g, "shape", None) for g in gradients]
+        needed = [saved[slot].shape for slot in self.slots]
+        if shapes != needed:
+            raise ArgumentError(f"{self.name}: backward gives arrays of shapes {shapes}, needed {needed}")
+        by_slot = dict(zip(self.slots, gradients, strict=True))
+        return [by_slot[slot].astype(saved[slot].dtype) for slot in wanted]
+
+    # -- what an op says of itself --------------------------------------------------------------------------------
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        missing = [slot for slot in self.slots if slot not in given]
+        if missing:
+            raise ArgumentError(f"{self.name}: {missing[0]} is missing, needed an array")
+        check_dtypes(self.name, given, DTYPES)
+        self.sizes({slot: given[slot].shape for slot in self.slots})
+        for scalar in self.scalars:
+            if not isinstance(full[scalar], int | float) or isinstance(full[scalar], bool):
+                raise ArgumentError(f"{self.name}: {scalar}={full[scalar]!r}, needed a number")
+            full[scalar] = float(full[scalar])
+        full[PRECISION] = full[PRECISION] or matmul_precision()
+        return {slot: given[slot] for slot in self.slots}, full
+
+    def at_precision_set(self, params: dict[str, Any]) -> dict[str, Any]:
+        return params | {PRECISION: params[PRECISION] or matmul_precision()}
+
+    def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Axis letter -> its length.
+
+        Raises:
+          ArgumentError: a shape that does not have the letters of its operand.
+        """
+        sizes: dict[str, int] = {}
+        for slot, letters in self.letters.items():
+            fits = len(shapes[slot]) == len(letters)
+            if not fits or any(sizes.setdefault(x, int(n)) != n for x, n in zip(letters, shapes[slot], strict=True)):
+                told = ", ".join(f"{s} {list(shapes[s])}" for s in self.slots)
+                needed = ", ".join(f"{s} [{', '.join(axes)}]" for s, axes in self.letters.items())
+                raise ArgumentError(f"{self.name}: got {told}; needed {needed}, equal letters being equal lengths")
+        return sizes
+
+    def shortened(self, shapes: Mapping[str, Sequence[int]], most: int) -> dict[str, tuple[int, ...]]:
+        """The operands' shapes with the longest axes halved until operands and result have `most` elements together."""
+        sizes = self.sizes(shapes)
+        while sum(math.prod(sizes[x] for x in axes) for axes in (*self.letters.values(), self.result)) > most:
+            longest = max(sizes, key=sizes.__getitem__)
+            sizes[longest] = -(-sizes[longest] // 2)
+        return {slot: tuple(sizes[x] for x in axes) for slot, axes in self.letters.items()}
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return ()
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        return frozenset(self.slots)
+
+    def batch(self, *_: Any) -> None:
+        """No way to tell which axes may be more of the same: a batch is computed by the meaning."""
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        for name, one in self.implementations.items() if role == "call" else ():
+            if name != "xla" and one.refuses(shapes, device, role=role, **attrs) is None:
+                return name, "of the pass's own, the first that can run here"
+        return "xla", "what XLA makes of the op's meaning"
+
+    def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
+        return name == "xla" and self.same_code
+
+    def formula(self, **attrs: Any) -> str:
+        numbers = ", ".join(f"{s} = {attrs[s]:.6g}" for s in self.scalars if attrs.get(s) is not None)
+        return f"{self._formula}, {numbers}" if numbers else self._formula
+
+    def in_float64(self, operands: Mapping[str, np.ndarray], attrs: Mapping[str, Any]) -> np.ndarray:
+        """The meaning of these operands, in float64."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands.values()]
+        closed = jax.make_jaxpr(self._of(self.slots, {}, attrs))(*shapes)
+        return evaluate(closed, [np.asarray(a, np.float64) for a in operands.values()])[0]
+
+
+def _products_in(attrs: Mapping[str, Any]) -> Any:
+    """Around a function of the user's: its products that ask for no precision are computed in that of the call."""
+    asked = attrs.get(PRECISION)
+    return contextlib.nullcontext() if asked is None else jax.default_matmul_precision(asked)
+
+
+class _Kernel:
+    """How an op runs by a kernel: its launch, and what it cannot or must not run."""
+
+    def __init__(self, op: PatternOp, kernel: CudaKernel) -> None:
+        self.op, self.kernel = op, kernel
+        self._tried: dict[Any, str | None] = {}
+
+    def plan(self, shapes: Mapping[str, Sequence[int]], dtype: str, attrs: Mapping[str, Any]) -> KernelPlan:
+        kernel, op, sizes = self.kernel, self.op, self.op.sizes(shapes)
+        count = len(op.slots)
+        params = [*(("operand", i) for i in range(count)), ("result", 0), *(("i64", n) for n in sizes.values())]
+        params += [_scalar(x, dtype) for x in op.numbers(attrs)]
+        entry = kernel.entry or op.name
+        blocks = (self.blocks(sizes), 1, 1)
+        one = Launch(entry, blocks, (kernel.threads, 1, 1), kernel.shared, tuple(params))
+        return KernelPlan(f"{op.name}.cu", (), (one,), _HEADERS.format(_STORAGE[dtype]) + kernel.source)
+
+    def blocks(self, sizes: Mapping[str, int]) -> int:
+        if self.kernel.blocks is not None:
+            return int(self.kernel.blocks(**sizes))
+        return -(-math.prod(sizes[x] for x in self.op.result) // self.kernel.threads)
+
+    def forward(self, *, residuals: bool, **given: Any) -> list[Array]:
+        operands = {slot: given[slot] for slot in self.op.slots}
+        shapes = {slot: a.shape for slot, a in operands.items()}
+        sizes, dtype = self.op.sizes(shapes), next(iter(operands.values())).dtype
+        out = jax.ShapeDtypeStruct(tuple(sizes[x] for x in self.op.result), dtype)
+        if not math.prod(out.shape):
+            return [jnp.zeros(out.shape, dtype)]
+        return launch(self.plan(shapes, jnp.dtype(dtype).name, given), list(operands.values()), [out])
+
+    def refuses(self, shapes: Mapping[str, Any], device: Device, role: str = "call", **attrs: Any) -> str | None:
+        if reason := refuses_device(device):
+            return reason
+        if role != "call":
+            return None  # the gradient is plain JAX code
+        if any(is_explicitly_sharded(a) for a in shapes.values()):
+            return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+        dtype = jnp.dtype(next(iter(shapes.values())).dtype).name
+        if dtype not in self.kernel.dtypes:
+            return f"the operands are {dtype}, the kernel is written for {', '.join(self.kernel.dtypes)}"
+        sizes = self.op.sizes({slot: shapes[slot].shape for slot in self.op.slots})
+        if not 0 < (blocks := self.blocks(sizes)) <= _BLOCKS:
+            return f"it would take {blocks} blocks, at most {_BLOCKS} can be launched"
+        if device.simulated or device.platform != Device.current().platform:
+            return None
+        key = tuple(sizes.items()), dtype, tuple(self.op.numbers(attrs)), device.arch
+        if key not in self._tried:
+            self._tried[key] = self._wrong(sizes, dtype, attrs)
+        return self._tried[key]
+
+    def _wrong(self, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any]) -> str | None:
+        """What is wrong with the kernel's values at these axis lengths, on random numbers of several sizes; None where nothing is."""
+        op, letters = self.op, self.op.letters
+        numbers = {s: attrs[s] for s in op.scalars}
+        shapes = op.shortened({slot: [sizes[x] for x in axes] for slot, axes in letters.items()}, _TRIED)
+        lengths = op.sizes(shapes)
+        at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
+        rng = np.random.default_rng(0)
+        try:
+            with jax.ensure_compile_time_eval():
+                run = jax.jit(lambda given: self.forward(residuals=False, **given, **numbers)[0])
+                plain = jax.jit(lambda given: op.reference(*given.values(), **numbers))
+                for size in _MAGNITUDES:
+                    drawn = {slot: np.clip(size * rng.normal(size=shape), -3e4, 3e4) for slot, shape in shapes.items()}
+                    operands = {slot: jnp.asarray(a, dtype) for slot, a in drawn.items()}
+                    known = {slot: np.array(a) for slot, a in operands.items()}
+                    got = np.asarray(run(operands), np.float64)
+                    if any(np.asarray(a).tobytes() != known[slot].tobytes() for slot, a in operands.items()):
+                        return f"it writes to its operands at {at}"
+                    true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)
+                    if wrong := _differs(true, now, got, dtype, size):
+                        return f"{wrong}, at {at}"
+        except (jax.errors.JaxRuntimeError, BackendError, CompileError, MissingDependencyError) as error:
+            return f"the kernel does not run: {error}"
+        except CannotEvaluate as error:
+            return f"what it computes cannot be checked here: {error}"
+        return None
+
+
+def _differs(true: np.ndarray, now: np.ndarray, got: np.ndarray, dtype: str, size: float) -> str | None:
+    """What is wrong with a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
+    told, held = f"of numbers as large as {size:g}", np.isfinite(now) & np.isfinite(true)
+    if (bad := held & ~np.isfinite(got)).any():
+        return f"it gives {got[bad][0]} {told}, where the op's meaning gives a number"
+    true, now, got = (np.where(held, a, 0.0) for a in (true, now, got))
+    # What the meaning itself loses in this dtype a kernel may lose as well.
+    allowed = _TOLERANCE[dtype] + (0.0 if size == 1 else _WORSE * relative_error(true, now))
+    error = relative_error(true, got)
+    if error <= allowed:
+        return None
+    return f"its values differ from the op's meaning by {error:.2g} relative {told} (allowed {allowed:.0e})"
+
+
+def _scalar(value: float, dtype: str) -> tuple[str, int]:
+    """A number as the eight or four bytes that a kernel reads it from."""
+    if dtype == "float64":
+        return "i64", struct.unpack("=q", struct.pack("=d", value))[0]
+    return "i32", struct.unpack("=i", struct.pack("=f", value))[0]

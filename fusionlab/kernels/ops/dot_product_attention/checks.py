@@ -1,0 +1,198 @@
+"""What a call of `dot_product_attention` has to be: ranks, sizes, dtypes and numbers, each with an error that names the argument."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....errors import ArgumentError
+from . import reference
+from .layouts import Sizes
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
+    for slot, a in (("query", query), ("key", key), ("value", value)):
+        if a is None:
+            raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
+        if len(a.shape) < 3:
+            raise ArgumentError(
+                f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
+                f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
+            )
+    q, k, v = (tuple(a.shape) for a in (query, key, value))
+    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
+    for slot, shape in (("key", k), ("value", v)):
+        if shape[:-3] != q[:-3]:
+            raise ArgumentError(
+                f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
+                f"the same: broadcast them"
+            )
+    if v[heads] != k[heads]:
+        raise ArgumentError(
+            f"dot_product_attention: value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same"
+        )
+    if k[heads] != q[heads] and (k[heads] == 0 or q[heads] % k[heads]):
+        raise ArgumentError(
+            f"dot_product_attention: key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
+            f"as many, or a number that divides them: each key head is then read by as many neighbouring query heads"
+        )
+    if k[-1] != q[-1]:
+        raise ArgumentError(
+            f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
+        )
+    if v[length] != k[length]:
+        raise ArgumentError(
+            f"dot_product_attention: value {v} has length {v[length]}, key {k} has {k[length]}; needed the same S"
+        )
+    if k[length] < 1 or q[-1] < 1:
+        raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
+
+
+def heads_sharing(query: Any, key: Any, layout: str) -> int:
+    """How many query heads read one head of key and value."""
+    q, k = (Sizes.of(a.shape, layout).heads for a in (query, key))
+    return q // k if k else 1
+
+
+def scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
+    q = Sizes.of(query.shape, layout)
+    return (*q.batch, q.heads, q.length, Sizes.of(key.shape, layout).length)
+
+
+def seen_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> float:
+    """The part of all T x S pairs that a causal mask or a window leaves, both aligned at the top left; 1 without either."""
+    if window is None and not is_causal:
+        return 1.0
+    left, right = window if window is not None else (t, 0)
+    rows = np.arange(t)
+    seen = np.minimum(rows + right, s - 1) - np.maximum(rows - left, 0) + 1
+    return float(np.maximum(seen, 0).sum()) / max(1, t * s)
+
+
+def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
+    """A mask is bool, factors float or bool, a bias or a sink float; a float no wider than the scores; the shape broadcasts to them, that
+    of a sink to their rows."""
+    shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))
+    is_bool = own == np.bool_
+    if not (is_bool if slot == "mask" else own.name in DTYPES or (is_bool and slot == "factors")):
+        needed = {
+            "mask": "bool",
+            "bias": f"one of {', '.join(DTYPES)}",
+            "sink": f"one of {', '.join(DTYPES)}",
+            "factors": f"bool or one of {', '.join(DTYPES)}",
+        }
+        raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
+    if not is_bool and own.itemsize > wide.itemsize:
+        raise ArgumentError(
+            f"dot_product_attention: {slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
+            f"{np.dtype(dtype).name} operands are computed in; cast {slot} or the operands with .astype"
+        )
+    rows = slot == "sink"
+    to = (*scores[:-1], 1) if rows else scores
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    if len(shape) > len(to) or any(n not in (1, m) for n, m in aligned):
+        raise ArgumentError(
+            f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the {'rows of ' if rows else ''}scores {to}; "
+            f"needed {'one for each head, or ' if rows else ''}*batch, heads, query length, {1 if rows else 'key length'}, aligned right, "
+            f"each of them or 1"
+        )
+
+
+def for_each_head(sink: Any) -> Any:
+    """A sink, or its shape with a dtype, with the axes of rows and keys beside its heads if it has these alone."""
+    if len(sink.shape) != 1:
+        return sink
+    if isinstance(sink, jax.Array):
+        return jnp.expand_dims(sink, (1, 2))
+    return jax.ShapeDtypeStruct((*sink.shape, 1, 1), sink.dtype)
+
+
+def checked_dropout_shape(
+    given: Mapping[str, Any], full: Mapping[str, Any], scores: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The shape in which a dropout_key's factors are drawn, with the scores' rank; None without a key."""
+    keep, drawn = full["keep"], full["dropout_shape"]
+    if "dropout_key" not in given:
+        if drawn is not None:
+            raise ArgumentError(
+                f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both"
+            )
+        return None
+    key = given["dropout_key"]
+    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
+        raise ArgumentError(
+            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
+            f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
+        )
+    if "factors" in given:
+        raise ArgumentError(
+            "dot_product_attention: got factors and a dropout_key, which makes factors; needed one of them"
+        )
+    if not 0.0 < _number("keep", keep, "a number above 0 and up to 1") <= 1.0:
+        raise ArgumentError(f"dot_product_attention: keep is {keep}, needed a number above 0 and up to 1")
+    if drawn is None:
+        return scores
+    try:
+        shape = tuple(operator.index(n) for n in drawn)
+    except TypeError as e:
+        raise ArgumentError(
+            f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None"
+        ) from e
+    aligned = zip(reversed(shape), reversed(scores), strict=False)
+    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
+        raise ArgumentError(
+            f"dot_product_attention: dropout_shape is {shape}, which does not broadcast to the scores {scores}; needed *batch, heads, "
+            f"query length, key length, aligned right, each of them or 1"
+        )
+    return (1,) * (len(scores) - len(shape)) + shape
+
+
+def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, tuple[int, int] | None]:
+    """(is_causal, window) as the implementations take them: a window that ends at the row is causal, one that hides nothing more than
+    `is_causal` does is none, and it reaches no further than there are rows and keys.
+    """
+    if window is None:
+        return is_causal, None
+    try:
+        left, right = (operator.index(n) for n in (window if isinstance(window, tuple | list) else (window, window)))
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(
+            f"dot_product_attention: window is {window!r}, needed a number of keys on either side, a pair (left, right), or None"
+        ) from e
+    if min(left, right) < 0:
+        raise ArgumentError(f"dot_product_attention: window is {window!r}, needed numbers of keys from 0 on")
+    is_causal = is_causal or right == 0
+    left, right = min(left, max(t - 1, 0)), 0 if is_causal else min(right, s - 1)
+    hides = left < t - 1 or (not is_causal and right < s - 1)
+    return is_causal, (left, right) if hides else None
+
+
+def check_numbers(full: dict[str, Any], features: int) -> None:
+    """Puts the numbers among the attributes in canonical form: floats, or None for no softcap."""
+    scale = full["scale"]
+    full["scale"] = 1.0 / math.sqrt(features) if scale is None else _number("scale", scale, "a finite number")
+    full["keep"] = _number("keep", full["keep"], "a number above 0 and up to 1")
+    full["factors_scale"] = _number("factors_scale", full["factors_scale"], "a finite number")
+    if full["softcap"] is not None:
+        full["softcap"] = _number("softcap", full["softcap"], "a finite number greater than 0, or None")
+        if full["softcap"] <= 0:
+            raise ArgumentError(f"dot_product_attention: softcap is {full['softcap']}, needed a number greater than 0")
+    full["mask_value"] = _number("mask_value", full["mask_value"], "a finite number or -inf", (-math.inf,))
+
+
+def _number(name: str, value: Any, needed: str, allowed: tuple[float, ...] = ()) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as e:  # a traced value, or no number at all
+        raise ArgumentError(f"dot_product_attention: {name} is {value!r}, needed a number known when tracing") from e
+    if not math.isfinite(number) and number not in allowed:
+        raise ArgumentError(f"dot_product_attention: {name} is {number}, needed {needed}")
+    return number

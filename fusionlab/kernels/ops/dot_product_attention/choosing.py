@@ -1,0 +1,214 @@
+"""Which implementation a call of `dot_product_attention` takes: what was measured for it, or a rule.
+
+The rule for CUDA devices is what was measured on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features) by
+`python -m benchmarks attention` (benchmarks/results/h200). XLA's code of scores and softmax in bfloat16, cuDNN and kernels of our own take
+0.118, 0.083 and 0.078 ms at batch 32, 12 heads, 128 x 128 scores, and 4.94, 1.35 and 2.91 ms at batch 32, 16 heads, 1024 x 1024. With a
+mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in float32 XLA's code takes 2.2
+and our kernels 3.7. So from 128 x 128 scores a head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias
+or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN gives away for that in precision
+(`cudnn.PRECISION`) is said with the choice: nothing before the call tells how far its softmax saturates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ....device import Device
+from ...choose.choices import CHOICES, Choice, case_text
+from ...op.arrays import is_explicitly_sharded
+from .cudnn import backend as cudnn
+from .layouts import Sizes
+from .own import backend as cuda
+from .reference import ROUNDED_OFF
+
+MEASURED = ("sm_90",)
+SIZES = ("batch", "heads", "queries", "keys")
+FEW_ON_CUDA = 128 * 128  # scores a head
+FEW_MASKED_ON_CUDA = 1024 * 1024  # of those with a mask of all scores, as cuDNN's bias: fewer were not measured
+# Per head. Below, the composite fits in a CPU's cache, and keeping the probabilities is cheaper than computing them again.
+FEW_ON_CPU = 512 * 512
+
+
+def refuses_blockwise(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why the blockwise form cannot run, or None."""
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes cannot be looped over in blocks"
+    return None
+
+
+# In the order in which the rule tries them.
+FUSED = {"cudnn": cudnn.refuses, "cuda": cuda.refuses}
+REFUSES = {**FUSED, "xla_blockwise": refuses_blockwise, "xla": lambda *a, **k: None}
+
+
+def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -> str:
+    """What the forward keeps for the backward: probabilities cost memory, computing them again costs time."""
+    name = attrs["implementation"] or _for_training(shapes, attrs, device)
+    if name == "xla":
+        return "probabilities"
+    far = "bias" in shapes or ("mask" in shapes and attrs["mask_value"] != -math.inf)  # a whole row may be far from 0
+    reads_rounded_off = name == "cuda" and np.dtype(shapes["query"].dtype).itemsize == 2
+    return ("max_and_log_sum" if far else "logsumexp") + (ROUNDED_OFF if reads_rounded_off else "")
+
+
+def _for_training(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -> str:
+    given = {**attrs, "residuals": True, "saves": "logsumexp"}
+    return preferred("call", shapes, device, given)[0]
+
+
+def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    """The implementation to take when none is named, and the reason."""
+    keeps = attrs["saves"] == "probabilities" and (role != "call" or attrs.get("residuals", False))
+    if device.platform == "cpu":
+        return _on_cpu(role, shapes, device, attrs)
+    if keeps:
+        return "xla", "what XLA runs anyway: the probabilities are what is kept"
+    if role == "tangent":
+        return "xla", "what XLA runs anyway: forward mode has no implementation of its own"
+    if device.platform != "cuda" or not device.arch:
+        return "xla", "what XLA runs anyway: there is no kernel for this device, or its architecture is not known here"
+    found = measured(role, shapes, device, attrs)
+    if found is not None:
+        refuses = REFUSES.get(found.implementation)
+        if refuses is not None and refuses(shapes, device, role=role, **attrs) is None:
+            return found.implementation, found.reason
+    return _by_rule(role, shapes, device, attrs)
+
+
+def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    t, s = _lengths(shapes, attrs["layout"])
+    size = f"{t} x {s} scores a head"
+    forward = role == "call"
+    refused = {name: refuses(shapes, device, role=role, **attrs) for name, refuses in FUSED.items()}
+    if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
+        return (
+            "xla",
+            f"what XLA runs anyway: fewer than 128 x 128 scores a head ({size}) were not measured",
+        )
+    refusals = []
+    for name, refusal in refused.items():
+        _, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else ("", "")
+        if not refusal and not slow:
+            less = [cudnn.PRECISION] if name == "cudnn" else []
+            why = "; ".join([f"{size}: never written to memory", *refusals, *less])
+            return name, why
+        refusals.append(f"not {name}: {refusal or slow}")
+    text = "; ".join(refusals)
+    if forward or refuses_blockwise(shapes, device):
+        return "xla", f"what XLA runs anyway; {text}"
+    return "xla_blockwise", f"the statistics are what is kept; {text}"
+
+
+def _not_faster(name: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    """(code, why) an implementation that could run is left alone: it was measured slower than XLA's code on that architecture, or it was
+    not measured there. ("", "") where it is not.
+    """
+    if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
+        t, s = _lengths(shapes, attrs["layout"])
+        few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
+        return ("unmeasured", few) if t * s < FEW_MASKED_ON_CUDA else ("", "")
+    read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
+    wide = np.dtype(shapes["query"].dtype).itemsize > 2
+    if name != "cuda" or not (wide or read):
+        return "", ""
+    what = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
+    takes = "(implementation='cuda' takes it)"
+    if device.arch in MEASURED and (wide or "mask" in read):
+        with_what = what if wide else "a mask"
+        return "slower", f"with {with_what} it was measured slower than XLA's code {takes}"
+    return "unmeasured", f"with {what} it was not measured on {device.arch} {takes}"
+
+
+def left_alone(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(code, why) a site stays as it is written: on a GPU the op's own form of it in jnp was measured up to 1.5 times as slow as the site
+    (batch 32, 16 heads, 1024 x 1024, with dropout), and is not what XLA makes of it anyway."""
+    if device.platform != "cuda" or attrs["implementation"] is not None:
+        return None
+    name, why = preferred("call", shapes, device, attrs)
+    if name != "xla":
+        return None
+    return _code(shapes, device, attrs), why.removeprefix("what XLA runs anyway").lstrip(":; ")
+
+
+def _code(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+    """Whether nothing else can run a call on a GPU ("device"), not all that can was measured there ("unmeasured"), or it was and is
+    slower than XLA's code ("slower").
+    """
+    if not device.arch:
+        return "device"
+    found = measured("call", shapes, device, attrs)
+    if found is not None and found.implementation == "xla":
+        return "slower"
+    able = [name for name, refuses in FUSED.items() if not refuses(shapes, device, role="call", **attrs)]
+    if not able:
+        return "device"
+    t, s = _lengths(shapes, attrs["layout"])
+    codes = {_not_faster(name, shapes, device, attrs)[0] for name in able}
+    return "slower" if t * s >= FEW_ON_CUDA and codes == {"slower"} else "unmeasured"
+
+
+def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+    t, s = _lengths(shapes, attrs["layout"])
+    size = " x ".join(str(n) for n in (t, s) if n)
+    few = t * s < FEW_ON_CPU
+    keeps = attrs["saves"] == "probabilities"
+    deciding = role == "call" and attrs["implementation"] is None
+    if keeps or (deciding and few) or refuses_blockwise(shapes, device):
+        why = refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
+        return "xla", f"what XLA runs anyway: {why}"
+    return "xla_blockwise", f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
+
+
+def _lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:
+    """Of queries and keys, 0 where a backward does not read them."""
+    t, s = (Sizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
+    return t, s
+
+
+def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
+    """What was measured for the call on that architecture, or for one near it, if anything was."""
+    text = case(role, shapes, attrs)
+    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
+
+
+def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
+    """The call as text: all that its speed hangs on."""
+    query, key = shapes["query"], shapes["key"]
+    q, k = (Sizes.of(a.shape, attrs["layout"]) for a in (query, key))
+    value = shapes.get("value", shapes.get("ct", key))
+    content: dict[str, Any] = {
+        "dtype": np.dtype(query.dtype).name,
+        "features": [q.features, value.shape[-1]],
+        "layout": attrs["layout"],
+        "causal": attrs["is_causal"],
+        "softcap": attrs["softcap"] is not None,
+        "precision": str(attrs["precision"]),
+        "batch": math.prod(q.batch),
+        "heads": q.heads,
+        "queries": q.length,
+        "keys": k.length,
+    }
+    if attrs.get("window") is not None:
+        content["window"] = list(attrs["window"])
+    if k.heads != q.heads:
+        content["key heads"] = k.heads
+    for slot in ("bias", "mask", "factors"):
+        if slot in attrs["present"]:
+            whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all
+            content[slot] = "scores" if whole else "keys"
+    if "sink" in attrs["present"]:
+        content["sink"] = True
+    if "dropout_key" in attrs["present"]:
+        shared = attrs["dropout_shape"][-3] != q.heads or math.prod(attrs["dropout_shape"][:-3]) != math.prod(q.batch)
+        content["factors"] = "shared key" if shared else "key"
+    if role == "call":
+        content["residuals"] = bool(attrs.get("residuals"))
+    else:
+        if attrs["deterministic"]:
+            content["deterministic"] = True
+        content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
+    return case_text("dot_product_attention", role, **content)

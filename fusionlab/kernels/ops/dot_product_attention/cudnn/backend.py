@@ -1,0 +1,288 @@
+"""`dot_product_attention` by cuDNN's fused attention, forward and backward, through JAX's own calls of it.
+
+What it takes is decided without a GPU. The limits are those that JAX and cuDNN state:
+https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html and
+`jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention`.
+
+A row in which the bias leaves nothing but far negative scores has the statistic -1e9 + log(S), which float32 rounds to -1e9: cuDNN's
+backward would take each of its probabilities for 1. So a bias is taken only where nothing is kept for a backward.
+
+Its backward adds the parts of the query's gradient by atomics, unless it is asked for a deterministic algorithm, which JAX's call does
+not do (same page, "SDPA Backward"): a call that must give the same bits every time takes another backward.
+
+cuDNN knows of a mask only how many keys it leaves in a batch entry. Of a mask of keys, which is data, a small kernel says whether it is
+that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing. Any
+other mask is written out as a bias of 0 and of numbers so far below it that nothing is left of their weight, as jax.nn does it; where some
+query sees no key at all, the statistic would be such a number too, and the kernels of cuda.py run instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .....device import Device
+from ....op.arrays import is_explicitly_sharded
+from ..layouts import Sizes
+from ..own import backend as cuda
+from ..reference import ROUNDED_OFF
+from . import call as cudnn_call
+from . import probe
+
+Array = Any
+
+# Its backward takes rowsum(ct * out) of the result as it was rounded, from products of numbers that were not, and has no input for more.
+# On an H200, with values of order 1e3 and scores of order 30, the query's gradient was off by 6 (of 1 + its size), the original's by 0.24.
+PRECISION = (
+    "where a softmax is near one key, gradients of query and key carry up to a rounding of ct . out "
+    "(implementation='cuda' keeps what was rounded off)"
+)
+MIN_CAPABILITY = 80
+MIN_MAJOR = 9  # JAX's plugins ask for 9; the flash kernels of 8.9.6 had other limits
+DTYPES = ("bfloat16", "float16")
+MOST_FEATURES, MOST_FEATURES_90 = 128, 256
+LEAST_SEEN = -1e4  # a mask value up to which a masked key's weight is 0 beside any other's: scores are far above it
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why cuDNN cannot run a call, or None."""
+    return (
+        refuses_device(device)
+        or _refuses_operands(shapes, device, **attrs)
+        or _refuses_form(shapes, **attrs)
+        or _refuses_mask(shapes, device, **attrs)
+    )
+
+
+def refuses_device(device: Device) -> str | None:
+    if device.platform != "cuda":
+        return f"cuDNN needs a CUDA device, this is {device}"
+    if device.arch and device.capability < MIN_CAPABILITY:
+        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that cuDNN's fused attention runs on"
+    if reason := cudnn_call.why_missing():
+        return reason
+    if device.cudnn is not None and int(device.cudnn.split(".")[0]) < MIN_MAJOR:
+        return f"cuDNN {device.cudnn} is older than {MIN_MAJOR}.0"
+    if device.cudnn is None and device.arch and not device.simulated and cudnn_call.version() is None:
+        return "JAX sees no cuDNN in this process"
+    return None
+
+
+def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str, **attrs: Any) -> str | None:
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: JAX's call of cuDNN has no rule for them"
+    most = MOST_FEATURES_90 if device.capability >= 90 else MOST_FEATURES
+    sizes = {}
+    for slot in ("query", "key", "value", "ct"):
+        if slot in shapes:
+            dtype = np.dtype(shapes[slot].dtype).name
+            if dtype not in DTYPES:
+                return f"{slot} has dtype {dtype}, cuDNN's fused attention takes {' and '.join(DTYPES)}"
+            sizes[slot] = Sizes.of(shapes[slot].shape, layout)
+            if math.prod(shapes[slot].shape) == 0:
+                return f"{slot} has shape {tuple(shapes[slot].shape)}: there is nothing to compute"
+    features = {one.features for one in sizes.values()}
+    if len(features) > 1:
+        return f"values have other features than keys ({', '.join(map(str, sorted(features)))})"
+    for n in features:
+        if n % 8 or n > most:
+            where = f" on {device.arch}" if device.arch else ""
+            return f"{n} features a head: cuDNN's fused attention takes multiples of 8 up to {most}{where}"
+    return None
+
+
+def _refuses_form(
+    shapes: Mapping[str, Any],
+    *,
+    layout: str,
+    scale: float = 1.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    present: tuple[str, ...] = (),
+    saves: str = "logsumexp",
+    role: str = "call",
+    residuals: bool = False,
+    live: tuple[bool, ...] = (),
+    deterministic: bool = False,
+    **attrs: Any,
+) -> str | None:
+    if "factors" in present or "dropout_key" in present:
+        return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
+    if "sink" in present:
+        return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
+    if softcap is not None:
+        return "a softcap on the scores"
+    if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):
+        return refusal
+    if scale <= 0:
+        return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
+    if role == "tangent":
+        return "forward mode"
+    if "bias" in present:
+        if "mask" in present:
+            return "a bias and a mask"
+        if residuals or role != "call":
+            return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
+        return _refuses_bias(shapes, layout)
+    if saves == "probabilities" and (residuals or role != "call"):
+        return "the probabilities are what is kept for the backward, which cuDNN never writes"
+    if saves.endswith(ROUNDED_OFF) and (residuals or role != "call"):
+        return "what the result was rounded by is kept for the backward, which cuDNN neither writes nor reads"
+    if deterministic and role != "call":
+        return "the same bits every time are asked for: cuDNN's backward adds to the gradient of the query by atomics"
+    wanted = tuple(slot for slot, moves in zip(present, live, strict=False) if moves)
+    if role == "cotangent" and wanted == ("value",):
+        return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
+    return None
+
+
+def _refuses_window(
+    shapes: Mapping[str, Any], layout: str, window: tuple[int, int], present: tuple[str, ...]
+) -> str | None:
+    if window[1]:
+        return f"a local window of {window[1]} keys after the row: cuDNN takes windows of a causal mask alone"
+    beside = next((slot for slot in ("bias", "mask") if slot in present), None)
+    if beside is not None:
+        return f"a local window and a {beside}"
+    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    return None if t == s else f"a local window of {t} queries over {s} keys: needed as many"
+
+
+def _refuses_mask(
+    shapes: Mapping[str, Any], device: Device, *, mask_value: float = -math.inf, **attrs: Any
+) -> str | None:
+    if "mask" not in attrs.get("present", ()):
+        return None
+    t, s = (Sizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
+    if not is_of_keys(shapes["mask"].shape) and (t % 2 or s % 2):
+        return f"a mask of {t} x {s} scores: cuDNN takes a bias with statistics for even lengths alone"
+    if mask_value > LEAST_SEEN:
+        return f"a mask value of {mask_value}, which leaves masked keys a weight"
+    refusal = cuda.refuses(shapes, device, mask_value=mask_value, **attrs)
+    what = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
+    return f"the mask {what}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
+
+
+def is_of_keys(shape: tuple[int, ...]) -> bool:
+    """Whether a mask is one row of keys for all heads and queries of a batch entry."""
+    return shape[-2] == 1 and shape[-3] == 1
+
+
+def _refuses_bias(shapes: Mapping[str, Any], layout: str) -> str | None:
+    bias, query = shapes["bias"], shapes["query"]
+    if np.dtype(bias.dtype) != np.dtype(query.dtype):
+        return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"
+    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    if tuple(bias.shape[-2:]) != (t, s):
+        return f"a bias of shape {tuple(bias.shape)}: cuDNN takes one with all {t} x {s} scores of a head"
+    if len(bias.shape) > 4 and math.prod(bias.shape[:-3]) not in (1, math.prod(query.shape[:-3])):
+        return f"a bias of shape {tuple(bias.shape)}, which broadcasts over some batch axes only"
+    return None
+
+
+def forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    residuals: bool,
+    saves: str,
+    **attrs: Any,
+) -> list[Array]:
+    """[out], and its statistics if asked for."""
+
+    def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
+        q, k, v = map(_one_batch, (query, key, value))
+        whole = hidden if bias is None else bias.reshape(-1, *bias.shape[-3:])
+        out, logsumexp = cudnn_call.forward(q, k, v, whole, lengths, **_given(attrs))
+        out = out.reshape(query.shape)
+        if not residuals:
+            return [out]
+        logsumexp = logsumexp.reshape(*query.shape[:-3], *logsumexp.shape[1:])
+        return [out, logsumexp] if saves == "logsumexp" else [out, logsumexp, jnp.zeros_like(logsumexp)]
+
+    def by_cuda() -> list[Array]:
+        return cuda.forward(query, key, value, None, mask, residuals=residuals, saves=saves, **attrs)
+
+    return _by_mask(mask, query, key, by_cudnn, by_cuda, **attrs)
+
+
+def cotangent(
+    saved: Mapping[str, Array],
+    ct: Array,
+    wanted: tuple[str, ...],
+    shardings: Mapping[str, Any],
+    **attrs: Any,
+) -> list[Array]:
+    """The gradients wanted, of all three that cuDNN computes."""
+    statistics = saved["logsumexp"] if "logsumexp" in saved else saved["row_max"] + saved["log_sum"]
+
+    def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
+        q, k, v, out, d_out = map(_one_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
+        kept = statistics.reshape(-1, *statistics.shape[-2:])
+        grads = cudnn_call.backward(q, k, v, hidden, lengths, kept, out, d_out, **_given(attrs))
+        known: dict[str, Array] = dict(zip(("query", "key", "value"), grads, strict=True))
+        return [known[n].reshape(saved[n].shape) for n in wanted]
+
+    def by_cuda() -> list[Array]:
+        return cuda.cotangent(saved, ct, wanted, shardings, **attrs)
+
+    return _by_mask(saved.get("mask"), saved["query"], saved["key"], by_cudnn, by_cuda, **attrs)
+
+
+def _given(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: attrs[name] for name in ("scale", "is_causal", "window", "layout")}
+
+
+def _by_mask(
+    mask: Array | None,
+    query: Array,
+    key: Array,
+    by_cudnn: Callable[[tuple[Array, Array] | None, Array | None], list[Array]],
+    by_cuda: Callable[[], list[Array]],
+    *,
+    layout: str,
+    is_causal: bool,
+    **_: Any,
+) -> list[Array]:
+    """By cuDNN where there is no mask, where it is lengths of which none is 0, and where it leaves every query a key."""
+    if mask is None:
+        return by_cudnn(None, None)
+    q = Sizes.of(query.shape, layout)
+    if not is_of_keys(mask.shape):
+        hidden = _as_bias(mask, q, query.dtype)
+        return lax.cond(_all_see(mask, q.length, is_causal), lambda: by_cudnn(None, hidden), by_cuda)
+    lengths, is_prefix = probe.lengths_on_cuda(mask[..., 0, 0, :])
+    of_keys = jnp.broadcast_to(lengths, q.batch).reshape(-1)
+    of_queries = jnp.full_like(of_keys, q.length)
+    return lax.cond(jnp.all(is_prefix & (lengths > 0)), lambda: by_cudnn((of_queries, of_keys), None), by_cuda)
+
+
+def _all_see(mask: Array, queries: int, is_causal: bool) -> Array:
+    """Whether every query sees a key."""
+    if is_causal:
+        rows, columns = (lax.broadcasted_iota(np.int32, (queries, mask.shape[-1]), axis) for axis in (0, 1))
+        mask = mask & (rows >= columns)
+    return jnp.all(jnp.any(mask, axis=-1))
+
+
+def _as_bias(mask: Array, q: Sizes, dtype: Any) -> Array:
+    """(1 or B) x (1 or N) x T x S: 0 where a key is seen, else 0.7 of the least number of the dtype, as jax.nn.dot_product_attention
+    takes it; less would be infinite once a score is added."""
+    *batch, heads, _queries, keys = mask.shape
+    if math.prod(batch) != 1:
+        batch = list(q.batch)
+    shown = jnp.broadcast_to(mask, (*batch, heads, q.length, keys)).reshape(-1, heads, q.length, keys)
+    return jnp.where(shown, jnp.zeros((), dtype), jnp.asarray(0.7 * float(jnp.finfo(dtype).min), dtype))
+
+
+def _one_batch(a: Array) -> Array:
+    """*B ... -> B ...; without a batch, B is 1."""
+    return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])

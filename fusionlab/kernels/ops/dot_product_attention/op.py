@@ -1,0 +1,383 @@
+"""`dot_product_attention`: scores, softmax and the weighted sum of values as one op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from ....device import Device
+from ....errors import ArgumentError
+from ....graph.canonical.fused_nodes import Form
+from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
+from ...op.implementation import Implementation
+from ...op.labels import Axes
+from ...op.op import Op
+from . import choosing, dropout, reference
+from .blockwise import attention as blockwise
+from .checks import (
+    DTYPES,
+    check_broadcast,
+    check_numbers,
+    check_shapes,
+    checked_dropout_shape,
+    checked_window,
+    for_each_head,
+    heads_sharing,
+    scores_shape,
+    seen_pairs,
+)
+from .cudnn import backend as cudnn
+from .layouts import check_layout, cotangent_of, forward_of, tangent_of
+from .own import backend as cuda
+
+Array = Any
+
+_TANGENT = tangent_of(dropout.of_saved(reference.tangent))
+_BROADCAST = ("bias", "mask", "factors", "sink")  # operands of the scores' rank, whose axes of size 1 broadcast
+
+
+class DotProductAttention(Op):
+    """softmax(scale * query @ key^T + bias) * factors @ value; see `dot_product_attention` below for all of it."""
+
+    name = "dot_product_attention"
+    slots = ("query", "key", "value", "bias", "mask", "factors", "dropout_key", "sink")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "scale": None,
+        "is_causal": False,
+        "window": None,
+        "softcap": None,
+        "mask_value": -math.inf,
+        "factors_scale": 1.0,
+        "keep": 1.0,
+        "dropout_shape": None,
+        "precision": None,
+        "layout": "BTNH",
+        "deterministic": False,
+    }
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla",
+            "scores, softmax and weighted sum as jnp code: the T x S matrix exists",
+            forward_of(dropout.forward_of(reference.forward)),
+            _TANGENT,
+            cotangent_of(dropout.of_saved(reference.cotangent)),
+        ),
+        "xla_blockwise": Implementation(
+            "xla_blockwise",
+            "blocks of query rows: the T x S matrix never exists; backward recomputes it from O(T) statistics",
+            forward_of(dropout.forward_of(blockwise.forward)),
+            _TANGENT,
+            cotangent_of(dropout.of_saved(blockwise.cotangent)),
+            choosing.refuses_blockwise,
+        ),
+        "cudnn": Implementation(
+            "cudnn",
+            f"cuDNN's fused attention through JAX's own call of it; backward from one statistic a row: {cudnn.PRECISION}",
+            cudnn.forward,
+            _TANGENT,
+            cudnn.cotangent,
+            cudnn.refuses,
+            opaque=True,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "kernels of our own: the T x S matrix never exists, masks and biases are read where they stand; for the backward of 16-bit "
+            "operands it keeps what the result was rounded by",
+            cuda.forward,
+            _TANGENT,
+            cuda.cotangent,
+            cuda.refuses,
+            opaque=True,
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        check_layout(full["layout"])
+        check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
+        check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]}, DTYPES)
+        scores = scores_shape(given["query"], given["key"], full["layout"])
+        if "sink" in given:
+            given = {**given, "sink": for_each_head(given["sink"])}
+        for slot in _BROADCAST:
+            if slot in given:
+                check_broadcast(slot, given[slot], scores, given["query"].dtype)
+        full["dropout_shape"] = checked_dropout_shape(given, full, scores)
+        for name in ("is_causal", "deterministic"):
+            if not isinstance(full[name], bool):
+                raise ArgumentError(f"dot_product_attention: {name} is {full[name]!r}, needed True or False")
+        full["is_causal"], full["window"] = checked_window(full["window"], full["is_causal"], *scores[-2:])
+        check_numbers(full, given["query"].shape[-1])
+        full["precision"] = canonical_precision(full["precision"])
+        full["group"] = heads_sharing(given["query"], given["key"], full["layout"])
+        present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
+        full["broadcast"] = tuple(
+            (slot, tuple(present[slot].shape), np.dtype(present[slot].dtype).name)
+            for slot in ("bias", "factors", "sink")
+            if slot in present and jnp.issubdtype(present[slot].dtype, jnp.floating)
+        )
+        return present, full
+
+    def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
+        return attrs | {"saves": choosing.saves(shapes, attrs, device)}
+
+    def at_precision_set(self, params: dict[str, Any]) -> dict[str, Any]:
+        # Scores that are computed again have to be those whose sums were saved: where a softmax saturates, other ones are far from them.
+        return super().at_precision_set(params) if params["saves"] == "probabilities" else params
+
+    def residual_names(
+        self, *, saves: str, softcap: float | None, present: tuple[str, ...] = (), **attrs: Any
+    ) -> tuple[str, ...]:
+        return reference.residual_names(saves, softcap, "sink" in present)
+
+    def reads(
+        self, wanted: tuple[str, ...], *, saves: str, softcap: float | None, present: tuple[str, ...], **attrs: Any
+    ) -> frozenset[str]:
+        if not wanted:
+            return frozenset()
+        scores = bool({"query", "key", "bias", "sink"} & set(wanted))
+        names = set()
+        if scores or "factors" in wanted:
+            names.add("value")
+        if scores:
+            names.add("mask")
+        if scores or "value" in wanted:
+            names |= {"factors", "dropout_key"}
+        if saves == "probabilities":
+            names.add("probabilities")
+            other = {"query": "key", "key": "query"}
+            names.update(other[slot] for slot in wanted if slot in other)
+            if softcap is not None and {"query", "key"} & set(wanted):
+                names.add("tanh")
+            if scores and "sink" in present:
+                names.add("sink_weight")
+            return frozenset(names).intersection((*present, "probabilities", "tanh", "sink_weight"))
+        names |= {"query", "key", "bias", "mask", "sink", *reference.statistics(saves)} | (
+            {"out", "rounded_off"} if scores else set()
+        )
+        return frozenset(names).intersection((*present, "out", *self.residual_names(saves=saves, softcap=softcap)))
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """One more leading batch axis, of size 1 where an operand that broadcasts is not batched."""
+        if any(n == "dropout_key" and d is not None for n, d in zip(names, dims, strict=True)):
+            return None  # a mask of its own for each of the batch
+        size = batch_size(values, dims)
+        unbatched = {n for n, d in zip(names, dims, strict=True) if d is None and n.removeprefix("d_") in _BROADCAST}
+        whole = [i for i, n in enumerate(names) if n not in unbatched and n != "dropout_key"]
+        moved = dict(
+            zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True)
+        )
+        result = [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
+        if role == "cotangent":  # a gradient for each of the batch, also of an operand they share
+            sizes = {slot: size for slot, *_ in params["broadcast"]}
+        else:
+            given = dict(zip(names, result, strict=True))
+            prefix = "d_" if role == "tangent" else ""
+            sizes = {n.removeprefix("d_"): a.shape[0] for n, a in given.items() if n.startswith(prefix)}
+        broadcast = tuple((slot, (sizes.get(slot, 1), *shape), dtype) for slot, shape, dtype in params["broadcast"])
+        drawn = params["dropout_shape"]
+        return result, params | {"broadcast": broadcast, "dropout_shape": None if drawn is None else (1, *drawn)}
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        """Batch and heads may be split among devices; a part of the rest would need to know where it begins."""
+        batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
+        # The bits of a dropout mask hang on where an entry stands among all that are drawn.
+        drawn = zip((*batch, "h"), attrs["dropout_shape"] or (), strict=False)
+        labels = _labels(batch, attrs["layout"], "h" if attrs["group"] == 1 else f"h/{attrs['group']}")
+        return Axes(labels, frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        """Batch "b", heads "h" (of keys and values "g", where they are fewer), queries "t", keys "s", their features "c", those of the
+        values "d"."""
+        group = attrs["group"]
+        batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
+        axes = _labels(batch, attrs["layout"], "h" if group == 1 else "g")
+        of_operand = (
+            ("mask", "mask_value"),
+            ("factors", "factors_scale"),
+            ("dropout_key", "factors_scale"),
+            ("dropout_key", "keep"),
+        )
+        known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
+        numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
+        drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
+        shared = (("group", group),) if group > 1 else ()
+        local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
+        traits = (("is_causal", attrs["is_causal"]), *drawn, *shared, *local)
+        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        return choosing.preferred(role, shapes, device, attrs)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        kept = attrs["saves"] == "probabilities" and (role != "call" or attrs["residuals"])
+        return None if role == "tangent" or kept else choosing.case(role, shapes, attrs)
+
+    def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
+        """The pairs of a query and a key that are seen for their numbers alone: a kernel steps over the rest."""
+        given = {slot.removeprefix("d_"): a for slot, a in shapes.items()}
+        query, key = given.get("query"), given.get("key")
+        if query is None or key is None:
+            return 1.0
+        *_, t, s = scores_shape(query, key, attrs["layout"])
+        return seen_pairs(t, s, attrs["is_causal"], attrs["window"])
+
+    def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
+        return name == "xla" and saves == "probabilities"
+
+    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> tuple[str, str] | None:
+        device = Device.of(device)
+        shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
+        return choosing.left_alone(shapes, device, full)
+
+    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
+        return ((3,), (1,)), ((0, 1), (0, 2))  # the weighted sum of values, over batch and heads
+
+    def formula(
+        self,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        factors_scale: float = 1.0,
+        bias: bool = False,
+        mask: bool = False,
+        factors: bool = False,
+        dropout_key: bool = False,
+        sink: bool = False,
+        keep: float = 1.0,
+        group: int = 1,
+        **_: Any,
+    ) -> str:
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal, sink) @ v, 8 query heads a key head"; `bias`, `mask`, `factors`, `dropout_key`
+        and `sink` say which operands there are."""
+        scores = "q @ k.T" if scale == 1 else f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
+        if softcap is not None:
+            scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
+        local = "" if window is None else f", local window of {sum(window) + 1} keys"
+        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local}{', sink' * sink})"
+        if factors or dropout_key:
+            what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
+            text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
+        return f"{text} @ v" if group == 1 else f"{text} @ v, {group} query heads a key head"
+
+
+def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:
+    scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
+    statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum", "sink_weight"), (*batch, *"ht"))
+    k = key_heads
+    btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"), ("rounded_off", "thd"))
+    swapped = layout == "BNTH"
+    laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
+    return scores | statistics | laid_out | {"dropout_key": ("w",)}
+
+
+DOT_PRODUCT_ATTENTION = DotProductAttention()
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    factors: Array | None = None,
+    dropout_key: Array | None = None,
+    sink: Array | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    mask_value: float = -math.inf,
+    factors_scale: float = 1.0,
+    keep: float = 1.0,
+    dropout_shape: tuple[int, ...] | None = None,
+    precision: Any = None,
+    layout: str = "BTNH",
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Array:
+    """softmax(scale * query @ key^T + bias) * factors @ value as one op, differentiable to any order.
+
+    With a sink, the softmax is over the keys and one logit more, whose weight is dropped: exp(s) / (sum of exp(s) + exp(sink)).
+
+    Args:
+      query: *B x T x N x H: any number of batch axes (also none), length, heads, features.
+      key: *B x S x K x H. N is a multiple of K: query head n reads key head n // (N / K), as in grouped-query (K < N) and
+        multi-query (K = 1) attention. Nothing is repeated in memory, and the gradients have K heads.
+      value: *B x S x K x Hv.
+      bias: float, added to the scores (after the softcap); as mask and factors it broadcasts to *B x N x T x S.
+      mask: bool; a score becomes `mask_value` where it is False, and has no gradient there.
+      factors: float or bool; multiplies the probabilities (a dropout mask, weights on heads).
+      dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
+        `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit (with jax_threefry_partitionable, JAX's default, and a float32
+        `keep`, also where 64 bits are enabled).
+      sink: float, N numbers, one for each head, or what broadcasts to *B x N x T x 1: one more logit beside each row's scores, which no
+        scale, softcap, bias or mask reaches and whose weight no value gets. A row that sees no key has all of its weight there, and is
+        0. It has a gradient of its own, in its dtype and shape. (A sink of 0 is softmax with 1 added to the sum.)
+      scale: multiplies the scores; None is 1/sqrt(H).
+      is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
+      window: (left, right), or one number for both: row t sees keys t - left to t + right alone, with is_causal up to t, aligned as that
+        is; what is outside is not computed, but for the rest of a block. A row for which that leaves no key is 0. None: no such limit.
+      softcap: scores become softcap * tanh(scores / softcap); None leaves them.
+      mask_value: -inf, or a finite number. A query row that sees no key (all its scores are -inf) is 0, and so are its gradients,
+        where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
+      factors_scale: multiplies the factors, if there are any (1 / keep, for a dropout).
+      keep: the probability with which an entry is kept, for a dropout_key.
+      dropout_shape: the shape in which a dropout_key's factors are drawn, which broadcasts to *B x N x T x S: (1, 1, T, S) drops the
+        same entries in every head of every batch entry. None is the scores' own.
+      precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
+      layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
+      deterministic: the same bits every time, also of the gradients: leaves out cuDNN's backward, which adds to the query's by atomics.
+      implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is cuDNN's
+        fused attention, "cuda" kernels of our own: neither of these two takes a sink.
+
+    Returns:
+      *B x T x N x Hv in the dtype of query, key and value (float32, bfloat16, float16 or float64; they must agree). Scores
+      and softmax are float32 (float64 for float64); no bias, factors or sink may be wider. Differentiated, it keeps the result
+      and one statistic a row, or two where whole rows may be masked; or, where the "xla" implementation runs (below 512 x 512
+      scores a head, and off the CPU), the probabilities.
+
+    Raises:
+      ArgumentError: a wrong rank, size, dtype or number; the message names the argument.
+      UnknownNameError: no implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    >>> import jax.numpy as jnp
+    >>> q = k = jnp.zeros((1, 4, 2, 8))
+    >>> v = jnp.arange(4.0).reshape(1, 4, 1, 1).repeat(2, axis=2)
+    >>> dot_product_attention(q, k, v, is_causal=True)[0, :, 0, 0].tolist()
+    [0.0, 0.5, 1.0, 1.5]
+    >>> dot_product_attention(q, k, v, mask=jnp.array([False, True, True, False]))[0, :, 0, 0].tolist()
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    return DOT_PRODUCT_ATTENTION.call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        factors,
+        dropout_key,
+        sink,
+        scale=scale,
+        is_causal=is_causal,
+        window=window,
+        softcap=softcap,
+        mask_value=mask_value,
+        factors_scale=factors_scale,
+        keep=keep,
+        dropout_shape=dropout_shape,
+        precision=precision,
+        layout=layout,
+        deterministic=deterministic,
+        implementation=implementation,
+    )

@@ -1,0 +1,249 @@
+"""How the kernels of `attention.cu` are compiled and launched for a call: plain arithmetic, no GPU.
+
+Tiles are as large as registers (sums of a block's rows stay in them) and the 99 KiB of shared memory allow that a block has on every
+architecture from sm_80 on (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ....launch.compile import ARCHS, Source
+from ....launch.kernel_plan import KernelPlan, Launch
+from ..reference import ROUNDED_OFF, statistics
+
+SOURCE = Source(
+    "dot_product_attention/own/attention.cu",
+    ("attention_forward", "attention_query", "attention_keys"),
+    tuple(a for a in ARCHS if a != "sm_75"),
+)
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+OPERANDS = {"bool": 1, "float32": 2, "bfloat16": 3, "float16": 4}  # FL_FACTORS; FL_BIAS is one less
+MOST_FEATURES = 128
+MOST_BLOCKS = 65535  # along y and z, which are heads and batch: CUDA's limit
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHARED = 99 << 10
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call, as the kernels see it.
+
+    Attributes:
+      dtype: numpy's name, of query, key, value, out.
+      batch, heads, queries, keys: sizes; `group` query heads share a head of key and value.
+      features, value_features: of a head, multiples of 8 up to `MOST_FEATURES`.
+      query, key, value, out: (batch, head, row) strides, in elements.
+      bias, mask, factors: their dtype and (batch, head, row, column) strides, 0 where it broadcasts; None where there is none.
+      window: keys before and after a row's own that it sees; None: all (or with is_causal those before).
+      terms: of a product of floats: 3 TF32 products or 1.
+      dropout: the same strides among the entries that are drawn, where the factors are made of a key, with probability `keep` each;
+        those of row and column are `keys` and 1.
+    """
+
+    dtype: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    features: int
+    value_features: int
+    query: Strides
+    key: Strides
+    value: Strides
+    out: Strides
+    scale: float
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    mask_value: float = -math.inf
+    factors_scale: float = 1.0
+    bias: tuple[str, Strides] | None = None
+    mask: tuple[str, Strides] | None = None
+    factors: tuple[str, Strides] | None = None
+    group: int = 1
+    terms: int = 3
+    dropout: Strides | None = None
+    keep: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores may be compared before they are scaled."""
+        finite = self.mask is not None and self.mask_value != -math.inf
+        return self.scale > 0 and self.bias is None and self.softcap is None and not finite
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`tiles` times 16 rows for each of `warps`, and `columns` of a step."""
+
+    tiles: int
+    warps: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles * self.warps
+
+
+# What follows is as large as leaves no register spilt (or, of a few variants, some words outside of the loop); `reads_scores`: a mask,
+# bias or factors are read for each score, which takes registers.
+
+
+def forward_tiles(dtype: str, features: int, reads_scores: bool) -> Tiles:
+    if dtype == "float32":
+        return Tiles(1, 4, 16 if reads_scores else 32)
+    if reads_scores:
+        return Tiles(2, 4, 32) if features <= 64 else Tiles(1, 4, 64)
+    return Tiles(2, 4, 64 if features <= 64 else 32)
+
+
+def query_tiles(dtype: str, features: int, reads_scores: bool) -> Tiles:
+    if dtype == "float32":
+        return Tiles(1, 4, 16)
+    if features <= 64:
+        return Tiles(2, 4, 32)
+    return Tiles(1, 4, 32 if reads_scores else 64)
+
+
+def keys_tiles(dtype: str, features: int, reads_scores: bool) -> Tiles:
+    if dtype == "float32":
+        return Tiles(1, 4, 16) if features <= 64 else Tiles(1, 2, 16)
+    if features <= 64:
+        return Tiles(1, 8, 32 if reads_scores else 64)
+    return Tiles(1, 4, 32)
+
+
+def forward_plan(call: Attention, saves: str | None) -> KernelPlan:
+    """Operands query, key, value[, bias][, mask][, factors]; results out and what `saves` names ("logsumexp": one float32 array, batch x
+    heads x queries; "max_and_log_sum": two of them; None: none; with what out was rounded by: an array like it)."""
+    stats = _statistics(saves)
+    rounded = saves is not None and saves.endswith(ROUNDED_OFF)
+    tiles = forward_tiles(*_kind(call))
+    results = [("result", i) if i <= stats else ("null", 0) for i in range(3)]
+    results.append(("result", stats + 1) if rounded else ("null", 0))
+    params = (*(("operand", i) for i in range(3)), *_optional(call, 3), *results, *_geometry(call))
+    shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns) + _bytes(
+        call, call.value_features, 2 * tiles.columns
+    )
+    grid = (_parts(call.queries, tiles.rows), call.heads, call.batch)
+    launch = Launch("attention_forward", grid, (32 * tiles.warps, 1, 1), shared, params)
+    return KernelPlan(SOURCE.path, _options(call, tiles, FORWARD=1, STATS=stats, ROUNDED=int(rounded)), (launch,))
+
+
+def query_plan(call: Attention, saves: str) -> KernelPlan:
+    """The gradient of the query, laid out as it is.
+
+    Operands query, key, value[, bias][, mask][, factors], the statistics that `saves` names, delta (float32, batch x heads x queries: the
+    sum over a row of ct * out) and ct, laid out as out; result dquery.
+    """
+    tiles = query_tiles(*_kind(call))
+    shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
+    shared += _bytes(call, call.value_features, tiles.rows + 2 * tiles.columns)
+    params = (*_saved(call, saves), ("result", 0), *_geometry(call))
+    grid = (_parts(call.queries, tiles.rows), call.heads, call.batch)
+    launch = Launch("attention_query", grid, (32 * tiles.warps, 1, 1), shared, params)
+    options = _options(call, tiles, BACKWARD_QUERY=1, STATS=_statistics(saves))
+    return KernelPlan(SOURCE.path, options, (launch,))
+
+
+def together(call: Attention, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The gradients of key and value that one launch makes: for float32 of many features the sums of both would not fit in registers."""
+    if call.dtype == "float32" and max(call.features, call.value_features) > 64:
+        return [(one,) for one in wanted]
+    return [wanted] if wanted else []
+
+
+def keys_plan(call: Attention, saves: str, *, key: bool = True, value: bool = True) -> KernelPlan:
+    """The gradients of key and value, those wanted, laid out as they are. Operands as for `query_plan`."""
+    tiles = keys_tiles(*_kind(call))
+    shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
+    shared += _bytes(call, call.value_features, tiles.rows + 2 * tiles.columns) + 2 * 3 * 4 * tiles.columns
+    results = (("result", 0) if key else ("null", 0), ("result", int(key)) if value else ("null", 0))
+    params = (*_saved(call, saves), *results, *_geometry(call))
+    grid = (_parts(call.keys, tiles.rows), call.heads // call.group, call.batch)
+    launch = Launch("attention_keys", grid, (32 * tiles.warps, 1, 1), shared, params)
+    options = _options(call, tiles, BACKWARD_KEYS=1, STATS=_statistics(saves), GRADS=int(key) + 2 * int(value))
+    return KernelPlan(SOURCE.path, options, (launch,))
+
+
+def _saved(call: Attention, saves: str) -> tuple[tuple[str, int], ...]:
+    first = 3 + sum(map(bool, (call.bias, call.mask, call.dropout or call.factors)))
+    stats = _statistics(saves)
+    saved = [("operand", first), ("operand", first + 1) if stats == 2 else ("null", 0)]
+    saved += [("operand", first + stats), ("operand", first + stats + 1)]
+    return (*(("operand", i) for i in range(3)), *_optional(call, 3), *saved)
+
+
+def _kind(call: Attention) -> tuple[str, int, bool]:
+    """What tiles hang on."""
+    reads = call.bias or call.mask or call.factors or call.dropout or call.softcap is not None
+    return call.dtype, max(call.features, call.value_features), bool(reads)
+
+
+def _statistics(saves: str | None) -> int:
+    return 0 if saves is None else len(statistics(saves))
+
+
+def _optional(call: Attention, first: int) -> tuple[tuple[str, int], ...]:
+    """Addresses of bias, mask and factors: operands from number `first` on, those that there are."""
+    params = []
+    for one in (call.bias, call.mask, call.dropout or call.factors):
+        params.append(("operand", first) if one else ("null", 0))
+        first += bool(one)
+    return tuple(params)
+
+
+def _geometry(call: Attention) -> tuple[tuple[str, int], ...]:
+    none = ("", (0, 0, 0, 0))
+    sizes = [("i32", n) for n in (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))]
+    rows = [n for strides in (call.query, call.key, call.value, call.out) for n in strides]
+    drawn = ("", call.dropout) if call.dropout else None
+    scores = [n for one in (call.bias, call.mask, call.factors or drawn) for n in (one or none)[1]]
+    numbers = (call.scale, call.softcap or 0.0, call.mask_value, call.factors_scale, call.keep)
+    return (*sizes, *(("i64", n) for n in (*rows, *scores)), *(("i32", _bits(x)) for x in numbers))
+
+
+def _bits(x: float) -> int:
+    """Of a float32, beyond whose range a number is its largest: a mask value of -1e300 masks as float32's lowest does."""
+    largest = 3.4028234663852886e38
+    clipped = x if math.isinf(x) else min(max(x, -largest), largest)
+    return int.from_bytes(struct.pack("<f", clipped), "little", signed=True)
+
+
+def _bytes(call: Attention, features: int, rows: int) -> int:
+    """Of that many rows in shared memory: `Tile::bytes`."""
+    per_word = 16 // _BYTES[call.dtype]
+    words = _parts(features, 16) * 16 // per_word
+    swizzled = call.dtype != "float32" and words % 8 == 0
+    return rows * (words if swizzled else words + 1) * 16
+
+
+def _options(call: Attention, tiles: Tiles, **more: int) -> tuple[str, ...]:
+    values: dict[str, Any] = {
+        "T": CODES[call.dtype],
+        "D": call.features,
+        "DV": call.value_features,
+        "TILES": tiles.tiles,
+        "WARPS": tiles.warps,
+        "COLUMNS": tiles.columns,
+        "CAUSAL": int(call.is_causal and call.window is None),
+        "WINDOW": int(call.window is not None),
+        "MASK": int(call.mask is not None),
+        "SOFTCAP": int(call.softcap is not None),
+        "BIAS": OPERANDS[call.bias[0]] - 1 if call.bias else 0,
+        "FACTORS": 5 if call.dropout else OPERANDS[call.factors[0]] if call.factors else 0,
+        "PLAIN": int(call.plain),
+        "TERMS": call.terms,
+        **more,
+    }
+    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
+
+
+def _parts(total: int, size: int) -> int:
+    return -(-total // size)

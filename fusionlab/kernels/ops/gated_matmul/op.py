@@ -1,0 +1,231 @@
+"""`gated_matmul`: the gated pair of a feed-forward, act(x @ w) * (x @ v), as one op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from ....device import Device
+from ....errors import ArgumentError, unknown_name
+from ....graph.canonical.fused_nodes import Form
+from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
+from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
+from ...op.implementation import Implementation
+from ...op.labels import Axes, SummedCall
+from ...op.op import Op
+from ..gemm_epilogue.activations import ACTIVATIONS
+from ..gemm_epilogue.cublaslt import compute_of
+from . import cuda, reference
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SIZES = ("rows", "columns", "inner")
+_ROWS = ("x", "d_x", "ct", "gate", "up")  # operands with one entry for each row of x
+_UNMEASURED = "what XLA runs anyway: nothing was measured faster"
+
+
+class GatedMatmul(Op):
+    """act(x . w) * (x . v); see `gated_matmul` below for shapes and attributes.
+
+    Attributes beside those: `prefer`, the implementation to take wherever it can run (where it cannot, "xla" does; `implementation` names
+    the one that has to run).
+    """
+
+    name = "gated_matmul"
+    slots = ("x", "w", "v")
+    defaults: ClassVar[Mapping[str, Any]] = {"activation": "silu", "w_contract": 0, "precision": None, "prefer": None}
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
+        ),
+        "concatenated": Implementation(
+            "concatenated",
+            "one product with both weights side by side, and the gate as jnp code",
+            reference.forward_concatenated,
+            reference.tangent,
+            reference.cotangent,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "one kernel of our own: both products over one pass of x, and the gate in it",
+            cuda.forward,
+            reference.tangent,
+            reference.cotangent,
+            cuda.refuses,
+            opaque=True,
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
+            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        if full["w_contract"] not in (0, 1) or isinstance(full["w_contract"], bool):
+            raise ArgumentError(f"gated_matmul: w_contract is {full['w_contract']!r}, needed 0 (K x N) or 1 (N x K)")
+        if full["prefer"] is not None and full["prefer"] not in self.implementations:
+            raise unknown_name("gated_matmul implementation", full["prefer"], self.implementations)
+        full["w_contract"] = int(full["w_contract"])
+        _check(given, full["w_contract"])
+        full["precision"] = canonical_precision(full["precision"])
+        return dict(given), full
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return ("gate", "up")
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        of = {"x": ("w", "v", "gate", "up"), "w": ("x", "gate", "up"), "v": ("x", "gate")}
+        return frozenset(name for slot in wanted for name in of[slot])
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """A batch of rows is more rows; a batch of weights, or of their gradients, is not this op."""
+        found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
+        return None if found is None else (found, params)
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if role != "call":
+            return "xla", "what XLA runs anyway: the products of a backward, and forward mode"
+        if wanted := attrs["prefer"]:
+            unable = self.implementations[wanted].refuses(shapes, device, role=role, **attrs)
+            return ("xla", f"not {wanted}: {unable}") if unable else (wanted, "asked for where it can run")
+        found = self.measured(shapes, device, **attrs)
+        known = found and self.implementations.get(found.implementation)
+        if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
+            return found.implementation, found.reason
+        return "xla", _UNMEASURED
+
+    def measured(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
+        """What was measured for the call on that architecture, or for one near it, if anything was."""
+        text = self.case("call", shapes, **attrs)
+        if device.platform != "cuda" or not device.arch or text is None:
+            return None
+        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By sizes, dtype, activation, and how the weights lie."""
+        if role != "call":
+            return None
+        inner, dtype = shapes["x"].shape[-1], np.dtype(shapes["x"].dtype).name
+        sizes = math.prod(shapes["x"].shape[:-1]), shapes["w"].shape[1 - attrs["w_contract"]], inner
+        content = {
+            "activation": attrs["activation"],
+            "dtype": dtype,
+            "compute": compute_of(dtype, attrs["precision"]),
+            "w": "NK" if attrs["w_contract"] else "KN",
+            "residuals": bool(attrs.get("residuals", False)),
+        }
+        return case_text(self.name, role, **content, **dict(zip(SIZES, sizes, strict=True)))
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        """Rows "m", contracted "k", columns "n"."""
+        labels = _labels(len(shapes["x"]), attrs["w_contract"])
+        traits = (("activation", attrs["activation"]),)
+        return Form(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        return Axes(_labels(len(shapes["out"]), attrs["w_contract"]))
+
+    def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
+        """Both bare products of the parts, by XLA, and summed as a program sums them, in the operands' dtype; then the gate."""
+        how = {name: params[name] for name in ("w_contract", "precision")}
+
+        def part(operands: Mapping[str, Array]) -> Array:
+            x = operands["x"]
+            return jnp.stack([reference.product(x, operands[slot], **how).astype(x.dtype) for slot in ("w", "v")])
+
+        def finish(both: Array, operands: Mapping[str, Array]) -> list[Array]:
+            gate, up = map(reference.wide, both)
+            return reference.gated(gate, up, operands["x"].dtype, params["activation"], params["residuals"])
+
+        return SummedCall(params, finish, part)
+
+    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
+        return ((-1,), (params["w_contract"],)), ((), ())
+
+    def formula(self, *, activation: str = "silu", w_contract: int = 0, **_: Any) -> str:
+        """ "silu(x @ w) * (x @ v)"."""
+        w, v = ("w.T", "v.T") if w_contract else ("w", "v")
+        gate = f"(x @ {w})" if activation == "none" else f"{activation}(x @ {w})"
+        return f"{gate} * (x @ {v})"
+
+
+def _labels(rank: int, w_contract: int) -> dict[str, tuple[str, ...]]:
+    """Rows "m0", "m1", ..., contracted "k", columns "n"."""
+    rows = tuple(f"m{i}" for i in range(rank - 1))
+    weight, out = ("n", "k") if w_contract else ("k", "n"), (*rows, "n")
+    return {"x": (*rows, "k"), "w": weight, "v": weight, "out": out, "gate": out, "up": out}
+
+
+def _check(given: Mapping[str, Any], w_contract: int) -> None:
+    for slot in GatedMatmul.slots:
+        if slot not in given:
+            raise ArgumentError(f"gated_matmul: {slot} is missing, needed an array")
+    x, w, v = (tuple(given[slot].shape) for slot in GatedMatmul.slots)
+    if len(x) < 2:
+        raise ArgumentError(
+            f"gated_matmul: x has shape {x}, rank {len(x)}; needed rank 2 or more: add a row axis, x[None]"
+        )
+    for slot, shape in (("w", w), ("v", v)):
+        if len(shape) != 2:
+            raise ArgumentError(
+                f"gated_matmul: {slot} has shape {shape}, rank {len(shape)}; needed a matrix, rank 2: reshape it"
+            )
+    if w != v:
+        raise ArgumentError(f"gated_matmul: w has shape {w} and v {v}; needed the same")
+    if x[-1] != w[w_contract]:
+        raise ArgumentError(
+            f"gated_matmul: x {x} has {x[-1]} entries along its last axis, but w {w} has {w[w_contract]} along axis {w_contract}; "
+            f"needed the same K: set w_contract"
+        )
+    check_dtypes("gated_matmul", given, DTYPES)
+
+
+GATED_MATMUL = GatedMatmul()
+
+
+def gated_matmul(
+    x: Array,
+    w: Array,
+    v: Array,
+    *,
+    activation: str = "silu",
+    w_contract: int = 0,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Array:
+    """act(x @ w) * (x @ v) as one op, differentiable to any order: the gated pair of a feed-forward (SwiGLU, GEGLU, ReGLU).
+
+    Args:
+      x: *M x K, rank 2 or more.
+      w, v: K x N, or both N x K with `w_contract=1`.
+      activation: a key of `ACTIVATIONS`, as for `gemm_epilogue`; "none" for a bilinear pair.
+      w_contract: the contracted axis of both weights, 0 or 1.
+      precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
+      implementation: None may choose; "xla" is two products and the gate as jnp code, "concatenated" one product with both weights side
+        by side (which are copied for it at each call), "cuda" one kernel of our own, for bfloat16 and float16.
+
+    Returns:
+      *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree). Both products are summed in float32
+      (float64 for float64), activation and product computed in that, and rounded once: `jax.nn.silu(x @ w) * (x @ v)` in 16 bits rounds
+      four times. Differentiated it keeps x @ w and x @ v in the operands' dtype.
+
+    Raises:
+      ArgumentError: a wrong rank, size or dtype; names the argument.
+      UnknownNameError: no activation or implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    Source: N. Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202.
+
+    >>> import jax.numpy as jnp
+    >>> gated_matmul(jnp.ones((1, 3)), jnp.ones((3, 2)), jnp.ones((3, 2)), activation="relu").tolist()
+    [[9.0, 9.0]]
+    """
+    return GATED_MATMUL.call(
+        x, w, v, activation=activation, w_contract=w_contract, precision=precision, implementation=implementation
+    )

@@ -1,0 +1,132 @@
+"""`gemm_epilogue` on a GPU by XLA's product and one kernel of our own beside it.
+
+Forward, the kernel adds the bias, applies the activation and writes what the backward needs, in one pass over the product. Backward,
+one pass multiplies by the derivative and sums the bias gradient (in two stages, always in the same order). The products stay XLA's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....device import Device
+from ...launch.compile import refuses_device
+from ...launch.ffi_call import launch
+from . import reference
+from .activations import ACTIVATIONS
+from .elementwise import KERNEL_ACTIVATIONS, accumulator, backward_plan, forward_plan
+
+Array = Any
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why this backend cannot run a call, or None."""
+    if reason := refuses_device(device):
+        return reason
+    activation = attrs["activation"]
+    if activation == "none":
+        return "without an activation there is nothing for a kernel beside the product to do"
+    if activation not in KERNEL_ACTIVATIONS:
+        return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
+    return _refuses_wide(**attrs)
+
+
+def _refuses_wide(
+    *, activation: str, role: str = "call", wide: str | None = None, out: str | None = None, **attrs: Any
+) -> str | None:
+    """Where a program goes on in float32: the kernel computes so, behind a product that is rounded."""
+    if out is not None:
+        return "its kernel writes results in the dtype of the operands"
+    if wide == "product":
+        return "its product is rounded before the kernel adds to it, and the program's is not"
+    if wide is None or role != "call":
+        return None
+    if (
+        ACTIVATIONS[activation].residual == "preactivation"
+        and "bias" in attrs.get("present", ())
+        and attrs.get("residuals")
+    ):
+        return "the sum with the bias, which it keeps, is rounded before its activation, and the program's is not"
+    return None
+
+
+def saves_of(activation: str, packed: bool) -> str:
+    """What the kernels call the residual of an activation."""
+    kind = ACTIVATIONS[activation].residual
+    return kind if kind != "mask" else "bits" if packed else "bytes"
+
+
+def forward(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    x_saved: Array | None = None,
+    *,
+    residuals: bool,
+    activation: str,
+    x_contract: int,
+    w_contract: int,
+    precision: Any,
+    packed: bool,
+    **_: Any,
+) -> list[Array]:
+    """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
+    h = reference.product(x, w, x_contract, w_contract, precision)
+    saves = saves_of(activation, packed) if residuals else "none"
+    keeps_h = saves == "preactivation"
+    if keeps_h and bias is not None:
+        h, bias = h + bias, None  # XLA's product adds it; the sum is what is kept
+    out, *made = activate(h, bias, activation, "none" if keeps_h else saves)
+    return [out, h] if keeps_h else [out, *made]
+
+
+def activate(h: Array, bias: Array | None, activation: str, saves: str) -> list[Array]:
+    """[act(h + bias)] and, for `saves` "bits" or "bytes", that residual; h is (*M, N), bias N."""
+    shape, columns = h.shape, h.shape[-1]
+    rows = math.prod(shape[:-1])
+    plan = forward_plan(rows, columns, h.dtype.name, activation, bias=bias is not None, saves=saves)
+    results = [jax.ShapeDtypeStruct((rows, columns), h.dtype)]
+    if saves != "none":
+        results.append(_saved_shape(activation, saves, rows, columns))
+    flat = h.reshape(rows, columns)
+    # Written over h where nothing else reads it; XLA copies it first where something does.
+    made = launch(plan, [flat] if bias is None else [flat, bias], results, aliases={0: 0})
+    return [a.reshape(*shape[:-1], a.shape[-1]) for a in made]
+
+
+def cotangent(
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
+) -> list[Array]:
+    """The gradients wanted: dh and dbias by the kernel, dx and dw by XLA's products."""
+    activation = attrs["activation"]
+    dh, dbias = derive(saved[ACTIVATIONS[activation].residual], ct, activation, dbias="bias" in wanted)
+    return reference.gradients(saved, dh, wanted, shardings, dbias, **attrs)
+
+
+def derive(residual: Array, ct: Array, activation: str, *, dbias: bool) -> tuple[Array, Array | None]:
+    """act'(h) * ct in ct's shape (*M, N) and dtype and, if asked for, its sum over rows (N, accumulated in float32; float64 for
+    float64)."""
+    shape, columns = ct.shape, ct.shape[-1]
+    rows = math.prod(shape[:-1])
+    saves = saves_of(activation, residual.dtype == jnp.uint8)
+    plan, partial_shape = backward_plan(rows, columns, ct.dtype.name, activation, dbias=dbias, saves=saves)
+    results = [jax.ShapeDtypeStruct((rows, columns), ct.dtype)]
+    if dbias:
+        results += [
+            jax.ShapeDtypeStruct((columns,), ct.dtype),
+            jax.ShapeDtypeStruct(partial_shape, accumulator(ct.dtype.name)),
+        ]
+    flat = residual.reshape(rows, residual.shape[-1])
+    dh, *sums = launch(plan, [ct.reshape(rows, columns), flat], results)
+    return dh.reshape(shape), sums[0] if dbias else None
+
+
+def _saved_shape(activation: str, saves: str, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+    if saves == "bits":
+        return jax.ShapeDtypeStruct((rows, reference.mask_pitch(columns)), np.uint8)
+    return jax.ShapeDtypeStruct((rows, columns), np.int8 if activation == "relu_tie" else np.bool_)

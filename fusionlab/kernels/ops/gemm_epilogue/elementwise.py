@@ -1,0 +1,212 @@
+"""How the elementwise kernels of `epilogue.cu` are compiled and launched for a call: plain arithmetic, no GPU.
+
+All are bound by memory, so the geometry has two aims: every access of a warp is of whole 16-byte words side by side, and enough blocks
+to keep every multiprocessor busy to the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....errors import ArgumentError, unknown_name
+from ...launch.compile import Source
+from ...launch.kernel_plan import KernelPlan, Launch
+from .reference import mask_pitch
+
+SOURCE = Source("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
+# In the order of FL_ACT.
+KERNEL_ACTIVATIONS = (
+    "none",
+    "relu",
+    "relu_tie",
+    "relu_where",
+    "gelu_tanh",
+    "gelu_erf",
+    "silu",
+    "sigmoid",
+    "tanh",
+)
+SAVES = ("none", "bits", "bytes", "preactivation")  # in the order of FL_SAVES
+_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_THREADS = 256
+_SUM_WIDTH = 16  # threads of a block along a row where rows are summed: 256 bytes side by side
+_ROWS_IN_FLIGHT = 4  # kRows
+_SUM_BLOCK = (32, 32, 1)  # kSumColumns, kSumRows
+_GRID_Y = 65535  # CUDA's limit
+
+
+def saves_for_backward(activation: str) -> tuple[str, ...]:
+    """What the backward kernel of an activation may read, the smallest first; ("none",) for the activation "none"."""
+    if activation == "none":
+        return ("none",)
+    if activation in ("relu", "relu_where"):
+        return ("bits", "bytes", "preactivation")
+    return ("bytes", "preactivation") if activation == "relu_tie" else ("preactivation",)
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype of arithmetic and of partial sums: float32, for float64 itself."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: bool, saves: str) -> KernelPlan:
+    """out = act(h + bias), and what backward reads.
+
+    Args:
+      rows, columns: of h and out; either may be 0.
+      dtype: numpy's name, of h, bias (columns) and out.
+      activation: one of `KERNEL_ACTIVATIONS`.
+      bias: whether there is one.
+      saves: "none", or one of `saves_for_backward(activation)`.
+
+    Returns:
+      A plan with operands h[, bias] and results out[, saved]; saved is uint8 rows x mask_pitch(columns) for "bits" (h > 0, lowest bit
+      first, padding 0), a byte each for "bytes" (relu_tie: twice the derivative; else h > 0), as h for "preactivation". out may be h,
+      and so may a saved pre-activation.
+
+    Raises:
+      ArgumentError, UnknownNameError: what is asked for does not exist.
+    """
+    _check(rows, columns, dtype, activation)
+    if saves != "none" and saves not in saves_for_backward(activation):
+        raise ArgumentError(_refusal("saves", saves, activation, ("none", *saves_for_backward(activation))))
+    vec = _vector(columns, dtype)
+    # The threads of a padded row of bits write its padding too. Of fewer than 8 columns each, they pass bits to their neighbours in the
+    # warp, which must therefore lie in one row.
+    covered, least = (8 * mask_pitch(columns), 32 if vec < 8 else 1) if saves == "bits" else (columns, 1)
+    width = _width(covered, vec, least, _THREADS)
+    height = _THREADS // width
+    # One tile of rows a block: thousands of blocks for anything large, and 4 rows share the bias that a thread holds.
+    grid = (_parts(covered, vec * width), min(_parts(rows, height * _ROWS_IN_FLIGHT), _GRID_Y), 1)
+    params = (
+        ("operand", 0),
+        ("operand", 1) if bias else ("null", 0),
+        ("result", 0),
+        ("result", 1) if saves != "none" else ("null", 0),
+        ("i64", rows),
+        ("i64", columns),
+        ("i64", mask_pitch(columns)),
+    )
+    launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params, early=True)
+    options = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
+    return KernelPlan(SOURCE.path, options, (launch,) if rows and columns else ())
+
+
+def backward_plan(
+    rows: int, columns: int, dtype: str, activation: str, *, dbias: bool, saves: str, sms: int = 132
+) -> tuple[KernelPlan, tuple[int, int] | None]:
+    """dh = act'(saved) * ct, and the sum of dh over rows.
+
+    Args:
+      rows, columns: of ct and dh; either may be 0.
+      dtype: numpy's name, of ct, dh and dbias (columns).
+      activation: one of `KERNEL_ACTIVATIONS`.
+      dbias: whether the sum is wanted; the same bits every time. "none" without it has nothing to do.
+      saves: one of `saves_for_backward(activation)`: what ct is followed by.
+      sms: multiprocessors of the device: an H200 has 132.
+
+    Returns:
+      The plan, with operands ct[, saved] and results dh[, dbias, partial]; for "none", where dh is ct, results dbias, partial. And
+      the shape of partial, scratch of `accumulator(dtype)`; None without dbias. dh may be ct.
+
+    Raises:
+      ArgumentError, UnknownNameError: what is asked for does not exist.
+    """
+    _check(rows, columns, dtype, activation)
+    if saves not in saves_for_backward(activation):
+        raise ArgumentError(_refusal("saves", saves, activation, saves_for_backward(activation)))
+    if saves == "none" and not dbias:
+        raise ArgumentError(
+            "backward_plan: activation 'none' without dbias; needed dbias=True: dh is ct, without a kernel"
+        )
+    vec = _vector(columns, dtype)
+    # With a sum, a block is half a warp wide, so that it has 16 rows or more at once and few partial sums are left.
+    width = _width(columns, vec, 1, _SUM_WIDTH if dbias else _THREADS)
+    height = _THREADS // width
+    across = _parts(columns, vec * width)
+    tile = height * _ROWS_IN_FLIGHT
+    per_block = tile if not dbias else _rows_per_block(rows, across, tile, _traffic_rows(dtype, saves), sms)
+    per_block = max(per_block, _round_up(-(-rows // _GRID_Y), tile))
+    blocks = max(1, _parts(rows, per_block))
+    results = 0 if saves == "none" else 1
+    params = (
+        ("operand", 0),
+        ("operand", 1) if results else ("null", 0),
+        ("result", 0) if results else ("null", 0),
+        ("result", results + 1) if dbias else ("null", 0),
+        ("i64", rows),
+        ("i64", columns),
+        ("i64", mask_pitch(columns)),
+        ("i64", per_block),
+    )
+    launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params, early=True)]
+    if dbias:
+        summed = (("result", results + 1), ("result", results), ("i64", blocks), ("i64", columns))
+        grid = (_parts(columns, _SUM_BLOCK[0]), 1, 1)
+        launches.append(Launch("epilogue_sum", grid, _SUM_BLOCK, 0, summed, early=True))
+    empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
+    options = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
+    return KernelPlan(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None
+
+
+def _rows_per_block(rows: int, across: int, tile: int, traffic: int, sms: int) -> int:
+    """Rows of a block that leaves a row of partial sums, a multiple of `tile`.
+
+    As many as keep the partial sums below 1 % of the traffic; more of them where there would still be 32 blocks for each
+    multiprocessor (about ten waves, so that the last, partial one costs little), fewer where there would not be 6 (two waves).
+    """
+    most, least = rows * across // (6 * sms), rows * across // (32 * sms)
+    return _round_up(max(tile, min(max(traffic, least), most)), tile)
+
+
+def _traffic_rows(dtype: str, saves: str) -> int:
+    """Rows of which reading ct and what was saved and writing dh is 100 times the writing and reading of their partial sum."""
+    size = _BYTES[dtype]
+    moved = {"none": size, "bits": 2 * size + 0.125, "bytes": 2 * size + 1, "preactivation": 3 * size}[saves]
+    return int(100 * 2 * _BYTES[accumulator(dtype)] / moved) + 1
+
+
+def _options(dtype: str, activation: str, vec: int, *, bias: bool, saves: str, dbias: bool) -> tuple[str, ...]:
+    values: dict[str, Any] = {
+        "T": _CODES[dtype],
+        "ACT": KERNEL_ACTIVATIONS.index(activation),
+        "VEC": vec,
+        "BIAS": int(bias),
+        "SAVES": SAVES.index(saves),
+        "DBIAS": int(dbias),
+    }
+    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
+
+
+def _vector(columns: int, dtype: str) -> int:
+    """Columns of a thread: 16 bytes of them, or 1 where rows would not start on 16 bytes."""
+    whole = 16 // _BYTES[dtype]
+    return 1 if columns % whole else whole
+
+
+def _width(columns: int, vec: int, least: int, most: int) -> int:
+    """Threads of a block along a row: the power of 2 that covers it, between bounds."""
+    threads = max(1, _parts(columns, vec))
+    return min(most, max(least, 1 << (threads - 1).bit_length()))
+
+
+def _parts(total: int, size: int) -> int:
+    return -(-total // size)
+
+
+def _round_up(value: int, step: int) -> int:
+    return _parts(value, step) * step
+
+
+def _check(rows: int, columns: int, dtype: str, activation: str) -> None:
+    if rows < 0 or columns < 0:
+        raise ArgumentError(f"rows, columns: got {rows} and {columns}, needed sizes of 0 or more")
+    if dtype not in _CODES:
+        raise unknown_name("dtype", dtype, _CODES)
+    if activation not in KERNEL_ACTIVATIONS:
+        raise unknown_name("activation", activation, KERNEL_ACTIVATIONS)
+
+
+def _refusal(name: str, got: str, activation: str, valid: tuple[str, ...]) -> str:
+    return f"{name}: got {got!r} for activation {activation!r}, needed one of {', '.join(valid)}"

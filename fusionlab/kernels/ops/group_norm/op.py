@@ -1,0 +1,223 @@
+"""`group_norm`: GroupNorm, a scale, a bias and SiLU behind them as one op."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ....device import Device
+from ....errors import ArgumentError, unknown_name
+from ...op.arrays import batch_of_rows, check_dtypes
+from ...op.implementation import Implementation
+from ...op.labels import Axes
+from ...op.op import Op
+from ..layer_norm.reference import statistics_dtype
+from . import choosing, cuda, reference
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_VECTORS = ("scale", "bias")
+# Operands with entries of their own for each image.
+_IMAGES = ("x", "d_x", "ct", "mean", "rstd")
+
+
+class GroupNorm(Op):
+    """GroupNorm; see `group_norm` below for shapes and attributes."""
+
+    name = "group_norm"
+    slots = ("x", "scale", "bias")
+    defaults: ClassVar[Mapping[str, Any]] = {"groups": 32, "epsilon": 1e-5, "activation": "none", "batch_axes": 1}
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla",
+            "statistics, normalisation, scale, bias and activation as jnp code",
+            reference.forward,
+            reference.tangent,
+            reference.cotangent,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "kernels of our own: x is read twice forward, x and the cotangent backward; the second time from the cache, in part",
+            cuda.forward,
+            reference.tangent,
+            cuda.cotangent,
+            cuda.refuses,
+            opaque=True,
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        if not isinstance(full["activation"], str) or full["activation"] not in reference.ACTIVATIONS:
+            raise unknown_name("group_norm activation", full["activation"], reference.ACTIVATIONS)
+        full["batch_axes"] = _whole_number("batch_axes", full["batch_axes"])
+        full["groups"] = _whole_number("groups", full["groups"])
+        full["epsilon"] = _epsilon(full["epsilon"])
+        _check_shapes(given, full["groups"], full["batch_axes"])
+        _check_dtypes(given)
+        full["dtypes"] = tuple(np.dtype(a.dtype).name for a in given.values())
+        return dict(given), full
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return ("mean", "rstd")
+
+    def reads(
+        self, wanted: tuple[str, ...], *, activation: str, present: tuple[str, ...], **attrs: Any
+    ) -> frozenset[str]:
+        """With an activation all that its input is made of."""
+        active = activation != "none"
+        if not active and set(wanted) <= {"bias"}:
+            return frozenset()
+        needed = {"x", "mean", "rstd"}
+        needed |= {"scale"} if active or "x" in wanted else set()
+        needed |= {"bias"} if active else set()
+        return frozenset(needed - (set(_VECTORS) - set(present)))
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """A batch of images is more images; a batch of vectors, or of their gradients, is not this op."""
+        live = zip(params["present"], params.get("live", ()), strict=False)
+        of_vectors = any(moves for slot, moves in live if slot in _VECTORS)
+        found = batch_of_rows(_IMAGES, role, names, values, dims, (True, of_vectors))
+        return None if found is None else (found, params | {"batch_axes": params["batch_axes"] + 1})
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if device.platform != "cuda" or role == "tangent":
+            return "xla", "what XLA runs anyway"
+        reason = choosing.why_not_cuda(role, shapes, device, **attrs)
+        return ("xla", reason) if reason else ("cuda", choosing.FASTER)
+
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        device = Device.of(device)
+        if device.platform != "cuda":
+            return choosing.NOTHING_ON_A_CPU
+        shapes, full = self._prepared(operands, attrs, device)
+        reasons = (choosing.why_not_cuda(role, shapes, device, **full) for role in ("call", "cotangent"))
+        return next((reason for reason in reasons if reason), "")
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""
+        rank, batch_axes = len(shapes["out"]), attrs["batch_axes"]
+        batch = tuple(f"b{i}" for i in range(batch_axes))
+        positions = tuple(f"p{i}" for i in range(rank - 1 - batch_axes))
+        x, statistic = (*batch, *positions, "n"), (*batch, "g")
+        vectors = dict.fromkeys(_VECTORS, ("n",))
+        labels = {"x": x, "out": x, **vectors, "mean": statistic, "rstd": statistic}
+        return Axes(labels, whole=frozenset((*positions, "n", "g")))
+
+    def formula(self, *, activation: str = "none", scale: bool = True, bias: bool = True, **_: Any) -> str:
+        """ "silu(group_norm(x) * scale + bias)"; the operands that are False are left out."""
+        norm = f"group_norm(x){' * scale' if scale else ''}{' + bias' if bias else ''}"
+        return norm if activation == "none" else f"{activation}({norm})"
+
+
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as e:
+        raise ArgumentError(f"group_norm: {name} is {value!r}, needed a whole number") from e
+
+
+def _check_shapes(given: Mapping[str, Any], groups: int, batch_axes: int) -> None:
+    x = given.get("x")
+    if x is None:
+        raise ArgumentError("group_norm: x is missing, needed an array")
+    shape = tuple(x.shape)
+    if not shape:
+        raise ArgumentError("group_norm: x is a scalar, needed channels along its last axis")
+    if not 0 <= batch_axes < len(shape):
+        raise ArgumentError(
+            f"group_norm: batch_axes is {batch_axes}, needed 0 to {len(shape) - 1} for x of shape {shape}: its last axis are channels"
+        )
+    channels = shape[-1]
+    if groups < 1 or channels < 1 or channels % groups:
+        raise ArgumentError(
+            f"group_norm: groups is {groups}, needed a divisor of the channels of x, {channels} along the last axis of {shape}"
+        )
+    if 0 in shape[batch_axes:]:
+        raise ArgumentError(f"group_norm: x has shape {shape}, no positions; needed at least one in each image")
+    for slot in _VECTORS:
+        if slot in given and (found := tuple(given[slot].shape)) != (channels,):
+            raise ArgumentError(
+                f"group_norm: {slot} has shape {found}, needed ({channels},): one entry for each channel of x {shape}; "
+                f"multiply or add any other {slot} outside"
+            )
+
+
+def _check_dtypes(shapes: Mapping[str, Any]) -> None:
+    """Each is a float of DTYPES, and no vector is wider than the arithmetic."""
+    for slot, v in shapes.items():
+        check_dtypes("group_norm", {slot: v}, DTYPES)
+    wide = np.dtype(statistics_dtype(shapes["x"].dtype))
+    for slot, v in shapes.items():
+        if np.dtype(v.dtype).itemsize > wide.itemsize:
+            raise ArgumentError(
+                f"group_norm: {slot} has dtype {np.dtype(v.dtype).name}, wider than the {wide.name} that x of dtype "
+                f"{np.dtype(shapes['x'].dtype).name} is normalised in; cast {slot} or x with .astype"
+            )
+
+
+def _epsilon(epsilon: Any) -> float:
+    try:
+        number = float(epsilon)
+    except (TypeError, ValueError) as e:  # a traced value, or no number at all
+        raise ArgumentError(f"group_norm: epsilon is {epsilon!r}, needed a number known when tracing") from e
+    if not (math.isfinite(number) and number >= 0):
+        raise ArgumentError(f"group_norm: epsilon is {number}, needed a finite number, 0 or more")
+    return number
+
+
+GROUP_NORM = GroupNorm()
+
+
+def group_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    groups: int = 32,
+    epsilon: float = 1e-5,
+    activation: str = "none",
+    batch_axes: int = 1,
+    implementation: str | None = None,
+) -> Array:
+    """GroupNorm over the positions of an image and the channels of a group as one op, with SiLU behind it or without; differentiable to
+    any order.
+
+    act((x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * scale + bias), means for each image and group of channels
+
+    Args:
+      x: the axes of the batch, then any number of positions, then C channels; a group is C / groups neighbours among them.
+      scale, bias: C, or None.
+      groups: a divisor of C: 1 is a LayerNorm over positions and channels, C an instance norm.
+      epsilon: added to the variance, inside the root; a number, 0 or more.
+      activation: "none" or "silu".
+      batch_axes: how many axes are the batch's; 0 for one image.
+      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own (up to 4,096 channels and 65,535 images, no
+        float64).
+
+    Returns:
+      As x, in x's shape and dtype (float32, bfloat16, float16 or float64). Statistics and arithmetic are float32 (float64 for float64 x),
+      and the result is rounded once. `scale` and `bias` may have another dtype than x (float32 parameters of a bfloat16 model),
+      but none wider than the arithmetic. Differentiated, it keeps x and two statistics for each image and group.
+
+    Raises:
+      ArgumentError: a wrong rank, size, dtype, number of groups or of axes, or epsilon; the message names the argument.
+      UnknownNameError: no activation or implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    Source: Wu and He 2018, arXiv:1803.08494, equations 1 to 3.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.asarray([[[1.0, 5.0], [3.0, 5.0]]])  # one image of two positions, two channels
+    >>> group_norm(x, bias=jnp.ones(2), groups=2, epsilon=1e-12).tolist()
+    [[[0.0, 1.0], [2.0, 1.0]]]
+    """
+    attrs = {"groups": groups, "epsilon": epsilon, "activation": activation, "batch_axes": batch_axes}
+    return GROUP_NORM.call(x, scale, bias, **attrs, implementation=implementation)

@@ -1,0 +1,148 @@
+"""How the kernels of `group_norm.cu` are compiled and launched for a call: plain arithmetic, no GPU."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...launch.compile import Source
+from ...launch.kernel_plan import KernelPlan, Launch
+from ..layer_norm.tiling import WARP, parts_of
+from . import tiling
+
+SOURCE = Source("group_norm/group_norm.cu", ("gn_stats", "gn_apply", "gn_grad_sums", "gn_grad_x", "gn_grad_vectors"))
+_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_ACTIVATIONS = {"none": 0, "silu": 6}  # as activation.cuh numbers them
+_GRADIENTS = ("x", "scale", "bias")  # in the order of the bits of FL_WANT
+SUM_HEIGHT = 16  # threads that share a channel of gn_grad_vectors
+
+
+@dataclass(frozen=True)
+class Images:
+    """What all kernels of a call are told.
+
+    Attributes:
+      batch, positions, channels, groups: of x.
+      dtype: numpy's name, of x and out.
+      activation: "none" or "silu".
+      vectors: (slot, dtype) of those of scale and bias that there are.
+    """
+
+    batch: int
+    positions: int
+    channels: int
+    groups: int
+    dtype: str
+    activation: str
+    vectors: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def tile(self) -> tiling.Tile:
+        return tiling.tile_of(self.channels, self.groups, self.dtype)
+
+    @cached_property
+    def splits(self) -> int:
+        return tiling.splits_of(self.batch, self.positions, self.channels, self.dtype, self.tile.blocks)
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """The shape of what chunks leave of groups."""
+        return self.batch, self.splits, self.groups, 2
+
+    def over_chunks(self, entry: str, params: tuple[tuple[str, int], ...]) -> Launch:
+        block = (self.tile.lanes, self.tile.height, 1)
+        return Launch(entry, (self.splits, self.batch, 1), block, 0, params, early=True)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Launches that make results and, beside them, scratch.
+
+    Attributes:
+      plan: its operands are `reads`; its results `gives`, then scratch.
+      reads: "ct", "x", "scale", "bias", "mean", "rstd": those needed, in this order.
+      gives: names of results: "out", "mean", "rstd"; of backward the slots whose gradients these are.
+      scratch: the shape of each array of partial results, float32.
+    """
+
+    plan: KernelPlan
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+    scratch: tuple[tuple[int, ...], ...]
+
+
+def forward_pass(images: Images, epsilon: float, saves: bool) -> Pass:
+    """Gives out, and mean and rstd where they are saved."""
+    given = dict(images.vectors)
+    reads = ("x", *(slot for slot in ("scale", "bias") if slot in given))
+    gives = ("out", "mean", "rstd") if saves else ("out",)
+    made = (*gives, "parts")
+    positions = ("i64", images.positions)
+    stats = (*_places("operand", ("x",), reads), *_places("result", ("parts",), made), positions)
+    apply = (
+        *_places("operand", ("x", "scale", "bias"), reads),
+        *_places("result", ("parts", "out", "mean", "rstd"), made),
+        positions,
+        ("i32", struct.unpack("=i", struct.pack("=f", epsilon))[0]),
+    )
+    launches = images.over_chunks("gn_stats", stats), images.over_chunks("gn_apply", apply)
+    options = _options(0, images, reads, SAVES=int(saves))
+    return Pass(KernelPlan(SOURCE.path, options, launches), reads, gives, (images.parts,))
+
+
+def backward_pass(images: Images, wanted: tuple[str, ...]) -> Pass:
+    """Gives the gradients of the slots in `wanted`, in the order x, scale, bias: not of bias alone where there is no activation."""
+    given, active = dict(images.vectors), images.activation != "none"
+    grads = tuple(slot for slot in _GRADIENTS if slot in wanted)
+    there = {"ct", "x", "mean", "rstd"}
+    there |= {"scale"} if "scale" in given and (active or "x" in grads) else set()
+    there |= {"bias"} if "bias" in given and active else set()
+    reads = tuple(name for name in ("ct", "x", "scale", "bias", "mean", "rstd") if name in there)
+    sums = tuple(slot for slot in grads if slot != "x")
+    left = (*(("parts",) if "x" in grads else ()), *(f"parts_{slot}" for slot in sums))
+    made = (*grads, *left)
+    operands = _places("operand", ("ct", "x", "scale", "bias", "mean", "rstd"), reads)
+    positions = ("i64", images.positions)
+    summed = (*operands, *_places("result", ("parts", "parts_scale", "parts_bias"), made), positions)
+    launches = [images.over_chunks("gn_grad_sums", summed)]
+    if "x" in grads:
+        of_x = (*operands, *_places("result", ("parts", "x"), made), positions)
+        launches.append(images.over_chunks("gn_grad_x", of_x))
+    if sums:
+        each = ("parts_scale", "scale", "parts_bias", "bias")
+        params = (*_places("result", each, made), ("i32", images.batch * images.splits))
+        grid = parts_of(images.channels, WARP), 1 + ("scale" in sums and "bias" in sums), 1
+        launches.append(Launch("gn_grad_vectors", grid, (WARP, SUM_HEIGHT, 1), 0, params, early=True))
+    wants = sum(1 << _GRADIENTS.index(slot) for slot in grads)
+    options = _options(1, images, reads, WANT=wants, SUM_HEIGHT=SUM_HEIGHT)
+    of_channels = (images.batch * images.splits, images.channels)
+    scratch = (*((images.parts,) if "x" in grads else ()), *(of_channels,) * len(sums))
+    return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), reads, grads, scratch)
+
+
+def _options(kind: int, images: Images, reads: tuple[str, ...], **more: int) -> tuple[str, ...]:
+    given, tile = dict(images.vectors), images.tile
+    values = {
+        "KIND": kind,
+        "T": _CODES[images.dtype],
+        **{slot.upper(): _CODES[given[slot]] if slot in given else -1 for slot in ("scale", "bias")},
+        "READS_SCALE": int("scale" in reads),
+        "READS_BIAS": int("bias" in reads),
+        "ACT": _ACTIVATIONS[images.activation],
+        "16BIT": int(images.dtype != "float32"),
+        "C": images.channels,
+        "G": images.groups,
+        "VEC": tile.vec,
+        "LANES": tile.lanes,
+        "VECS": tile.vecs,
+        "HEIGHT": tile.height,
+        "TEAM": tile.team,
+        "BLOCKS": tile.blocks,
+        **more,
+    }
+    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
+
+
+def _places(kind: str, every: tuple[str, ...], there: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    return tuple((kind, there.index(n)) if n in there else ("null", 0) for n in every)

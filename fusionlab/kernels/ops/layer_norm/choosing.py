@@ -1,0 +1,38 @@
+"""Where the kernels of `layer_norm` are taken: a rule of what was measured on an H200 (`python -m benchmarks norms` measures it again; only
+its two largest cases are on record so far, in that of `python -m benchmarks multi_transformer`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ....device import Device
+from . import cuda, tiling
+
+MEASURED = ("sm_90",)
+LEAST = 1 << 20  # elements of x below which both take the same time, as launches are most of it
+# Columns beyond which XLA's code is faster, or nothing was measured.
+WIDEST = {"call": 1 << 14, "cotangent": 1 << 13}
+AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks norms_cpu)"
+FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
+
+
+def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
+    """Why XLA's code is preferred for a "call" or a "cotangent" of these shapes; "" where the kernels are."""
+    if reason := cuda.refuses(shapes, device, role=role, **attrs):
+        return reason
+    if device.arch not in MEASURED:
+        where = device.arch or "this architecture"
+        return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+    whole = next(a for name in ("x", "sum", "ct", "ct_sum") if (a := shapes.get(name)) is not None)
+    elements, columns, dtype = math.prod(whole.shape), whole.shape[-1], whole.dtype.name
+    if elements < LEAST:
+        return f"x has {elements} elements; below {LEAST} XLA's code was measured to take as long"
+    if columns > WIDEST[role]:
+        way = "forward" if role == "call" else "backward"
+        return f"for rows of more than {WIDEST[role]} entries ({columns}) XLA's code was measured faster {way}"
+    if role == "call" and not residuals and tiling.vector(columns, dtype) * tiling.ITEM_BYTES[dtype] < 4:
+        return f"rows of {columns} entries are read one by one, and forward alone XLA's code was measured faster"
+    return ""

@@ -1,0 +1,130 @@
+"""`layer_norm` on a GPU by kernels of our own: one pass forward, and one backward with every gradient."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....device import Device
+from ...launch.compile import refuses_device
+from ...launch.ffi_call import launch
+from ...op.arrays import is_explicitly_sharded
+from . import reference
+from .plan import COTANGENTS, Norm, adds_up, backward_passes, forward_plan
+from .tiling import GRID_X, ITEM_BYTES, MAX_COLUMNS
+
+Array = Any
+
+_VECTORS = ("scale", "bias", "shift")
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, *, axis: int, role: str = "call", **attrs: Any) -> str | None:
+    """Why this backend cannot run a call, or None. `shapes` maps the operands' names to shapes with dtypes."""
+    if reason := refuses_device(device):
+        return reason
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    whole = next((a for name in ("x", "sum", "ct", "ct_sum") if (a := shapes.get(name)) is not None), None)
+    if whole is None:  # a tangent that reads none of them, which is the reference's
+        return None
+    if axis != len(whole.shape) - 1:
+        return f"it normalises over axis {axis} of rank {len(whole.shape)}, the kernels over the last one"
+    for slot, a in shapes.items():
+        if (name := jnp.dtype(a.dtype).name) not in ITEM_BYTES:
+            return f"{slot} is {name}, the kernels take {', '.join(ITEM_BYTES)}"
+    *rows, columns = whole.shape
+    if columns > MAX_COLUMNS:
+        return f"rows have {columns} entries, the kernels take {MAX_COLUMNS} at most"
+    if math.prod(rows) > GRID_X:
+        return f"there are {math.prod(rows)} rows, the kernels take {GRID_X} at most"
+    return None
+
+
+def forward(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    shift: Array | None = None,
+    residual: Array | None = None,
+    *,
+    residuals: bool,
+    kind: str,
+    epsilon: float,
+    gives_sum: bool,
+    **attrs: Any,
+) -> list[Array]:
+    """[out], the sum if the call gives it or if it is saved, and mean (LayerNorm alone) and rstd if residuals are asked for."""
+    vectors = {n: v for n, v in (("shift", shift), ("scale", scale), ("bias", bias)) if v is not None}
+    if not x.size:
+        given = {"x": x, "scale": scale, "bias": bias, "shift": shift, "residual": residual}
+        numbers = {"kind": kind, "epsilon": epsilon, "gives_sum": gives_sum}
+        return reference.forward(**given, residuals=residuals, **numbers, **attrs)  # pyright: ignore[reportArgumentType]
+    norm = _norm(x, kind, {n: v.dtype.name for n, v in vectors.items()})
+    sums = gives_sum or (residuals and residual is not None)
+    plan = forward_plan(norm, epsilon, residual is not None, sums, residuals)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    results = [like, *([like] if sums else ())]
+    if residuals:
+        results += [jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)] * len(norm.statistics)
+    return launch(plan, [x, *([] if residual is None else [residual]), *vectors.values()], results)
+
+
+def cotangent(
+    saved: Mapping[str, Array],
+    ct: Any,
+    wanted: tuple[str, ...],
+    shardings: Mapping[str, Any],
+    *,
+    kind: str,
+    dtypes: tuple[str, ...],
+    present: tuple[str, ...],
+    **attrs: Any,
+) -> list[Array]:
+    """The gradients of the slots wanted, each of its operand's dtype. Sums are in float32, always in the same order, rounded once.
+
+    The gradients of x and residual are one array. Without a cotangent of out, or with bias alone wanted, there is no norm to go through,
+    and it is XLA's code. The cotangent of out may be a tuple of arrays, whose sum it is.
+    """
+    cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
+    terms: tuple[Array, ...] = (
+        cts["out"] if isinstance(cts.get("out"), tuple) else (cts["out"],) if "out" in cts else ()
+    )
+    if not terms or not terms[0].size or set(wanted) == {"bias"}:
+        given = {"kind": kind, "dtypes": dtypes, "present": present, **attrs}
+        whole = {**cts, "out": functools.reduce(jax.lax.add, terms)} if terms else cts
+        return reference.cotangent(saved, whole, wanted, shardings, **given)
+    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
+    norm = _norm(terms[0], kind, {n: as_given[n] for n in _VECTORS if n in as_given})
+    slots = tuple(dict.fromkeys("x" if slot == "residual" else slot for slot in wanted))
+    if not adds_up(norm, slots, "sum" in cts, len(terms)):
+        terms = (functools.reduce(jax.lax.add, terms),)
+    x = saved["sum"] if "sum" in saved else saved["x"]
+    found: dict[str, Array] = {
+        **dict(zip(COTANGENTS, terms, strict=False)),
+        "x": x,
+        **{n: saved[n] for n in ("scale", *norm.statistics) if n in saved},
+    }
+    if "shift" in saved and "sum" not in saved:
+        found["shift"] = saved["shift"]
+    if "sum" in cts:
+        found["ct_sum"] = cts["sum"]
+    made: dict[str, Array] = {}
+    for one in backward_passes(norm, slots, "sum" in cts, "shift" in found, len(terms)):
+        types = [
+            jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], as_given.get(s, x.dtype)) for s in one.grads
+        ]
+        types += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in one.scratch]
+        results = launch(one.plan, [found[name] for name in one.reads], types)
+        made |= zip(one.grads, results, strict=False)
+        found |= {"dx": made["x"]} if "x" in made else {}
+    return [made["x" if slot == "residual" else slot] for slot in wanted]
+
+
+def _norm(x: Array, kind: str, vectors: Mapping[str, str]) -> Norm:
+    *rows, columns = x.shape
+    return Norm(kind, math.prod(rows), columns, x.dtype.name, tuple(sorted(vectors.items())))

@@ -1,0 +1,305 @@
+"""`layer_norm`: a residual addition, the statistics of LayerNorm or RMSNorm, the normalisation, a scale and a bias as one op."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ....device import Device
+from ....errors import ArgumentError, unknown_name
+from ....graph.canonical.fused_nodes import Form
+from ...op.arrays import batch_of_rows, check_dtypes
+from ...op.implementation import Implementation
+from ...op.labels import Axes
+from ...op.op import Op
+from . import choosing, cuda, reference
+from .plan import MOST_ADDENDS
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+KINDS = ("layer", "rms")
+_VECTORS = ("scale", "bias", "shift")
+# Operands with one entry, or N of them, for each row of x.
+_ROWS = ("x", "residual", "d_x", "d_residual", "ct", "ct_sum", "sum", "mean", "rstd")
+
+
+class LayerNorm(Op):
+    """LayerNorm and RMSNorm; see `layer_norm` below for shapes and attributes."""
+
+    name = "layer_norm"
+    slots = ("x", "scale", "bias", "shift", "residual")
+    addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
+    defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla",
+            "statistics, normalisation, scale and bias as jnp code",
+            reference.forward,
+            reference.tangent,
+            reference.cotangent,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
+            cuda.forward,
+            reference.tangent,
+            cuda.cotangent,
+            cuda.refuses,
+            opaque=True,
+            adds=True,
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        if not isinstance(full["kind"], str) or full["kind"] not in KINDS:
+            raise unknown_name("layer_norm kind", full["kind"], KINDS)
+        full["axis"] = _check_shapes(given, full["axis"])
+        full["epsilon"] = _epsilon(full["epsilon"])
+        full["gives_sum"] = bool(full["gives_sum"])
+        if full["gives_sum"] and not {"shift", "residual"} & set(given):
+            raise ArgumentError("layer_norm: the sum of x alone is asked for, needed a shift or a residual")
+        _check_dtypes(given)
+        full["dtypes"] = tuple(np.dtype(a.dtype).name for a in given.values())
+        return dict(given), full
+
+    def results(self, *, gives_sum: bool, **attrs: Any) -> tuple[str, ...]:
+        return ("out", "sum") if gives_sum else ("out",)
+
+    def residual_names(self, *, kind: str, present: tuple[str, ...], gives_sum: bool, **attrs: Any) -> tuple[str, ...]:
+        sums = () if gives_sum or "residual" not in present else ("sum",)
+        return (*sums, *(("mean", "rstd") if kind == "layer" else ("rstd",)))
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        """The sum in place of what was added up, where it is there: one array, and as many bytes as x and residual again."""
+        if set(wanted) <= {"bias"}:
+            return frozenset()
+        present, saved = attrs["present"], self.residual_names(**attrs)
+        scale = ("scale",) if "scale" in present and set(reference.SUMMANDS) & set(wanted) else ()
+        summed = ("sum",) if attrs["gives_sum"] or "sum" in saved else ("x", *(s for s in ("shift",) if s in present))
+        return frozenset((*summed, *scale, *saved))
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """A batch of rows is more rows; a batch of vectors, or of their gradients, is not this op."""
+        live = zip(params["present"], params.get("live", ()), strict=False)
+        of_vectors = any(moves for slot, moves in live if slot in _VECTORS)
+        found = batch_of_rows(_ROWS, role, names, values, dims, (True, of_vectors))
+        return None if found is None else (found, params | {"axis": params["axis"] + 1})
+
+    def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
+        """As the gradient of a shift, of which nothing is read where the sum was saved."""
+        present, last = params["present"], len(params["shape"]) - 1
+        if slot not in ("x", "residual") or "shift" in present or params["axis"] != last or dtype not in DTYPES:
+            return None
+        wide = np.dtype(reference.statistics_dtype(params["dtypes"][0]))
+        if np.dtype(dtype).itemsize > wide.itemsize:
+            return None
+        place = sum(present.count(s) for s in self.slots[: self.slots.index("shift")])
+        more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
+        return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if device.platform != "cuda" or role == "tangent":
+            return "xla", "what XLA runs anyway"
+        reason = choosing.why_not_cuda(role, shapes, device, **attrs)
+        return ("xla", reason) if reason else ("cuda", choosing.FASTER)
+
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        device = Device.of(device)
+        if device.platform != "cuda":
+            return choosing.AS_FAST_ON_A_CPU
+        shapes, full = self._prepared(operands, attrs, device)
+        # It is to gain both ways: one that it loses takes what the other gains.
+        roles = (("call", True), ("cotangent", False))
+        reasons = (choosing.why_not_cuda(role, shapes, device, residuals=saves, **full) for role, saves in roles)
+        why = next((reason for reason in reasons if reason), "")
+        as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
+        if device.arch not in choosing.MEASURED:
+            as_xla = "what XLA's code of an op of its own takes was not measured there either"
+        return f"{why}; and {as_xla}" if why else ""
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form | None:
+        """Rows "m", features "n". The search does not look into a call of two results."""
+        if attrs["gives_sum"]:
+            return None
+        labels = _labels(len(shapes["x"]), attrs["axis"])
+        numbers = (("epsilon", attrs["epsilon"]),)
+        slots = tuple(labels[slot] for slot in shapes)
+        return Form(tuple(shapes), slots, labels["out"], (("kind", attrs["kind"]),), numbers)
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        return Axes(_labels(len(shapes["out"]), attrs["axis"]), whole=frozenset("n"))  # the statistics run over n
+
+    def formula(
+        self,
+        *,
+        kind: str = "layer",
+        scale: bool = True,
+        bias: bool = True,
+        shift: bool = False,
+        residual: bool = False,
+        gives_sum: bool = False,
+        **_: Any,
+    ) -> str:
+        """ "layer_norm(x) * scale + bias"; the operands that are False are left out."""
+        summed = f"x{' + shift' if shift else ''}{' + residual' if residual else ''}"
+        norm = f"{kind}_norm({summed}){' * scale' if scale else ''}{' + bias' if bias else ''}"
+        return f"{norm}, and {summed}" if gives_sum else norm
+
+
+def _labels(rank: int, axis: int) -> dict[str, tuple[str, ...]]:
+    """Rows "m0", "m1", ..., features "n"."""
+    rows = tuple(f"m{i}" for i in range(rank - 1))
+    x = (*rows[:axis], "n", *rows[axis:])
+    whole, vectors = ("x", "residual", "sum", "out"), _VECTORS
+    return {**dict.fromkeys(whole, x), **dict.fromkeys(vectors, ("n",)), "mean": rows, "rstd": rows}
+
+
+def _check_shapes(given: Mapping[str, Any], axis: Any) -> int:
+    """The axis, counted from the front."""
+    x = given.get("x")
+    if x is None:
+        raise ArgumentError("layer_norm: x is missing, needed an array")
+    shape = tuple(x.shape)
+    if not shape:
+        raise ArgumentError("layer_norm: x is a scalar, needed rank 1 or more: features to normalise over")
+    try:
+        number = operator.index(axis)
+    except TypeError as e:
+        raise ArgumentError(f"layer_norm: axis is {axis!r}, needed one axis number: merge several by a reshape") from e
+    if not -len(shape) <= number < len(shape):
+        raise ArgumentError(f"layer_norm: axis is {number}, needed an axis between {-len(shape)} and {len(shape) - 1}")
+    features = shape[number]
+    if features < 1:
+        raise ArgumentError(
+            f"layer_norm: x has shape {shape}, nothing along axis {number}; needed at least one feature"
+        )
+    for slot in _VECTORS:
+        if slot in given and (found := tuple(given[slot].shape)) != (features,):
+            raise ArgumentError(
+                f"layer_norm: {slot} has shape {found}, needed ({features},): one entry for each feature of x "
+                f"{shape} along axis {number}; multiply or add any other {slot} outside"
+            )
+    if "residual" in given and (found := tuple(given["residual"].shape)) != shape:
+        raise ArgumentError(
+            f"layer_norm: residual has shape {found}, needed {shape}, that of x; broadcast it, or add it outside"
+        )
+    return number % len(shape)
+
+
+def _check_dtypes(shapes: Mapping[str, Any]) -> None:
+    """Each is a float of DTYPES, the residual is of the dtype of x, and no vector is wider than the arithmetic."""
+    for slot, v in shapes.items():
+        check_dtypes("layer_norm", {slot: v}, DTYPES)
+    if "residual" in shapes:
+        check_dtypes("layer_norm", {slot: shapes[slot] for slot in ("x", "residual")}, DTYPES)
+    wide = np.dtype(reference.statistics_dtype(shapes["x"].dtype))
+    for slot, v in shapes.items():
+        if np.dtype(v.dtype).itemsize > wide.itemsize:
+            raise ArgumentError(
+                f"layer_norm: {slot} has dtype {np.dtype(v.dtype).name}, wider than the {wide.name} that x of dtype "
+                f"{np.dtype(shapes['x'].dtype).name} is normalised in; cast {slot} or x with .astype"
+            )
+
+
+def _epsilon(epsilon: Any) -> float:
+    try:
+        number = float(epsilon)
+    except (TypeError, ValueError) as e:  # a traced value, or no number at all
+        raise ArgumentError(f"layer_norm: epsilon is {epsilon!r}, needed a number known when tracing") from e
+    if not (math.isfinite(number) and number >= 0):
+        raise ArgumentError(f"layer_norm: epsilon is {number}, needed a finite number, 0 or more")
+    return number
+
+
+LAYER_NORM = LayerNorm()
+
+
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    shift: Array | None = None,
+    residual: Array | None = None,
+    kind: str = "layer",
+    epsilon: float = 1e-5,
+    axis: int = -1,
+    implementation: str | None = None,
+) -> Array:
+    """LayerNorm or RMSNorm over one axis as one op, differentiable to any order, of x or of a sum that it adds up itself.
+
+    s = round(x + shift + residual), or x where there are neither
+    kind "layer": (s - mean(s)) / sqrt(mean((s - mean(s))^2) + epsilon) * scale + bias
+    kind "rms":   s / sqrt(mean(s^2) + epsilon) * scale + bias
+
+    Args:
+      x: rank 1 or more; N features at `axis`.
+      scale, bias: N, or None.
+      shift: N, added to x before the norm (the bias of a product, say); or None.
+      residual: of x's shape and dtype, added to x before the norm; or None.
+      kind: "layer" or "rms".
+      epsilon: added to the mean square, inside the root; a number, 0 or more.
+      axis: the axis that is normalised over.
+      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own (the last axis, up to 65,536 features, no
+        float64).
+
+    Returns:
+      As x, in x's shape and dtype (float32, bfloat16, float16 or float64). Statistics and arithmetic are float32 (float64 for
+      float64 x) and the result is rounded once; s is rounded once as well, to x's dtype, before its statistics are taken: the result is
+      the norm of the s that `layer_norm_and_sum` gives. `scale`, `bias` and `shift` may have another dtype than x (float32 parameters of a
+      bfloat16 model), but none wider than the arithmetic. Differentiated, it keeps x (with a residual: s) and one or two statistics a row.
+
+    Raises:
+      ArgumentError: a wrong rank, size, dtype, axis or epsilon; the message names the argument.
+      UnknownNameError: no kind or implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    Sources: Ba et al. 2016, arXiv:1607.06450 (LayerNorm); Zhang and Sennrich 2019, arXiv:1910.07467 (RMSNorm).
+
+    >>> import jax.numpy as jnp
+    >>> layer_norm(jnp.asarray([1.0, 3.0]), bias=jnp.ones(2), epsilon=0.0).tolist()
+    [0.0, 2.0]
+    """
+    attrs = {"kind": kind, "epsilon": epsilon, "axis": axis, "implementation": implementation}
+    return LAYER_NORM.call(x, scale, bias, shift, residual, **attrs)
+
+
+def layer_norm_and_sum(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    shift: Array | None = None,
+    residual: Array | None = None,
+    kind: str = "layer",
+    epsilon: float = 1e-5,
+    axis: int = -1,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """`layer_norm` that gives the sum as well, where something else reads it too (the residual stream of a pre-LN transformer).
+
+    Args: as of `layer_norm`; a shift or a residual, or both.
+
+    Returns:
+      (out, s): both of x's shape and dtype, out the norm of s = round(x + shift + residual). Differentiated, it keeps s and one or two
+      statistics a row; the cotangent of s is added to that of the norm where they are computed.
+
+    Raises:
+      ArgumentError: as `layer_norm`; or neither a shift nor a residual.
+      UnknownNameError, BackendError: as `layer_norm`.
+
+    >>> import jax.numpy as jnp
+    >>> out, total = layer_norm_and_sum(jnp.asarray([1.0, 2.0]), residual=jnp.asarray([0.0, 1.0]), epsilon=0.0)
+    >>> out.tolist(), total.tolist()
+    ([-1.0, 1.0], [1.0, 3.0])
+    """
+    attrs = {"kind": kind, "epsilon": epsilon, "axis": axis, "implementation": implementation}
+    return LAYER_NORM.call(x, scale, bias, shift, residual, gives_sum=True, **attrs)

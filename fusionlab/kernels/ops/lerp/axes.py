@@ -1,0 +1,87 @@
+"""The axes of arrays that broadcast against each other, as the kernels of `lerp.cu` see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ....errors import ArgumentError
+
+SLOTS: tuple[str, ...] = ("x", "y", "w")
+MAX_RANK = 8
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Neighbouring axes of the result along which each array goes on as one, or stays.
+
+    Attributes:
+      size: elements along it.
+      slots: those that go on.
+    """
+
+    size: int
+    slots: frozenset[str]
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype of arithmetic and of partial sums: float32, for float64 itself."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def result_shape(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The shape that shapes of one rank broadcast to.
+
+    Raises:
+      ArgumentError: ranks or sizes do not fit, or the rank is above `MAX_RANK`.
+    """
+    ranks = {len(shape) for shape in shapes.values()}
+    if len(ranks) != 1 or max(ranks) > MAX_RANK:
+        raise ArgumentError(f"lerp: got shapes {dict(shapes)}, needed one rank of at most {MAX_RANK}")
+    sizes = []
+    for along in zip(*shapes.values(), strict=True):
+        wide = set(along) - {1}
+        if len(wide) > 1:
+            raise ArgumentError(f"lerp: got shapes {dict(shapes)}, which do not broadcast against each other")
+        sizes.append(max(wide, default=1))
+    return tuple(sizes)
+
+
+def collapse(shapes: Mapping[str, Sequence[int]], slots: Sequence[str]) -> tuple[Axis, ...]:
+    """The axes of the result, without those of size 1, neighbours that look alike to all of `slots` taken together.
+
+    One axis of size 1 where there is no other.
+    """
+    found: list[Axis] = []
+    for i, size in enumerate(result_shape(shapes)):
+        if size == 1:
+            continue
+        axis = Axis(size, frozenset(slot for slot in slots if shapes[slot][i] != 1))
+        if found and found[-1].slots == axis.slots:
+            axis = Axis(found.pop().size * size, axis.slots)
+        found.append(axis)
+    return tuple(found) or (Axis(1, frozenset(slots)),)
+
+
+def vector(columns: int, dtype: str) -> int:
+    """Neighbours that a thread takes: a power of 2, up to 16 bytes, of which rows hold a whole number and so start on one."""
+    return math.gcd(columns, 16 // ITEM_BYTES[dtype])
+
+
+def parts_of(total: int, size: int) -> int:
+    return -(-total // size)
+
+
+def round_up(value: int, step: int) -> int:
+    return parts_of(value, step) * step
+
+
+def power_of_2(value: int) -> int:
+    """The least that is not below `value`."""
+    return 1 << (max(1, value) - 1).bit_length()
+
+
+def powers_of_2(most: int) -> Iterator[int]:
+    return (1 << i for i in range(most.bit_length()))

@@ -1,0 +1,77 @@
+"""`lerp` on a GPU by kernels of our own: one pass forward, and backward one over the cotangent, whatever is broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....device import Device
+from ...launch.compile import refuses_device
+from ...launch.ffi_call import launch
+from ...op.arrays import is_explicitly_sharded
+from .axes import MAX_RANK, accumulator, result_shape
+from .plan import Pass, backward_passes, forward_plan
+from .reference import operand_shapes
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why this backend cannot run a call, or None. `shapes` may have entries for x, y and w with a shape and a dtype."""
+    if reason := refuses_device(device):
+        return reason
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    for slot, shape in shapes.items():
+        if len(shape.shape) > MAX_RANK:
+            return f"{slot} has rank {len(shape.shape)}, the kernels take {MAX_RANK} at most"
+        if jnp.dtype(shape.dtype).name not in DTYPES:
+            return f"{slot} is {jnp.dtype(shape.dtype).name}, the kernels take {', '.join(DTYPES)}"
+    if len(dtypes := {jnp.dtype(shape.dtype).name for shape in shapes.values()}) > 1:
+        return f"the kernels take one dtype, not {' and '.join(sorted(dtypes))}"
+    return None
+
+
+def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[Array]:
+    """[x + w (y - x)] of arrays of one rank and one dtype that broadcast against each other."""
+    shapes = {"x": x.shape, "y": y.shape, "w": w.shape}
+    out = jax.ShapeDtypeStruct(result_shape(shapes), x.dtype)
+    return launch(forward_plan(shapes, x.dtype.name), [x, y, w], [out])
+
+
+def cotangent(
+    saved: Mapping[str, Array],
+    ct: Array,
+    wanted: tuple[str, ...],
+    shardings: Mapping[str, Any],
+    *,
+    broadcast: tuple[tuple[str, tuple[int, ...], str], ...],
+    **_: Any,
+) -> list[Array]:
+    """The gradients of the slots wanted, each of its operand's shape; `broadcast` says those of all three.
+
+    Sums are accumulated in float32 (float64 for float64), always in the same order, and rounded once.
+    """
+    shapes = operand_shapes(broadcast, ct.shape)
+    if not ct.size:
+        return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
+    made = gradients(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
+    return [made[slot] for slot in wanted]
+
+
+def gradients(
+    passes: Iterable[Pass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """What the passes make, by slot; `shapes` are those of x, y and w."""
+    made: dict[str, Array] = {}
+    for one in passes:
+        results = [jax.ShapeDtypeStruct(shapes[slot], ct.dtype) for slot in one.grads]
+        results += [jax.ShapeDtypeStruct(shape, accumulator(ct.dtype.name)) for shape in one.scratch]
+        found = launch(one.plan, [ct, *(saved[slot] for slot in one.reads)], results)
+        made.update(zip(one.grads, found, strict=False))
+    return made

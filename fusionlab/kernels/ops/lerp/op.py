@@ -1,0 +1,189 @@
+"""`lerp`: x + w * (y - x) as one op, of operands that broadcast against each other in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from ....device import Device
+from ....errors import ArgumentError
+from ....graph.canonical.fused_nodes import Form
+from ...choose.choices import CHOICES, Choice, case_text
+from ...op.arrays import batch_size, check_dtypes, with_rank
+from ...op.implementation import Implementation
+from ...op.labels import Axes
+from ...op.op import Op
+from ...op.primitive import wanted_of
+from . import cuda, reference
+from .axes import MAX_RANK, collapse
+
+Array = Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SIZES = tuple(f"axis {i}" for i in range(MAX_RANK))
+
+
+class Lerp(Op):
+    """Linear interpolation; see `lerp` below. The primitives take operands of one rank, the missing axes of size 1 in front."""
+
+    name = "lerp"
+    slots = ("x", "y", "w")
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
+            cuda.forward,
+            reference.tangent,
+            cuda.cotangent,
+            cuda.refuses,
+            opaque=True,
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        missing = [slot for slot in self.slots if slot not in given]
+        if missing:
+            raise ArgumentError(f"lerp: {missing[0]} is missing, needed an array")
+        check_dtypes(self.name, given, DTYPES)
+        rank = len(_broadcast_shape(given))
+        present = {slot: with_rank(given[slot], rank) for slot in self.slots}
+        full["broadcast"] = tuple((slot, tuple(a.shape), np.dtype(a.dtype).name) for slot, a in present.items())
+        return present, full
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return ()
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        of_ends = {"w"} if {"x", "y"} & set(wanted) else set()
+        return frozenset(of_ends | ({"x", "y"} if "w" in wanted else set()))
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """One more leading axis, of size 1 where neither an operand nor its tangent is batched.
+
+        A gradient has the whole batch, also that of an operand the batch shares. `broadcast` says one shape for an operand, its tangent and
+        its gradient: one that is not batched but has one of these that is becomes a batch of the same.
+        """
+        size = batch_size(values, dims)
+        moves = {name.removeprefix("d_") for name, d in zip(names, dims, strict=True) if d is not None}
+        if role == "cotangent":
+            moves |= {"ct", *wanted_of(params)}
+        result = []
+        for name, a, d in zip(names, values, dims, strict=True):
+            one = a[None] if d is None else jnp.moveaxis(a, d, 0)
+            whole = name.removeprefix("d_") in moves
+            result.append(jnp.broadcast_to(one, (size, *one.shape[1:])) if whole else one)
+        broadcast = tuple((s, (size if s in moves else 1, *shape), dtype) for s, shape, dtype in params["broadcast"])
+        return result, params | {"broadcast": broadcast}
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        """All operands are labelled as the result is; along an axis of size 1 nothing is split."""
+        labels = _labels(len(shapes["out"]))
+        return Axes(dict.fromkeys((*self.slots, "out"), labels))
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        labels = _labels(len(shapes["x"]))
+        return Form(tuple(shapes), (labels,) * len(shapes), labels)
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        found = self.measured(role, shapes, device, **attrs)
+        known = found is not None and self.implementations.get(found.implementation)
+        if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
+            return found.implementation, found.reason
+        return "xla", "what XLA runs anyway: nothing was measured faster"
+
+    def measured(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
+        """What was measured for the call on that architecture, or for one near it, if anything was."""
+        text = self.case(role, shapes, **attrs) if device.platform == "cuda" and device.arch else None
+        if text is None:
+            return None
+        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By the axes of the result, those that all operands share taken together, which operands have each, and what is wanted."""
+        operands = {slot: shape for slot, shape, _ in attrs["broadcast"]}
+        if role == "tangent" or any(0 in shape or len(shape) > MAX_RANK for shape in operands.values()):
+            return None
+        axes = collapse(operands, self.slots)
+        content: dict[str, Any] = {name: axis.size for name, axis in zip(SIZES, axes, strict=False)}
+        content["axes"] = ["".join(slot for slot in self.slots if slot in axis.slots) for axis in axes]
+        content["dtype"] = attrs["broadcast"][0][2]
+        if role == "cotangent":
+            content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
+        return case_text(self.name, role, **content)
+
+    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+        device = Device.of(device)
+        if device.platform != "cuda":
+            return ""
+        shapes, full = self._prepared(operands, attrs, device)
+        live = (("call", {}), *(("cotangent", {"live": moves}) for moves in ((True, True, False), (True, True, True))))
+        if any(self.preferred(role, shapes, device, **full, **more)[0] != "xla" for role, more in live):
+            return ""
+        if refusal := self.implementations["cuda"].refuses(shapes, device, role="call", **full):
+            return f"nothing but XLA's code can run it there: {refusal}"
+        where = device.arch or "this architecture"
+        known = [self.measured(role, shapes, device, **full, **more) for role, more in live]
+        if not any(known):
+            return f"nothing near it was measured on {where} (fusionlab.tune measures)"
+        ways = "forward and backward" if all(known) else "as far as it was measured"
+        return f"on {where} XLA's code was measured as fast {ways} (fusionlab.tune measures)"
+
+    def formula(self, **_: Any) -> str:
+        return "x + w * (y - x)"
+
+
+def _labels(rank: int) -> tuple[str, ...]:
+    return tuple(f"a{i}" for i in range(rank))
+
+
+def _broadcast_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+    shapes = {slot: tuple(a.shape) for slot, a in given.items()}
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError as e:
+        text = ", ".join(f"{slot} {shape}" for slot, shape in shapes.items())
+        raise ArgumentError(
+            f"lerp: shapes {text} do not broadcast; needed, aligned right, equal sizes along each axis, or 1"
+        ) from e
+
+
+LERP = Lerp()
+
+
+def lerp(x: Array, y: Array, w: Array | float, *, implementation: str | None = None) -> Array:
+    """x + w * (y - x) as one op, differentiable to any order: x where w is 0, y (up to rounding) where it is 1.
+
+    Args:
+      x, y, w: arrays of any ranks that broadcast against each other as NumPy's do; a Python number for w is taken in x's dtype.
+      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own.
+
+    Returns:
+      Of the shape all three broadcast to, in their dtype (float32, bfloat16, float16 or float64; they must agree). Arithmetic is float32
+      (float64 for float64), rounded once. Differentiated it keeps w, and x and y where the gradient of w is wanted; each gradient is
+      computed only where it is asked for: dx = (1 - w) * ct, dy = w * ct, dw = (y - x) * ct, summed to its operand's shape in the
+      arithmetic's dtype.
+
+    Raises:
+      ArgumentError: shapes that do not broadcast, dtypes that differ or are no floats; the message names the argument.
+      UnknownNameError: no implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    Source: `torch.lerp` has the same definition (PyTorch documentation).
+
+    >>> import jax.numpy as jnp
+    >>> lerp(jnp.zeros(2), jnp.asarray([2.0, 4.0]), 0.25).tolist()
+    [0.5, 1.0]
+    """
+    if isinstance(w, int | float) and not isinstance(w, bool):
+        w = jnp.asarray(w, jnp.result_type(x))
+    return LERP.call(x, y, w, implementation=implementation)

@@ -1,0 +1,38 @@
+"""`matmul` by XLA's product and one kernel of our own behind it, for bias and activation; the kernel is `gemm_epilogue`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....device import Device
+from ..gemm_epilogue import cuda as beside
+from . import reference, support
+from .axes import Product
+
+Array = Any
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why this backend cannot run a call, or None. A backward it runs as XLA does."""
+    if attrs.get("role", "call") != "call":
+        return None
+    found = support.kernel(shapes, device, **attrs)
+    return found and found.sentence
+
+
+def forward(
+    a: Array, b: Array, bias: Array | None = None, *, residuals: bool, activation: str, **attrs: Any
+) -> list[Array]:
+    """[out], and the activation's residual if asked for and if it has one."""
+    h = reference.product(a, b, **attrs)
+    shape, (_, _, columns, _) = h.shape, Product.of(a.shape, b.shape, attrs["dimensions"]).sizes
+    h = h.reshape(-1, columns)
+    vector = None if bias is None else bias.reshape(-1)
+    saves = beside.saves_of(activation, packed=False) if residuals else "none"
+    keeps_h = saves == "preactivation"
+    if keeps_h and vector is not None:
+        h, vector = h + vector, None  # XLA's product adds it; the sum is what is kept
+    out, *made = beside.activate(h, vector, activation, "none" if keeps_h else saves)
+    made = [h] if keeps_h else made
+    return [one.reshape(shape) for one in (out, *made)]

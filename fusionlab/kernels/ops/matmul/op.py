@@ -1,0 +1,363 @@
+"""`matmul`: a product of two arrays, with factors, a bias, an activation and a cast behind it, as one op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from ....device import Device
+from ....errors import ArgumentError, unknown_name
+from ....graph.canonical.fused_nodes import Form
+from ...op.arrays import batch_size, canonical_precision, with_rank
+from ...op.implementation import Implementation
+from ...op.labels import Axes, SummedCall
+from ...op.op import Op
+from ..gemm_epilogue.activations import ACTIVATIONS
+from . import cublaslt, cuda, reference, routes
+from .axes import Dimensions, Product, canonical, free
+
+Array = Any
+
+_ROWS = ("a", "d_a", "ct", "mask", "preactivation")  # operands with one entry for each row of a
+_BIASES = ("bias", "d_bias")
+
+
+class Matmul(Op):
+    """cast(act(alpha * (a . b) + beta * bias)); see `matmul` below for shapes and attributes.
+
+    Attributes beside those of `matmul`: `dimensions`, as of `jax.lax.dot_general`, for products of any axes; `product`, the dtype of
+    a . b, by default that of the operands.
+    """
+
+    name = "matmul"
+    slots = ("a", "b", "bias")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "dimensions": None,
+        "precision": None,
+        "product": None,
+        "out": None,
+        "alpha": 1.0,
+        "beta": 1.0,
+        "activation": "none",
+        "library": None,
+    }
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": Implementation(
+            "xla",
+            "the same product, and what stands behind it as jnp code",
+            reference.forward,
+            reference.tangent,
+            reference.cotangent,
+        ),
+        "cublaslt": Implementation(
+            "cublaslt",
+            "one cuBLASLt call: factors, bias, activation and the cast of the result in it",
+            cublaslt.forward,
+            reference.tangent,
+            reference.cotangent,
+            cublaslt.refuses,
+            opaque=True,
+        ),
+        "cuda": Implementation(
+            "cuda",
+            "XLA's product and one kernel of our own for bias and activation",
+            cuda.forward,
+            reference.tangent,
+            reference.cotangent,
+            cuda.refuses,
+            opaque=True,
+        ),
+    }
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        full = self.with_defaults(attrs)
+        a, b = _operands(given)
+        full["dimensions"] = _dimensions(a, b, full["dimensions"])
+        dtype = np.dtype(a.dtype).name
+        full["product"] = _dtype("product", full["product"] or dtype)
+        full["out"] = _dtype("out", full["out"] or full["product"])
+        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
+            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        for name in ("alpha", "beta"):
+            full[name] = _factor(name, full[name])
+        if not any(full["library"] is known for known in (None, True, False)):
+            raise ArgumentError(f"matmul: library is {full['library']!r}, needed True, False or None")
+        full["precision"] = canonical_precision(full["precision"])
+        present, full["bias_axes"] = dict(given), ()
+        if "bias" in given:
+            result = Product.of(a.shape, b.shape, full["dimensions"]).result
+            present["bias"] = _bias(given["bias"], result)
+            full["bias_axes"] = tuple(n == m for n, m in zip(present["bias"].shape, result, strict=True))
+        full["dtypes"] = tuple((slot, np.dtype(one.dtype).name) for slot, one in present.items())
+        return present, full
+
+    def residual_names(self, *, activation: str, **_: Any) -> tuple[str, ...]:
+        kind = ACTIVATIONS[activation].residual
+        return () if kind == "none" else (kind,)
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        other = {"a": ("b",), "b": ("a",), "bias": ()}
+        operands = {name for slot in wanted for name in other[slot]}
+        return frozenset(operands.union(self.residual_names(**attrs)) if wanted else ())
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """Over both operands: one more axis of the batch. Over a alone, of a product without a batch: more rows."""
+        by_name = dict(zip(names, dims, strict=True))
+        ((lc, rc), (lb, rb)) = params["dimensions"]
+        lc, lb = (tuple(i + 1 for i in axes) for axes in (lc, lb))
+        rows = [n for n in names if n in _ROWS]
+        shared = all(d is None for n, d in by_name.items() if n not in (*_ROWS, *_BIASES))
+        sums = role == "cotangent" and any(live for live in params["live"][1:])  # over the rows, of each of the batch
+        if not lb and shared and not sums and any(by_name[n] is not None for n in rows):
+            copied = rows
+            dimensions = ((lc, rc), (lb, rb))
+        else:
+            if any(d is None for n, d in by_name.items() if n not in _BIASES):
+                return None  # an operand that all of the batch share would be copied
+            rc, rb = (tuple(i + 1 for i in axes) for axes in (rc, rb))
+            copied, dimensions = [], ((lc, rc), ((0, *lb), (0, *rb)))
+        size = batch_size(values, dims)
+
+        def moved(name: str, value: Array, dim: int | None) -> Array:
+            if dim is not None:
+                return jnp.moveaxis(value, dim, 0)
+            front = value[None] if name in (*copied, *_BIASES) else value
+            return jnp.broadcast_to(front, (size, *value.shape)) if name in copied else front
+
+        values = [moved(*one) for one in zip(names, values, dims, strict=True)]
+        # In a backward a gradient for each of the batch, also of a bias they share.
+        along = by_name.get("bias", by_name.get("d_bias")) is not None or role == "cotangent"
+        axes = (along, *params["bias_axes"]) if params["bias_axes"] else ()
+        return values, params | {"dimensions": dimensions, "bias_axes": axes}
+
+    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+        if role != "call":
+            return "xla", "what XLA runs anyway: the products of a backward, and forward mode"
+        told = self.routes(shapes, device, **attrs)
+        refused = "; ".join(f"not {one.route.name}: {one.sentence}" for one in told[:-1])
+        if told[-1].route.name == "xla":
+            return "xla", f"what XLA runs anyway: {refused}"
+        return told[-1].route.implementation, "; ".join(filter(None, (told[-1].sentence, refused)))
+
+    def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
+        """What each route says of a call with these operands and attributes, as `prepare` gives them."""
+        return routes.answers(shapes, device, **attrs)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        return routes.case(shapes, **attrs) if role == "call" else None
+
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+        """A batch "b", rows "m", contracted "k", columns "n"."""
+        labels = _labels(len(shapes["a"]), len(shapes["b"]), attrs["dimensions"])
+        traits = tuple((name, attrs[name]) for name in ("activation", "product", "out"))
+        numbers = (("alpha", attrs["alpha"]), ("beta", attrs["beta"]))
+        return Form(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits, numbers)
+
+    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+        (_, _), (lb, _) = attrs["dimensions"]
+        contracted = len(attrs["dimensions"][0][0])
+        # One operand at least is there, or what both give: the rank of the other follows from the result's.
+        known = {slot: len(shapes[slot]) for slot in ("a", "b") if slot in shapes}
+        both = len(shapes["out"]) + len(lb) + 2 * contracted
+        if len(known) == 1:
+            slot, rank = next(iter(known.items()))
+            known["b" if slot == "a" else "a"] = both - rank
+        return Axes(_labels(known["a"], known["b"], attrs["dimensions"]) if known else {})
+
+    def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
+        """The bare product of the parts; what stands behind it follows once it is summed."""
+        bare = {
+            "activation": "none",
+            "alpha": 1.0,
+            "out": params["product"],
+            "present": ("a", "b"),
+            "bias_axes": (),
+            "dtypes": params["dtypes"][:2],
+            "residuals": False,
+        }
+        if params["implementation"] == "cuda":  # its kernel is what follows the product
+            bare["implementation"] = None
+        behind = {name: params[name] for name in ("alpha", "beta", "activation", "out")}
+
+        def finish(product: Array, operands: Mapping[str, Array]) -> list[Array]:
+            return reference.epilogue(product, operands.get("bias"), params["residuals"], **behind)
+
+        return SummedCall({**params, **bare}, finish)
+
+    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
+        return params["dimensions"]
+
+    def formula(
+        self,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        activation: str = "none",
+        bias: bool = False,
+        product: str | None = None,
+        out: str | None = None,
+        **_: Any,
+    ) -> str:
+        """ "bfloat16(relu(2 * a @ b + bias))"."""
+        text = "a @ b" if alpha == 1.0 else f"{alpha:g} * (a @ b)"
+        if bias:
+            text += " + bias" if beta == 1.0 else f" + {beta:g} * bias"
+        if activation != "none":
+            text = f"{activation}({text})"
+        return text if out in (None, product) else f"{out}({text})"
+
+
+def _labels(a_rank: int, b_rank: int, dimensions: Dimensions) -> dict[str, tuple[str, ...]]:
+    (lc, rc), (lb, rb) = dimensions
+
+    def of(rank: int, contracted: tuple[int, ...], batch: tuple[int, ...], own: str) -> tuple[str, ...]:
+        named = {axis: f"k{i}" for i, axis in enumerate(contracted)} | {axis: f"b{i}" for i, axis in enumerate(batch)}
+        named |= {axis: f"{own}{i}" for i, axis in enumerate(free(rank, contracted, batch))}
+        return tuple(named[i] for i in range(rank))
+
+    a, b = of(a_rank, lc, lb, "m"), of(b_rank, rc, rb, "n")
+    out = (
+        *(f"b{i}" for i in range(len(lb))),
+        *(x for x in a if x.startswith("m")),
+        *(x for x in b if x.startswith("n")),
+    )
+    return {"a": a, "b": b, "bias": out, "out": out, "mask": out, "preactivation": out}
+
+
+def _operands(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    for slot in ("a", "b"):
+        if slot not in given:
+            raise ArgumentError(f"matmul: {slot} is missing, needed an array")
+        if not jnp.issubdtype(given[slot].dtype, jnp.floating):
+            raise ArgumentError(f"matmul: {slot} has dtype {given[slot].dtype}, needed a float")
+    a, b = given["a"], given["b"]
+    if a.dtype != b.dtype:
+        raise ArgumentError(
+            f"matmul: a has dtype {a.dtype} and b {b.dtype}; operands must agree: cast one with .astype"
+        )
+    return a, b
+
+
+def _dimensions(a: Any, b: Any, given: Any) -> Dimensions:
+    """As given, or those of matrices with the same batch before them."""
+    if given is None:
+        if len(a.shape) < 2 or len(a.shape) != len(b.shape):
+            raise ArgumentError(
+                f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; needed matrices, *B x M x K and *B x K x N, or `dimensions`"
+            )
+        batch = tuple(range(len(a.shape) - 2))
+        given = (((len(batch) + 1,), (len(batch),)), (batch, batch))
+    try:
+        found = canonical(given)
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(
+            f"matmul: dimensions is {given!r}, needed ((contracted of a, of b), (batch of a, of b)) as jax.lax.dot_general has them"
+        ) from e
+    for (left, right), what in zip(found, ("contracted", "batch"), strict=True):
+        sizes = [[s[i] for i in axes if i < len(s)] for s, axes in ((a.shape, left), (b.shape, right))]
+        if sizes[0] != sizes[1] or len(sizes[0]) != len(left) or len(left) != len(right):
+            raise ArgumentError(
+                f"matmul: a {tuple(a.shape)} and b {tuple(b.shape)} differ along their {what} axes {left} and {right}; needed equal sizes"
+            )
+    return found
+
+
+def _dtype(name: str, given: Any) -> str:
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError as e:
+        raise ArgumentError(f"matmul: {name} is {given!r}, needed a dtype") from e
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentError(f"matmul: {name} is {dtype.name}, needed a float")
+    return dtype.name
+
+
+def _factor(name: str, given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float | np.number) or not math.isfinite(given):
+        raise ArgumentError(f"matmul: {name} is {given!r}, needed a finite number")
+    return float(given)
+
+
+def _bias(bias: Any, result: tuple[int, ...]) -> Any:
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ArgumentError(f"matmul: bias has dtype {bias.dtype}, needed a float")
+    given = with_rank(bias, len(result))
+    if len(given.shape) != len(result) or any(n not in (1, m) for n, m in zip(given.shape, result, strict=True)):
+        raise ArgumentError(
+            f"matmul: bias has shape {tuple(bias.shape)}, needed one that broadcasts to the result's, {result}: N for the columns, "
+            f"M x 1 for the rows"
+        )
+    return given
+
+
+MATMUL = Matmul()
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    bias: Array | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    activation: str = "none",
+    product: Any = None,
+    out: Any = None,
+    dimensions: Any = None,
+    precision: Any = None,
+    library: bool | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """cast(act(alpha * (a @ b) + beta * bias)) as one op, differentiable to any order.
+
+    Args:
+      a, b: *B x M x K and *B x K x N of one float dtype; of any axes with `dimensions`.
+      bias: broadcasts to the result: N runs along the columns, M x 1 along the rows.
+      alpha, beta: finite numbers.
+      activation: a key of `ACTIVATIONS`, as for `gemm_epilogue`.
+      product: the dtype a @ b is given in, and alpha, bias and activation computed in; None for that of the operands.
+      out: the dtype of the result; None for `product`.
+      dimensions: as of `jax.lax.dot_general`; None for matrices.
+      precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
+      library: True: cuBLASLt where it can; False: never; None: where it was measured fastest.
+      implementation: None may choose; "xla" is the plain jnp code, "cublaslt" one library call, "cuda" XLA's product and our kernel.
+      return_residual: also return what backward saves: relu's mask (bool, h > 0), or h, in the dtype `product`.
+
+    Returns:
+      *B x M x N; with `return_residual`, `(out, residual)`.
+
+    Raises:
+      ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for where there is none; names the argument.
+      UnknownNameError: no activation or implementation has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    >>> import jax.numpy as jnp
+    >>> matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.asarray([[0.0], [1.0]]), alpha=2.0)[:, 0].tolist()
+    [6.0, 7.0]
+    """
+    attrs: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "activation": activation,
+        "product": product,
+        "out": out,
+        "dimensions": dimensions,
+        "precision": precision,
+        "library": library,
+        "implementation": implementation,
+    }
+    if not return_residual:
+        return MATMUL.call(a, b, bias, **attrs)
+    if activation == "none":
+        raise ArgumentError(
+            "matmul: return_residual=True with activation 'none', which saves nothing; needed another activation, or "
+            "return_residual=False"
+        )
+    return MATMUL.call_with_residuals(a, b, bias, **attrs)

@@ -1,0 +1,153 @@
+"""By which route a product goes, and why: a list of routes in order of priority, each of which says "I take it" or why not.
+
+A route is asked what it supports first, which is plain arithmetic, and only then what was measured: on a device that a library knows
+nothing of, nobody asks the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....device import Device
+from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
+from ..gemm_epilogue.cublaslt import compute_of
+from . import support
+from .axes import Product
+from .support import Reason
+
+SIZES = ("batch", "rows", "columns", "inner")
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to run a product.
+
+    Attributes:
+      name: "library", "kernel" or "xla".
+      implementation: of the op `matmul`.
+      tag: what a product is marked with that takes it: "evaluate" (a library evaluates it), "kernel" or "xla".
+      supports: (shapes, device, **attrs) -> why it does not take a call, or None.
+    """
+
+    name: str
+    implementation: str
+    tag: str
+    supports: Callable[..., Reason | None]
+
+
+ROUTES = (
+    Route("library", "cublaslt", "evaluate", support.library),
+    Route("kernel", "cuda", "kernel", support.kernel),
+    Route("xla", "xla", "xla", lambda *a, **k: None),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a route said of a product.
+
+    Attributes: `route`; `takes`; `code` ("" where it takes it, else a key of `errors.ROUTE_REASONS`); `sentence`.
+    """
+
+    route: Route
+    takes: bool
+    code: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.route.name}: {'takes it:' if self.takes else f'[{self.code}]'} {self.sentence}"
+
+
+def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any) -> tuple[Answer, ...]:
+    """What each route says, in order, up to the one that takes the product.
+
+    Args:
+      shapes: of a, b and bias, by name, with dtypes.
+      device: what it is to run on.
+      library: True: the library takes what it can; False: it takes nothing; None: it takes what it was measured fastest for.
+      attrs: of the primitive.
+    """
+    told = []
+    for route in ROUTES:
+        told.append(_answer(route, shapes, device, library, attrs))
+        if told[-1].takes:
+            return tuple(told)
+    # A named one that cannot run it: the product stays as it is written, and that is XLA's.
+    return (*told[:-1], Answer(ROUTES[-1], True, "", "the product as it is written"))
+
+
+def _answer(
+    route: Route, shapes: Mapping[str, Any], device: Device, library: bool | None, attrs: Mapping[str, Any]
+) -> Answer:
+    named = attrs.get("implementation")
+    if named is not None and route.implementation != named:
+        return Answer(route, False, "switch", f"another implementation was named: {named!r}")
+    if route.name == "library" and library is False and named is None:
+        return Answer(route, False, "switch", "the switch is off: matmul_schedule=dict(library=False)")
+    unable = route.supports(shapes, device, **attrs)
+    if unable is not None:
+        return Answer(route, False, unable.code, unable.sentence)
+    if route.name == "xla":
+        return Answer(route, True, "", "the product as XLA compiles it")
+    if named is not None:
+        return Answer(route, True, "", "named by the caller")
+    if route.name == "library" and library:
+        return Answer(route, True, "", "the switch is on: matmul_schedule=dict(library=True)")
+    return _by_measurement(route, shapes, device, attrs)
+
+
+def _by_measurement(route: Route, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Answer:
+    found = measured(shapes, device, attrs)
+    if found is None:
+        where = device.arch or "this architecture"
+        return Answer(route, False, "unmeasured", f"no such product was measured for {where}; fusionlab.tune measures")
+    if found.implementation != route.implementation:
+        return Answer(route, False, "slower", found.reason)
+    return Answer(route, True, "", found.reason)
+
+
+def measured(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
+    """What was measured for the product on that architecture, or for one near it, if anything was."""
+    if device.platform != "cuda" or not device.arch:
+        return None
+    text = case(shapes, **attrs)
+    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
+
+
+def case(
+    shapes: Mapping[str, Any],
+    *,
+    dimensions: Any,
+    precision: Any,
+    product: str,
+    out: str,
+    alpha: float,
+    beta: float,
+    activation: str,
+    residuals: bool = False,
+    **_: Any,
+) -> str:
+    """The product as text: all that its speed hangs on."""
+    sizes = Product.of(shapes["a"].shape, shapes["b"].shape, dimensions)
+    dtype = np.dtype(shapes["a"].dtype).name
+    sides = [None if one is None else one.transposed for one in support.layouts(shapes, dimensions)]
+    content: dict[str, Any] = {
+        "dtype": dtype,
+        "product": product,
+        "out": out,
+        "compute": compute_of(dtype, precision),
+        "activation": activation,
+        "bias": sizes.bias(shapes["bias"].shape) if "bias" in shapes else "none",
+        "scaled": [alpha != 1.0, beta != 1.0 and "bias" in shapes],
+        "a": {None: "other", True: "KM", False: "MK"}[sides[0]],
+        "b": {None: "other", True: "KN", False: "NK"}[sides[1]],
+        "residuals": bool(residuals) and activation != "none",
+    }
+    if "bias" in shapes and (given := np.dtype(shapes["bias"].dtype).name) != product:
+        content["bias_dtype"] = given  # XLA widens it in a kernel behind the product
+    content |= dict(zip(SIZES, sizes.sizes, strict=True))
+    return case_text("matmul", "call", **content)

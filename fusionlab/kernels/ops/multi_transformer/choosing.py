@@ -1,0 +1,42 @@
+"""Where the kernels of `multi_transformer` are taken: a rule of what was measured on an H200 (`python -m benchmarks decoding`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ....device import Device
+from .decode import backend as cuda
+from .decode.persistent.plan import BLOCKS
+
+MEASURED = ("sm_90",)
+# Tokens' features between which the kernels were measured faster than jax.jit, for 1, 4 and 16 texts: for one text by any of the kernels,
+# for several by the one that needs a multiprocessor for each of its blocks. Other widths were not measured.
+WIDTHS = 1024, 4096
+FASTER = "a few texts of one token each: measured faster than XLA's code for such layers"
+
+
+def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
+    """Why the pieces are preferred for a call; "" where the kernels are."""
+    if device.arch not in MEASURED:
+        where = device.arch or "this architecture"
+        return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+    if residuals:
+        return "they run only forward"
+    rows, tokens, width = shapes["x"].shape
+    if tokens != 1:
+        return f"{tokens} tokens a text, the kernels are for one"
+    least, most = WIDTHS
+    if not least <= width <= most:
+        return f"tokens of {width} features; the kernels were measured for {least} to {most}"
+    if rows > 1 and (device.units or 0) < BLOCKS:
+        return f"{rows} texts: the kernel for several needs {BLOCKS} multiprocessors, there are {device.units or 'none known'}"
+    if rows > 1 and not attrs["pre_norm"]:
+        return f"{rows} texts: the kernel for several has the norms ahead of the products"
+    if rows > 1 and attrs["heads"] * attrs["head_size"] > width:
+        return f"{rows} texts: the kernel for several was measured with heads of no more features together than a token has"
+    if not device.simulated and jax.device_count() > 1:
+        return "with several devices each would compute the whole layer"
+    return cuda.refuses(shapes, device, **attrs) or ""

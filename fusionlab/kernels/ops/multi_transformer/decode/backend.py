@@ -1,0 +1,242 @@
+"""`multi_transformer` for one token a text over caches, by our own kernels (decode.cu): all layers of a call in one launch plan.
+
+The caches are updated where they are. Texts of several tokens are for `composed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .....device import Device
+from ....launch.compile import refuses_device as refuses_compiled
+from ....launch.ffi_call import launch
+from ....op.arrays import is_explicitly_sharded, precisions
+from ...gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ..layer import Form
+from .persistent.plan import pays, persistent_plan, scratch_bytes, takes
+from .phased.plan import (
+    CODES,
+    MOST_ROWS,
+    NOTHING,
+    SOURCE,
+    STRIP,
+    WORD,
+    Attention,
+    Param,
+    Places,
+    Product,
+    Row,
+    decode_plan,
+    fuses_norm,
+)
+
+Array = Any
+
+MOST_FEATURES = 256  # of a head
+HIDDEN = (
+    -1e9
+)  # a finite mask value from which on the weight of a hidden key is 0 in float32, whatever the others' scores
+OTHERS = "implementation='composed' takes it"
+_NORM_SLOTS = ("norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias")
+_WEIGHTS = ("q", "k", "v", "qkv", "out", "up", "gate", "down")
+_CACHES = ("cache_k", "cache_v")
+
+
+def refuses_device(device: Device) -> str | None:
+    """Why the kernels cannot run on a device, or None."""
+    if unable := refuses_compiled(device):
+        return unable
+    if device.arch and device.arch not in SOURCE.archs:
+        return f"{device.arch} is none of {', '.join(SOURCE.archs)}, which the kernels are written for"
+    return None
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+    """Why the kernels cannot run a call, or None."""
+    return refuses_device(device) or _refuses_call(shapes, attrs) or _refuses_sizes(shapes, Form.of(attrs))
+
+
+def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+    form = Form.of(attrs)
+    if form.cache != "write" or form.part is not None or shapes["x"].shape[1] != 1:
+        return f"its kernels decode: one token a text, cache='write', whole layers; {OTHERS}"
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    dtype = np.dtype(shapes["x"].dtype).name
+    if dtype not in CODES:
+        return f"tokens of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
+    for name, a in shapes.items():
+        if name.partition(".")[0] in (*_WEIGHTS, *_CACHES) and np.dtype(a.dtype).name != dtype:
+            return f"{name} is {np.dtype(a.dtype).name}, tokens are {dtype}: it reads weights and caches as they lie; {OTHERS}"
+    if form.activation not in KERNEL_ACTIVATIONS:
+        return f"no kernel for the activation {form.activation}, only for {', '.join(KERNEL_ACTIVATIONS)}; {OTHERS}"
+    asked = (*precisions(form.precision), *precisions(form.attention_precision))
+    if any(p is not None and not isinstance(p, lax.Precision) for p in asked):
+        return f"a precision names an algorithm; {OTHERS}"
+    for some in (("q", "k", "v"), ("gate", "up")):
+        if len({slot in form.turned for slot in some if f"{slot}.0" in shapes}) > 1:
+            return f"some of {', '.join(some)} are [in, out] and some [out, in]; {OTHERS}"
+    mask = shapes.get("mask")
+    if mask is None:
+        return None
+    if mask.dtype != jnp.bool_ or mask.shape[1] != 1:
+        return f"a mask of {np.dtype(mask.dtype).name}{list(mask.shape)}, it takes bool[1 or R, 1, 1, T]; {OTHERS}"
+    if form.mask_value > HIDDEN:
+        return f"mask_value is {form.mask_value:g}, above {HIDDEN:g}: a hidden key might have a weight; {OTHERS}"
+    return None
+
+
+def _refuses_sizes(shapes: Mapping[str, Any], form: Form) -> str | None:
+    rows, _, width = shapes["x"].shape
+    if not 0 < rows <= MOST_ROWS:
+        return f"{rows} texts, it takes 1 to {MOST_ROWS}; {OTHERS}"
+    if form.head_size > MOST_FEATURES:
+        return f"heads of {form.head_size} features, it takes up to {MOST_FEATURES}; {OTHERS}"
+    if math.prod(shapes["cache_k.0"].shape) == 0:
+        return f"the caches hold nothing; {OTHERS}"
+    for i in range(form.layers):
+        inner = _feed_forward_width(shapes, form, i)
+        if inner != _feed_forward_width(shapes, form, 0):
+            return f"layers of different feed-forward widths; {OTHERS}"
+        for what, n in (("tokens", width), ("heads", form.head_size), ("the feed-forward", inner)):
+            if n % WORD or n == 0:
+                return f"{what} of {n} features, it takes multiples of {WORD}; {OTHERS}"
+    for name in {n.partition(".")[0] for n in shapes} - {"x", "mask", "step", "lengths", "cos", "sin"}:
+        if any(f"{name}.{i}" not in shapes for i in range(form.layers)):
+            return f"{name} is given for some layers, not for all; {OTHERS}"
+    return None
+
+
+def _feed_forward_width(shapes: Mapping[str, Any], form: Form, layer: int) -> int:
+    return shapes[f"down.{layer}"].shape[1 if "down" in form.turned else 0]
+
+
+def is_persistent(row: Row) -> bool:
+    """Whether one kernel runs all layers, on the device of this process."""
+    return takes(row) and pays(row, Device.current())
+
+
+def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
+    """[y, k_0, v_0, ...]: one launch plan."""
+    given = {name: everything.pop(name) for name in present}
+    form = Form.of(everything)
+    return _Call(given, form).run()
+
+
+class _Call:
+    """The operands of a call as the kernels read them, and its plan."""
+
+    def __init__(self, given: Mapping[str, Array], form: Form) -> None:
+        self.form, self.x = form, given["x"]
+        self.dtype = self.x.dtype
+        norms = {given[name].dtype for name in given if name.partition(".")[0] in _NORM_SLOTS}
+        self.parameters = norms <= {self.dtype}
+        self.given = {name: self._as_read(name, a) for name, a in given.items()}
+        self.numbers = {name: i for i, name in enumerate(self.given)}
+
+    def _as_read(self, name: str, a: Array) -> Array:
+        slot = name.partition(".")[0]
+        if slot == "x":
+            return a.reshape(a.shape[0], -1)
+        if slot in ("step", "lengths"):
+            return a.astype(jnp.int32)
+        if slot in ("cos", "sin"):
+            return a.astype(jnp.float32)
+        if slot == "mask":
+            return a.reshape(a.shape[0], -1).astype(jnp.uint8)
+        if slot in _NORM_SLOTS:
+            return a if self.parameters else a.astype(jnp.float32)
+        return a.reshape(-1).astype(self.dtype) if slot.endswith("_bias") else a
+
+    def run(self) -> list[Array]:
+        form, (rows, width) = self.form, self.given["x"].shape
+        caches = [f"{slot}.{i}" for i in range(form.layers) for slot in _CACHES]
+        row = self.row()
+        strips = {"attended": row.out.inner, "hidden": row.down.inner, "normed": width}
+        widths = {"y": width, "qkv": sum(row.qkv.columns), "between": width}
+        widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
+        widths |= {"x": width} if form.layers > 1 else {}
+        shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
+        if whole := is_persistent(row):
+            del shapes["normed"]
+            sizes = scratch_bytes(row, form.layers)
+            shapes |= {name: jax.ShapeDtypeStruct((size // 4,), jnp.int32) for name, size in sizes.items()}
+        kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
+        names = ["y", *caches, *(name for name in shapes if name != "y")]
+        results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
+        places = self.places(results)
+        plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
+        aliases = {self.numbers[name]: results[name][1] for name in caches}
+        made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
+        return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
+
+    def places(self, results: Mapping[str, Param]) -> list[Places]:
+        """Of each layer; the first reads the operand x, the last writes y."""
+        form, found = self.form, []
+        shared = {name: ("operand", i) for name, i in self.numbers.items() if "." not in name}
+        steps = {name: results.get(name, NOTHING) for name in ("normed", "qkv", "attended", "between", "hidden")}
+        for i in range(form.layers):
+            own = {
+                name.partition(".")[0]: ("operand", at) for name, at in self.numbers.items() if name.endswith(f".{i}")
+            }
+            own |= {slot: results[f"{slot}.{i}"] for slot in _CACHES}
+            x = results["x"] if i else shared["x"]
+            y = results["y"] if i == form.layers - 1 else results["x"]
+            found.append(Places(shared | own, x=x, y=y, **steps))
+        return found
+
+    def row(self) -> Row:
+        form, given = self.form, self.given
+        rows, width = given["x"].shape
+        size, heads, groups = form.head_size, form.heads, form.kv_heads
+        hidden = _feed_forward_width(given, form, 0)
+        if form.qkv == "separate":
+            columns, turned = (heads * size, groups * size, groups * size), "q" in form.turned
+        else:
+            columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
+        norms = tuple(None if e is None else form.norm for e in form.epsilons)
+        fused = form.pre_norm and fuses_norm(rows, width)
+        in_strips = [form.pre_norm and norm is not None and not fused for norm in norms]
+        return Row(
+            dtype=np.dtype(self.dtype).name,
+            parameters=self.parameters,
+            pre_norm=form.pre_norm,
+            norms=(norms[0], norms[1]),
+            epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
+            activation=form.activation,
+            qkv=Product(rows, width, columns, turned, norm=norms[0] if fused else None, strips=in_strips[0]),
+            attention=self.attention(),
+            out=Product(rows, heads * size, (width,), "out" in form.turned, strips=True),
+            up=Product(
+                rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None, in_strips[1]
+            ),
+            down=Product(rows, hidden, (width,), "down" in form.turned, strips=True),
+        )
+
+    def attention(self) -> Attention:
+        form, given = self.form, self.given
+        cos = given.get("cos")
+        return Attention(
+            rows=given["x"].shape[0],
+            heads=form.heads,
+            kv_heads=form.kv_heads,
+            size=form.head_size,
+            past=given["cache_k.0"].shape[form.axis],
+            layout=form.cache_layout,
+            interleaved=form.qkv == "interleaved",
+            causal=form.is_causal,
+            scale=form.scale,
+            mask_is_finite="mask" in given and math.isfinite(form.mask_value),
+            step_of_each=given["step"].ndim == 1,
+            mask_of_each="mask" in given and given["mask"].shape[0] > 1,
+            turn_of_each=cos is not None and cos.ndim == 3 and cos.shape[0] > 1,
+            rotary=form.rotary,
+            rotary_width=0 if cos is None else cos.shape[-1],
+        )

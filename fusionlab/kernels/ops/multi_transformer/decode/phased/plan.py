@@ -1,0 +1,315 @@
+"""How the kernels of `decode.cu` are compiled and launched for a call: plain arithmetic, no GPU.
+
+Letters as in layer.py, with R rows (texts, one token each) in place of B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .....launch.compile import Source
+from .....launch.kernel_plan import KernelPlan, Launch
+from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+
+SOURCE = Source(
+    "multi_transformer/decode/phased/decode.cu",
+    ("decode_qkv", "decode_attend", "decode_out", "decode_up", "decode_down"),
+    ("sm_90", "sm_100"),
+)
+CODES = {"bfloat16": 1, "float16": 2}  # FL_T
+MOST_ROWS = 16
+WORD = 8  # entries of 16 bytes: rows of matrices and caches begin at multiples of that
+STRIP = 16  # entries of a row that stand together in a scratch result in strips
+NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
+_THREADS, _WARPS = 256, 8
+_UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
+_BLOCK = (
+    108 << 10
+)  # bytes of shared memory of a block, at most: the one that runs and the one that waits share a multiprocessor
+_SCRATCH = 64  # bytes: what the warps of a norm tell each other
+_RESIDENT = 24 << 10  # bytes of x, at most, that a block of a product keeps whole
+_UNROLL = 4
+_MOST_GROUP = 4  # query heads that share what a block reads
+_SPLITS = (1, 2, 4, 8)  # of the inner axis, and of the keys: blocks of a cluster
+_COLUMNS = (16, 32, 64)  # of one matrix in a tile
+_LEAST_KEYS = 128  # of a block of the attention
+
+Param = tuple[str, int]
+NOTHING: Param = ("null", 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: columns of a block, blocks that share the inner axis, inner entries of a slice, slices of a warp's ring."""
+
+    columns: int
+    split: int
+    step: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a layer: `columns` of up to three matrices side by side, or of the gate alone where there is one; `norm` of its x, a
+    key of `NORMS`; `strips`: x lies in strips."""
+
+    rows: int
+    inner: int
+    columns: tuple[int, ...]
+    turned: bool = False
+    gated: bool = False
+    norm: str | None = None
+    strips: bool = False
+
+    def blocks(self, tile: Tile) -> int:
+        made = tile.columns // 2 if self.gated else tile.columns
+        return sum(-(-n // made) for n in self.columns) * tile.split
+
+    def own(self, tile: Tile) -> int:
+        """Inner entries of a block."""
+        whole = tile.split * tile.step
+        return -(-self.inner // whole) * tile.step
+
+    def is_resident(self, tile: Tile) -> bool:
+        """Whether a block keeps its part of x whole."""
+        return self.norm is not None or 2 * self.rows * self.own(tile) <= _RESIDENT
+
+    def slice_bytes(self, tile: Tile) -> int:
+        matrix = tile.columns * (tile.step + WORD) if self.turned else tile.step * (tile.columns + WORD)
+        return 2 * matrix + (0 if self.is_resident(tile) else 2 * self.rows * (tile.step + WORD))
+
+    def resident_bytes(self, tile: Tile) -> int:
+        return 2 * self.rows * (self.own(tile) + WORD) if self.is_resident(tile) else 0
+
+    def shared(self, tile: Tile) -> int:
+        """Bytes of shared memory of a block, as `Shape` of project.cuh has them."""
+        sums = 4 * self.rows * (_WARPS * (tile.columns + 4) + tile.columns)
+        return max(_WARPS * tile.depth * self.slice_bytes(tile), sums) + self.resident_bytes(tile) + _SCRATCH
+
+    def arguments(self, tile: Tile) -> str:
+        """The template arguments of `Shape`."""
+        columns = (*self.columns, 0, 0)[:3]
+        cut = (tile.columns, tile.split, tile.step, tile.depth)
+        flags = (
+            int(self.turned),
+            int(self.gated),
+            NORMS.get(self.norm or "", 0),
+            int(self.is_resident(tile)),
+            int(self.strips),
+        )
+        return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
+
+    def cut(self) -> Tile:
+        """The tile for which the busiest multiprocessor has least to read."""
+        step = 32 if self.turned else 16
+        made = 2 if self.gated else 1
+        tiles = [Tile(made * n, s, step, 1) for n in _COLUMNS[: 3 if made == 1 else 2] for s in _SPLITS]
+        best = min(tiles, key=self._cost)
+        own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
+        fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
+        return replace(best, depth=max(1, min(own, fit)))
+
+    def _cost(self, tile: Tile) -> float:
+        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside: factors and terms that put
+        the tiles tried on an H200, at widths of 1024 and 4096, in their order; there is no record of those trials."""
+        own = self.own(tile)
+        wide = tile.step if self.turned else tile.columns // 2 if self.gated else tile.columns
+        scattered = {16: 1.5, 32: 1.22}.get(wide, 1.0)
+        summing = (20 << 10) + (tile.split << 12) + 8 * self.rows * tile.columns if tile.split > 1 else 0
+        return -(-self.blocks(tile) // _UNITS) * (scattered * 2 * tile.columns * own + 2 * self.rows * own + summing)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a layer; strides in entries."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    size: int
+    past: int
+    layout: str  # of the caches
+    interleaved: bool  # queries, keys and values of a head side by side
+    causal: bool
+    scale: float
+    mask_is_finite: bool
+    step_of_each: bool
+    mask_of_each: bool
+    turn_of_each: bool
+    rotary: int | None
+    rotary_width: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a block."""
+        each = self.heads // self.kv_heads
+        return max(n for n in range(1, _MOST_GROUP + 1) if each % n == 0)
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share the keys of a head."""
+        jobs = self.rows * self.heads // self.group
+        return max((s for s in _SPLITS if jobs * s <= _UNITS + 28 and s * _LEAST_KEYS <= self.past), default=1)
+
+    @property
+    def grid(self) -> int:
+        return self.rows * self.heads // self.group * self.parts
+
+    @property
+    def shared(self) -> int:
+        return 4 * self.group * (10 * self.size + 18) + 4 * self.size + 64
+
+    def options(self) -> dict[str, object]:
+        size, wide = self.size, self.heads * self.size
+        by_token = self.layout == "BSHD"
+        between = self.kv_heads * size
+        return {
+            "HEADS": self.heads,
+            "KEY_HEADS": self.kv_heads,
+            "SIZE": size,
+            "GROUP": self.group,
+            "PAST": self.past,
+            "PARTS": self.parts,
+            "UNROLL": _UNROLL,
+            "KEY_STRIDE": between if by_token else size,
+            "HEAD_STRIDE": size if by_token else self.past * size,
+            "KEYS_AT": size if self.interleaved else wide,
+            "VALUES_AT": 2 * size if self.interleaved else wide + between,
+            "QUERY_STRIDE": 3 * size if self.interleaved else size,
+            "KEY_ROW_STRIDE": 3 * size if self.interleaved else size,
+            "CAUSAL": int(self.causal),
+            "STEP_OF_EACH": int(self.step_of_each),
+            "MASK_OF_EACH": int(self.mask_of_each),
+            "TURN_OF_EACH": int(self.turn_of_each),
+            "MASK_IS_FINITE": int(self.mask_is_finite),
+            "SCALE": number(self.scale * math.log2(math.e)),
+            "ROTARY": self.rotary or 0,
+            "ROTARY_WIDTH": self.rotary_width,
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the kernels are compiled for: all layers of a call alike.
+
+    Attributes:
+      dtype: of x, weights and caches.
+      parameters: whether the norms' parameters are of that dtype; else they are float32.
+      norms: of the attention and of the feed-forward, a key of `NORMS` or None.
+    """
+
+    dtype: str
+    parameters: bool
+    pre_norm: bool
+    norms: tuple[str | None, str | None]
+    epsilons: tuple[float, float]
+    activation: str
+    qkv: Product
+    attention: Attention
+    out: Product
+    up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the kernels of one layer find what they read and write: of each slot that is there, and of the steps' results.
+
+    Attributes:
+      slots: name without the layer's number -> place; shared operands as well.
+      x: what the layer begins with; `normed`, `qkv`, `attended`, `between` and `hidden`: what its steps make; `y`: what it ends with.
+    """
+
+    slots: Mapping[str, Param]
+    x: Param
+    normed: Param
+    qkv: Param
+    attended: Param
+    between: Param
+    hidden: Param
+    y: Param
+
+    def at(self, slot: str) -> Param:
+        return self.slots.get(slot, NOTHING)
+
+    def norm(self, number: int) -> tuple[Param, Param]:
+        return self.at(f"norm{number}_scale"), self.at(f"norm{number}_bias")
+
+
+def number(value: float) -> str:
+    """A float in C++."""
+    return f"{value!r}f" if math.isfinite(value) else "0.0f"
+
+
+def fuses_norm(rows: int, width: int) -> bool:
+    """Whether every block of a product norms its x itself; else one kernel does it for all."""
+    return 2 * rows * width <= _RESIDENT and rows <= _WARPS
+
+
+def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
+    """The kernels of all layers, one after another.
+
+    Returns:
+      A plan whose operands and results are those that the places name.
+    """
+    products = {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}
+    tiles = {name: product.cut() for name, product in products.items()}
+    options: dict[str, object] = {
+        "T": CODES[row.dtype],
+        "P": int(row.parameters),
+        "ROWS": row.qkv.rows,
+        "STRIPS": int(row.pre_norm),
+        "ACT": KERNEL_ACTIVATIONS.index(row.activation),
+    }
+    for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
+        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": number(epsilon)}
+    for name, product in products.items():
+        options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
+    options |= row.attention.options()
+    launches = [one for at in layers for one in _layer(row, tiles, at)]
+    # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
+    launches[0] = replace(launches[0], early=False)
+    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
+
+
+def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
+    none = NOTHING
+    threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
+    gated = ("gate", "up") if row.up.gated else ("up",)
+
+    def three(slots: Sequence[str]) -> list[Param]:
+        return [*(at.at(s) for s in slots), none, none, none][:3]
+
+    def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
+        one, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
+        parameters = at.norm(number) if one.norm else (none, none)
+        biases = three([f"{s}_bias" for s in slots])
+        params = (x, *parameters, *three(slots), *biases, residual, out)
+        return Launch(
+            f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True
+        )
+
+    def norm(number: int, x: Param, out: Param) -> list[Launch]:
+        grid, params = (row.qkv.rows, 1, 1), (x, *at.norm(number), out)
+        return [Launch(f"decode_norm{number}", grid, (_THREADS, 1, 1), _SCRATCH, params, early=True)]
+
+    shared = ("cos", "sin", "step", "lengths", "mask", "cache_k", "cache_v")
+    attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
+    attention = row.attention
+    first, second = (norm is not None for norm in row.norms)
+    before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm
+    behind_first, behind_second = not row.pre_norm and first, not row.pre_norm and second
+    summed = at.normed if behind_first else at.between
+    return [
+        *(norm(1, at.x, at.normed) if before else ()),
+        product("qkv", at.normed if before else at.x, 1, threes, none, at.qkv),
+        Launch("decode_attend", (attention.grid, 1, 1), (_THREADS, 1, 1), attention.shared, attend, early=True),
+        product("out", at.attended, 1, ("out",), at.x, at.between),
+        *(norm(1, at.between, at.normed) if behind_first else ()),
+        *(norm(2, at.between, at.normed) if between else ()),
+        product("up", at.normed if between else summed, 2, gated, none, at.hidden),
+        product("down", at.hidden, 2, ("down",), summed, at.between if behind_second else at.y),
+        *(norm(2, at.between, at.y) if behind_second else ()),
+    ]

@@ -1,0 +1,162 @@
+"""The verbs `bisect`, `errors_by_site` and `time_by_site`: what each fused site does to the errors and the time of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from ..errors import ArgumentError
+from ..evidence import subsets as trials
+from ..evidence.attribution import SiteShares, sites_of
+from ..evidence.bisection import Bisection
+from ..evidence.instruments.progress import Progress
+from ..evidence.instruments.timing import check_effort
+from ..evidence.site_errors import local_errors
+from ..fusers import Candidate
+from ..graph.calls.binding import Bound
+from ..graph.program.trace import bind_users
+from ..graph.settings import as_function
+from . import lab
+
+_FAULTS = ("error", "time")
+
+
+def bisect(
+    fn: Callable,
+    *args: Any,
+    of: str = "error",
+    passes: lab.Passes = None,
+    implementation: str | None = None,
+    grad: bool = True,
+    samples: int = 40,
+    budget_s: float = 20.0,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Bisection:
+    """Finds the smallest sets of sites that explain why the fused function is wrong, or slower than the original.
+
+    Each trial compiles the function with some sites fused; n sites of which one is to blame take about log2(n) + 3 trials.
+
+    Args:
+      fn: the function; or one that `fuse` returned, which then says what is fused, whatever stands below.
+      *args, **kwargs: arrays to run on.
+      of: "error": an output or gradient is further from its float64 reference than before and than is tolerated; "time": slower,
+        by the verdict of a timing.
+      passes, implementation: as for `fuse`.
+      grad: also gradients of all float arguments; with `of="time"`, time of value and gradient instead of the forward call.
+      samples, budget_s: of each timing.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      cancel: asked before each trial; when it says True, what was found so far is returned.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      What was found; it prints as sentences, `.causes` has the sites, `.trials` every program tried.
+
+    Raises:
+      ArgumentError: `of` is neither, or shapes where arrays are needed. TraceError: `fn` does not trace, has no float64 form, or (with
+        `grad`) cannot be differentiated. SideEffectError: it prints or calls back into Python.
+    """
+    if of not in _FAULTS:
+        raise ArgumentError(f"of: got {of!r}, needed one of {', '.join(map(repr, _FAULTS))}")
+    check_effort(samples, budget_s)
+    asked = {"passes": passes, "implementation": implementation}
+    asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    found, chosen, call = _selected(fn, args, kwargs, asked)
+    tried = _trials(found, call, grad)
+    effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
+    return trials.bisect(tried, found.graph.name, of, list(chosen), **effort)
+
+
+def errors_by_site(
+    fn: Callable,
+    *args: Any,
+    passes: lab.Passes = None,
+    implementation: str | None = None,
+    grad: bool = True,
+    local: bool = False,
+    progress: Progress = False,
+    cancel: Callable[[], bool] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> tuple[trials.SiteErrors, ...]:
+    """What each site does to the errors of outputs and gradients, fused alone and the rest of the program left as it is.
+
+    With `local`, of the site's own output and of the gradients by what it reads, on the values that reach it: nothing else of the
+    program is run in float64, so that this is for programs whose float64 does not fit into memory, too.
+
+    Args, and what is raised: as for `bisect`.
+
+    Returns:
+      One record a site, in program order; each prints as the output or gradient that it makes worst.
+    """
+    asked = {"passes": passes, "implementation": implementation}
+    asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    found, chosen, call = _selected(fn, args, kwargs, asked)
+    tried, arrays = _trials(found, call, grad), jax.tree.leaves((call.args, call.kwargs))
+
+    def errors(site: str) -> trials.SiteErrors:
+        if local:
+            return local_errors(found, chosen[site], arrays, grad)
+        return trials.SiteErrors(site, tried.errors((site,)))
+
+    return trials.each_site(list(chosen), errors, progress, cancel)
+
+
+def time_by_site(
+    fn: Callable,
+    *args: Any,
+    passes: lab.Passes = None,
+    implementation: str | None = None,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    progress: Progress = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> SiteShares:
+    """What each site is worth in time: the forward call with every site fused, with none, and with each left out in turn.
+
+    Args: as for `bisect`; `budget_s` is for all of them together.
+
+    Returns:
+      A share for each site that does not run what XLA runs anyway, and what no single site explains; it prints as a table.
+
+    Raises:
+      ArgumentError: no site runs anything but what XLA runs anyway, or shapes where arrays are needed. TraceError: `fn` does not
+        trace. SideEffectError: it prints or calls back into Python.
+    """
+    check_effort(samples, budget_s)
+    asked = {"passes": passes, "implementation": implementation}
+    asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    found, chosen, call = _selected(fn, args, kwargs, asked)
+    effort = {"samples": samples, "budget_s": budget_s, "progress": progress}
+    return sites_of(found, *call.args, chosen=list(chosen.values()), **effort, **call.kwargs)
+
+
+def _selected(
+    fn: Callable, args: tuple, kwargs: dict, options: dict[str, Any]
+) -> tuple[lab.Findings, dict[str, Candidate], Bound]:
+    """(what is found, the sites that are fused by id in program order, the call without its static arguments)."""
+    fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
+    found, chosen = fused.selected(*args, **kwargs)
+    call = bind_users(fused.original, args, kwargs, **fused.asked)
+    return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
+
+
+def _trials(found: lab.Findings, call: Bound, grad: bool) -> trials.Trials:
+    def version(sites: tuple[str, ...]) -> Callable:
+        closed = found.rewritten(sites)
+
+        def with_sites(*given: Any, **named: Any) -> Any:
+            outs = as_function(closed)(*jax.tree.leaves((given, named)))
+            return jax.tree.unflatten(found.graph.out_tree, outs)
+
+        return with_sites
+
+    return trials.Trials(call, version, grad)

@@ -1,0 +1,219 @@
+"""The verbs trace, find, fuse, compare, passes, register. Each ties rooms together in a few lines."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+from ..device import Device
+from ..errors import ArgumentError, unknown_name
+from ..evidence.comparison import measure
+from ..fusers import Pass, Strategy, implementations, select, site_names
+from ..fusers import registry as _registry
+from ..graph.program.graph import Graph as PlainGraph
+from ..graph.program.trace import trace as _trace
+from .fused import Fused as Fused
+from .fused import search
+from .shown import Comparison as Comparison
+from .shown import Findings as Findings
+from .shown import Graph as Graph
+from .shown import fields_of
+
+Passes = Strategy | Iterable[str] | str | None
+
+
+def not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
+    """Raises ArgumentError where an option given by keyword may have been meant for the user's function."""
+    try:
+        parameters = signature(fn).parameters if callable(fn) else {}
+    except (TypeError, ValueError):
+        return
+    for name in (n for n, value in options.items() if value is not None and n in parameters):
+        raise ArgumentError(
+            f"{name}: got it by keyword, and it is an option of {verb} as well as a parameter of {_name(fn)}; needed one meaning: "
+            f"give the parameter by position, or in a function of your own, lambda *args: {_name(fn)}(*args, {name}=...)"
+        )
+
+
+def trace(
+    fn: Callable,
+    *args: Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Graph:
+    """Traces `fn` at these arguments (arrays or `jax.ShapeDtypeStruct`s, in any pytrees) without running it.
+
+    Raises:
+      TraceError: the function does not trace. ArgumentError: it is no function, or a static argument does not exist.
+    """
+    graph = _trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    return Graph(**fields_of(graph))
+
+
+def find(
+    fn: Callable | PlainGraph,
+    *args: Any,
+    passes: Passes = None,
+    device: Device | str | None = None,
+    implementation: str | None = None,
+    dump: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Findings:
+    """Finds what could run fused, and says why the rest cannot.
+
+    Args:
+      fn: the function, or a Graph traced before (then no arguments).
+      *args, **kwargs: example arguments, as for `trace`.
+      passes: names, a Strategy, or None for all.
+      device: what backends are judged for: None (this one), "cpu", "sm_90", a card ("a100", "l4", "h100", "h200", "b200", "rtx4090",
+        "t4"; in any case), or a Device. None of it has to be here.
+      implementation: as in `fuse`, judged for that device; a site that it cannot run there is declined (`implementation`).
+      dump: a folder for the graph before and after each pass (see `fuse`).
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Raises:
+      UnknownNameError: a pass, option or implementation that does not exist. TraceError, ArgumentError: as for `trace`, and where
+        an option has the name of a parameter of `fn`.
+    """
+    not_swallowed("find", fn, {"passes": passes, "device": device, "implementation": implementation, "dump": dump})
+    chosen = select(_registry(), passes)
+    check_implementation(implementation)
+    where = Device.of(device)
+    if isinstance(fn, PlainGraph):
+        if args or kwargs:
+            raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
+        graph = fn
+    else:
+        graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    found = search(graph, chosen, where, implementation)
+    if dump is not None:
+        from .dump import write_dump
+
+        write_dump(dump, graph, chosen, where, implementation)
+    return found
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def fuse(
+    fn: Callable | None = None,
+    *,
+    passes: Passes = None,
+    skip: Iterable[str] | str = (),
+    only: Iterable[str] | str | None = None,
+    implementation: str | None = None,
+    check: bool = False,
+    dump: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Any:
+    """`fn` with every found site replaced by its fused op; also a decorator.
+
+    Settings of JAX's hold for `fn` as under `jax.jit`; what stands for a site is traced and lowered at JAX's defaults. Under
+    `jax.disable_jit()` `fn` itself runs.
+
+    Args:
+      fn: the function, as for `jax.jit`.
+      passes: names, a Strategy, or None for all.
+      skip: a site id or pass name, or several, to leave as they are; ids that do not occur for some arguments are ignored there.
+      only: a site id or pass name, or several, to fuse, and nothing else.
+      implementation: None lets each op choose; a name ("xla", "xla_blockwise") runs that one or raises.
+      check: on concrete calls, run the original too and raise RewriteError where results differ beyond tolerance.
+      dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Raises:
+      UnknownNameError: a pass, option or implementation that does not exist, or a name in `skip` or `only` that is neither a pass
+        nor the id of a site. Errors of `fn` itself come through unchanged.
+    """
+    if fn is None:
+        given = {k: v for k, v in locals().items() if k != "fn"}
+        return functools.partial(fuse, **given)
+    if not callable(fn):
+        raise ArgumentError(f"fuse: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    chosen = select(_registry(), passes)
+    check_implementation(implementation)
+    options = {
+        "passes": chosen,
+        "skip": site_names(skip, _registry(), "skip"),
+        "only": None if only is None else site_names(only, _registry(), "only"),
+        "implementation": implementation,
+        "check": check,
+        "dump": dump,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
+    return Fused(fn, options)
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises UnknownNameError for a name that no fused op has."""
+    valid = {i for names in implementations().values() for i in names}
+    if name is not None and name not in valid:
+        raise unknown_name("implementation", name, valid)
+
+
+def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
+    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
+
+    Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
+    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
+
+    Args:
+      fn, fused: the original and the version to judge.
+      *args: arrays to run on.
+      grad: also compare gradients, and time value-and-gradient.
+      **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
+        cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
+        that are not named here are those that `fused` was made with.
+
+    Raises:
+      ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is no array
+        and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
+    """
+    own = signature(measure).parameters
+    kwargs = {k: v for k, v in options.items() if k not in own}
+    not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
+    if not isinstance(fused, Fused):
+        return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
+    options = fused.__fusionlab_jit__.static | options
+    found, fusing = fused.selected(*args, **kwargs)
+    options.setdefault("same_code", all(c.same_code for c in fusing))
+    evidence = measure(fn, fused, *args, grad=grad, **options)
+    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))
+
+
+def passes() -> Any:
+    """Every pass: formula, needs, options; in a notebook with a before/after picture each."""
+    from .catalogue import Catalogue
+
+    return Catalogue(tuple(_registry().values()))
+
+
+def register(pass_: Pass) -> None:
+    """Adds a pass of your own (as `pattern_pass` makes one) to those `passes=None` asks.
+
+    Raises:
+      ArgumentError: a pass of that name exists, or it lacks what a pass needs.
+    """
+    from ..fusers import add_pass
+
+    add_pass(pass_)
+
+
+def unregister(pass_: Pass | str) -> None:
+    """Takes a pass of your own away again, by itself or by its name. Functions that were fused with it stay as they are.
+
+    Raises:
+      ArgumentError: it is built in. UnknownNameError: no pass has that name.
+    """
+    from ..fusers import remove_pass
+
+    remove_pass(pass_ if isinstance(pass_, str) else pass_.name)

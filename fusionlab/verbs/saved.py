@@ -1,0 +1,55 @@
+"""What an explorer or a comparison was saved as, read back. Plain data, of which nothing is run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from ..evidence.instruments.record import load_json
+from ..viz.explorer.state_file import FORMAT, Saved
+from .explorer import explore
+from .lab import Comparison, Fused, fuse
+
+_MOST_BYTES = 256 << 20
+
+
+class SavedLab(Saved):
+    """An explorer's state, read from a file: `explore` opens it again over the function, `fuse` makes the fused function."""
+
+    def explore(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        """An explorer over `fn`, with what was on, the ledger and the measurements.
+
+        Where the program has changed, what is no longer in it is left out, and the explorer says so.
+
+        Args: as for `fusionlab.explore`; `passes` is what was saved.
+        """
+        if "passes" in kwargs:
+            raise ArgumentError("explore: got passes, and the saved state has its own; set options in the explorer")
+        lab = explore(fn, *args, passes=self.setting.strategy, **kwargs)
+        lab.restore(self)
+        return lab
+
+    def fuse(self, fn: Callable, **options: Any) -> Fused:
+        """`fusionlab.fuse` with the sites and passes that were on; ids that do not occur in `fn` fuse nothing."""
+        return fuse(fn, passes=self.setting.strategy, only=sorted(self.setting.enabled), **options)
+
+
+def read(path: str | os.PathLike[str]) -> SavedLab | Comparison:
+    """See `fusionlab.load`."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path: got {path!r:.80}, needed the path of a file")
+    file = Path(path)
+    if file.is_file() and file.stat().st_size > _MOST_BYTES:
+        raise ArgumentError(f"path: {path} has {file.stat().st_size:,} bytes, needed at most {_MOST_BYTES:,}")
+    data = load_json(file)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        return Comparison.load(file)
+    try:
+        saved = SavedLab.from_dict(data, Comparison)
+    except ArgumentError as error:
+        raise ArgumentError(f"path: {path}: {error}") from error
+    assert isinstance(saved, SavedLab)
+    return saved

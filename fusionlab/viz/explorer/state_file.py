@@ -1,0 +1,128 @@
+"""The state of an explorer as a file: plain JSON, of which nothing is ever run. `fusionlab.load` reads it back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fusionlab.errors import ArgumentError, UnknownNameError
+from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.instruments.record import to_json
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.text import graph_text
+
+from ..model.setting import Decision, Setting
+
+if TYPE_CHECKING:
+    from .session import Session
+
+FORMAT, VERSION = "fusionlab.lab", 1
+_KEYS = {"format", "version", "function", "program", "device", "setting", "decisions", "measured"}
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What an explorer was saved with.
+
+    Attributes:
+      function: name of the program.
+      program: digest of its equations, by which a changed program is told.
+      device: what backends were judged for.
+      setting: what was on.
+      decisions: the ledger.
+      measured: setting -> the evidence that was measured with it.
+    """
+
+    function: str
+    program: str
+    device: str
+    setting: Setting
+    decisions: tuple[Decision, ...]
+    measured: Mapping[Setting, Evidence] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "function": self.function,
+            "program": self.program,
+            "device": self.device,
+            "setting": self.setting.to_dict(),
+            "decisions": [d.to_dict() for d in self.decisions],
+            "measured": [{"setting": s.to_dict(), "evidence": e.to_dict()} for s, e in self.measured.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, evidence: type[Evidence] = Evidence) -> Saved:
+        """Reads `to_dict` back; `evidence` is the class of what was measured.
+
+        Raises:
+          ArgumentError: it is anything else, or of a newer version.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise ArgumentError(
+                f"got no state of an explorer, needed what lab.save('x.json') writes (format {FORMAT!r})"
+            )
+        if data.get("version") != VERSION:
+            raise ArgumentError(
+                f"version: got {data.get('version')!r:.40}, needed {VERSION}: save it again with this FusionLab"
+            )
+        if set(data) != _KEYS:
+            raise ArgumentError(
+                f"got the keys {', '.join(sorted(map(str, data)))!r:.200}, needed {', '.join(sorted(_KEYS))}"
+            )
+        texts = {k: data[k] for k in ("function", "program", "device")}
+        bad = [k for k, v in texts.items() if not isinstance(v, str)]
+        bad += [k for k in ("decisions", "measured") if not isinstance(data[k], list)]
+        if bad:
+            raise ArgumentError(f"{bad[0]}: got {data[bad[0]]!r:.80}, needed what lab.save writes")
+        setting, decisions = Setting.from_dict(data["setting"]), tuple(map(Decision.from_dict, data["decisions"]))
+        return cls(
+            **texts,
+            setting=setting,
+            decisions=decisions,
+            measured=dict(_measured(m, evidence) for m in data["measured"]),
+        )
+
+    def __repr__(self) -> str:
+        on, n = len(self.setting.enabled), len(self.measured)
+        return f"<saved explorer of {self.function}: {on} sites on, {len(self.decisions)} decisions, {n} measurements>"
+
+
+def _measured(data: Any, evidence: type[Evidence]) -> tuple[Setting, Evidence]:
+    if not isinstance(data, Mapping) or set(data) != {"setting", "evidence"}:
+        raise ArgumentError("measured: needed settings, each with its evidence")
+    notes = data["evidence"].get("notes") if isinstance(data["evidence"], Mapping) else None
+    if not isinstance(notes, list) or not all(isinstance(n, str) for n in notes):
+        raise ArgumentError(f"measured: got the notes {notes!r:.80}, needed a list of texts")
+    try:
+        return Setting.from_dict(data["setting"]), evidence.from_dict(data["evidence"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ArgumentError | UnknownNameError):
+            raise
+        raise ArgumentError(f"measured: no record of a comparison ({type(error).__name__}: {error})") from error
+
+
+def saved_of(session: Session) -> Saved:
+    """The state of a session."""
+    return Saved(
+        function=session.graph.name,
+        program=digest(session.graph),
+        device=str(getattr(session.findings, "device", "")),
+        setting=session.setting,
+        decisions=tuple(session.ledger),
+        measured=dict(session.measured),
+    )
+
+
+def saved_text(session: Session) -> str:
+    """The state of a session as JSON."""
+    return to_json(saved_of(session).to_dict()) + "\n"
+
+
+def digest(graph: Graph) -> str:
+    """Tells programs apart: of their equations, shapes and dtypes, not of source lines."""
+    return hashlib.sha256(graph_text(graph).encode()).hexdigest()[:16]

@@ -1,0 +1,106 @@
+"""The CUDA kernels behind a fused op: source text, and the registers on record. Reads files of this package; needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fusionlab.kernels.launch.compile import KERNELS, Source, source_texts
+from fusionlab.kernels.ops.dot_product_attention.own import tiles
+from fusionlab.kernels.ops.gated_matmul import plan as gated
+from fusionlab.kernels.ops.gemm_epilogue import elementwise
+from fusionlab.kernels.ops.group_norm import plan as group_norm
+from fusionlab.kernels.ops.layer_norm import plan as norm
+from fusionlab.kernels.ops.lerp import plan as lerp
+from fusionlab.kernels.ops.multi_transformer.decode.phased import plan as decode
+
+from ..markup import code, folded, quiet, table
+
+# Op -> source, and how the record's variants of it begin.
+_KERNELS: dict[str, tuple[Source, str]] = {
+    "gemm_epilogue": (elementwise.SOURCE, "{dtype} {activation}"),
+    "matmul": (elementwise.SOURCE, "{dtype} {activation}"),  # XLA's product, and the kernel that follows it
+    "gated_matmul": (gated.SOURCE, "gated {dtype} {activation}"),
+    "dot_product_attention": (tiles.SOURCE, "attention {dtype}"),
+    "lerp": (lerp.SOURCE, "lerp {dtype}"),
+    "layer_norm": (norm.SOURCE, "norm {dtype}"),
+    "group_norm": (group_norm.SOURCE, "group norm {dtype} {activation}"),
+    "multi_transformer": (decode.SOURCE, "decode {dtype}"),
+}
+RECORDED_ARCH = "sm_90"  # the one whose every variant is on record
+_ROWS = 12
+ELSEWHERE = (
+    "Spilt bytes and static shared memory are not on record here: `python -m benchmarks kernel_resources` compiles every kernel and "
+    "prints them with the registers; the tests hold spills to none, but for a few bytes in attention's and the gated product's tiles."
+)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """The CUDA code of an op.
+
+    Attributes:
+      path: of the .cu file, relative to `fusionlab/kernels`.
+      entries: the kernels it defines.
+      archs: the architectures it is written for.
+      texts: file name -> text, the source first, then what it includes of this package's own.
+    """
+
+    path: str
+    entries: tuple[str, ...]
+    archs: tuple[str, ...]
+    texts: Mapping[str, str]
+
+
+@cache
+def kernel_source(op: str) -> KernelSource | None:
+    """The CUDA code of an op; None where it has none of this package's own."""
+    if op not in _KERNELS:
+        return None
+    source, _ = _KERNELS[op]
+    texts = {path.name: text for path, text in source_texts(source.file).items()}
+    return KernelSource(source.path, source.entries, source.archs, texts)
+
+
+@cache
+def _record() -> dict[str, Any]:
+    return json.loads((KERNELS.parent / "choose" / "limits.json").read_text(encoding="utf-8"))
+
+
+def registers(op: str, dtype: str, attrs: Mapping[str, Any], arch: str = "") -> tuple[str, dict[str, dict[str, int]]]:
+    """(architecture, variant -> kernel -> registers of a thread) of the variants on record nearest to a call.
+
+    Args:
+      op: a fused op.
+      dtype: of its operands ("bfloat16").
+      attrs: the op's attributes; of them the activation tells variants apart.
+      arch: "sm_90"; one that is not on record gives `RECORDED_ARCH`.
+    """
+    recorded = _record()["registers"]
+    arch = arch if arch in recorded else RECORDED_ARCH
+    if op not in _KERNELS:
+        return arch, {}
+    start = _KERNELS[op][1].format(dtype=dtype, activation=attrs.get("activation", ""))
+    found = {k: v for k, v in recorded[arch].items() if k.startswith((f"{start} ", f"{start}:"))}
+    return arch, found
+
+
+def kernels_html(op: str, dtype: str = "", attrs: Mapping[str, Any] | None = None, arch: str = "") -> str:
+    """The kernels of an op: registers of the variants of this dtype, and the source to unfold; says so where there are none."""
+    source = kernel_source(op)
+    if source is None:
+        return quiet(f"No CUDA kernel of FusionLab's own stands behind {op}.")
+    at, found = registers(op, dtype, attrs or {}, arch)
+    rows = [[name, entry, n] for name, by_entry in found.items() for entry, n in by_entry.items()]
+    told = [f"{source.path}: {', '.join(source.entries)}, for {source.archs[0]} to {source.archs[-1]}"]
+    if rows:
+        more = f", the first {_ROWS} of {len(rows)}" if len(rows) > _ROWS else ""
+        told.append(f"Registers of a thread on {at}, as compiled by NVRTC {_record()['nvrtc']}{more}:")
+    elif dtype:
+        told.append(f"No variant for {dtype} is on record for {at}.")
+    shown = table(["variant", "kernel", "registers"], rows[:_ROWS], (2,))
+    files = "".join(folded(f"CUDA source: {name}", code(body)) for name, body in source.texts.items())
+    return "".join(map(quiet, told)) + shown + quiet(ELSEWHERE) + files

@@ -1,0 +1,250 @@
+"""One self-contained HTML report: no script, style, font or picture is loaded from anywhere.
+
+The widget's own module draws it: picture, inspector, search and recorded measurements work without a kernel, from
+`file://`; switching sites and measuring need one, and the page says so. Without scripts it is a picture and tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from html import escape as _escape
+from importlib.resources import files
+from typing import Any
+
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+
+from ..draw.dot import dom_id, dot_of_view
+from ..draw.render import to_svg
+from ..gpu_record import record_html
+from ..markup import inline_svg, table
+from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
+from ..model.pictures import Pictures
+from ..model.view_model import view_model
+from .baked import slim
+from .page import AFTER, PREFIX, page_data
+from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
+
+_LIVE = (
+    "Switching sites on and off and measuring again need a live kernel: <code>fusionlab.explore(fn, *args)</code> in a "
+    "notebook."
+)
+
+
+def report_html(
+    graph: Graph,
+    findings: Findings | None = None,
+    *,
+    enabled: Collection[str] | None = (),
+    evidence: Any = None,
+    after: Graph | None = None,
+    environment: Mapping[str, Any] | None = None,
+    formulas: Mapping[str, str] | None = None,
+    record: Mapping[str, Any] | None = None,
+    title: str | None = None,
+    engine: str | None = None,
+    **view_options: Any,
+) -> str:
+    """A whole HTML page about a graph, what was found in it and what was measured.
+
+    Args:
+      graph, findings, enabled, evidence, formulas: as for `view_model`.
+      after: the graph with the enabled sites fused, drawn below the original.
+      environment: what to print under "Environment": name -> value.
+      record: of `python -m benchmarks gemm_epilogue` on a GPU, shown below what was measured here (see `gpu_record`).
+      title: the page's title; the graph's name without it.
+      engine: layout engine, as for `to_svg`.
+      **view_options: further options of `view_model`.
+    """
+    pictures = Pictures(graph, findings)
+    told: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
+    view = pictures.view(enabled=enabled, **told, **view_options)
+    title = title or f"FusionLab: {view['title']}"
+    later = (after, view_model(after, None, **view_options)) if after is not None else None
+
+    def draw(shown: Mapping[str, Any], prefix: str) -> str:
+        return picture(shown, prefix, engine)
+
+    body = [
+        f"<h1>{_e(title)}</h1>",
+        f'<div id="fl-app"><p class="lead">{_e(view["header"])}</p>{legend(view)}'
+        f'<div class="fl-graph" id="fl-before" tabindex="0" role="group" aria-label="graph">{slim(draw(view, PREFIX))}'
+        '</div><noscript><p class="quiet">Without scripts this page is a picture and tables: nothing can be opened, '
+        "searched or selected.</p></noscript></div>",
+    ]
+    if later is not None:
+        body += [
+            f'<section id="fl-after"><h2>After fusion: {len(graph):,} nodes → {len(later[0]):,}</h2>'
+            f'<div class="fl-graph">{slim(draw(later[1], AFTER))}</div></section>'
+        ]
+    named = _evidence(view, evidence)
+    if findings is not None:
+        named += [
+            ("Sites", candidates_html(view)),
+            ("Passes", passes_html(view)),
+            ("Declined", "<h2>Declined</h2>" + declined_html(view)),
+            ("Structures", structures_html(view)),
+            ("Residuals", residuals_html(view)),
+        ]
+    named += [("GPU record", record_html(record))] if record is not None else []
+    named += [("Environment", _environment({**environment_dict(evidence), **(environment or {})}, findings))]
+    body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
+    body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
+    options = {k: v for k, v in view_options.items() if k not in ("expanded", "collapsed", "reveal")}
+    whole = "\n".join(body)
+    used = len(_page(title, whole, {}).encode())
+    return _page(title, whole, page_data(pictures, enabled, view, draw, later, used, **options))
+
+
+def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") -> str:
+    """A whole HTML page about a measurement alone: headline, plots, tables, environment."""
+    measured = evidence_dict(evidence)
+    body = [
+        f"<h1>{_e(title)}</h1>",
+        f'<p class="lead">{_e(headline(measured))}</p>',
+        *(text for _, text in _evidence({"evidence": measured}, evidence)),
+        _environment(environment_dict(evidence), None),
+        "<footer>A record made by FusionLab; measuring again needs the program itself.</footer>",
+    ]
+    return _page(title, "\n".join(body))
+
+
+def graph_html(
+    graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = (), engine: str | None = None
+) -> str:
+    """A static picture with header and legend, for `_repr_html_`: no script, nothing to install."""
+    view = Pictures(graph, findings).view(enabled=enabled)
+    return still_html(view, picture(view, "fl-", engine), findings)
+
+
+def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
+    """`graph_html` of a view model whose picture is drawn already, with ids that start with "fl-"."""
+    # Ids must not meet those of another picture in the same notebook; the content tells them apart.
+    prefix = dom_id(f"fl {view['header']} {len(view['boxes'])}")
+    own = svg.replace(' id="fl-', f' id="{prefix}-')
+    return (
+        f'<div class="fl">{style()}<p class="fl-header">{_e(view["header"])}</p>'
+        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{own}</div>'
+        f"{_reasons(view, findings)}</div>"
+    )
+
+
+def _reasons(view: Mapping[str, Any], findings: Findings | None) -> str:
+    """Below a picture: why sites were declined, and the notes on the search."""
+    if findings is None:
+        return ""
+    declined = declined_html(view) if findings.rejections else ""
+    notes = "".join(f'<p class="quiet">{_e(note)}</p>' for note in findings.notes)
+    return (f'<p class="fl-header">Declined</p>{declined}' if declined else "") + notes
+
+
+def evidence_summary_html(evidence: Any) -> str:
+    """A measurement in a few tables, for `_repr_html_`: no script, nothing to install; of the errors the worst ones."""
+    measured = evidence_dict(evidence)
+    assert measured is not None
+    named = {(kind, leaf.name) for kind in ("output", "gradient") if (leaf := _worst(evidence, kind)) is not None}
+    rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
+    left = len(measured["errors"]) - len(rows)
+    body = [f'<p class="fl-header">{_e(evidence.name)}: {_e(evidence.headline)}</p>', _where(evidence)]
+    for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
+        body.append(f"<p><b>{_e(name)}</b></p>{table(heads, cells, numeric)}")
+    body += [f'<p class="quiet">{left} more results, no worse: .to_html("report.html")</p>'] if left else []
+    body += [f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"]]
+    return f'<div class="fl">{style()}{"".join(body)}</div>'
+
+
+def _worst(evidence: Any, kind: str) -> Any:
+    return evidence.numerics.worst(kind) if evidence.numerics is not None else None
+
+
+def _where(evidence: Any) -> str:
+    return f'<p class="quiet">Measured on {_e(measured_on(evidence))}.</p>'
+
+
+def picture(view: Mapping[str, Any], id_prefix: str = "fl-", engine: str | None = None) -> str:
+    """The SVG of a view model, ready to stand inside HTML."""
+    return inline_svg(to_svg(dot_of_view(view, id_prefix=id_prefix), engine=engine))
+
+
+def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
+    """A page that loads nothing; with `data`, its explorer: the widget's module and the page's stand-in for a kernel."""
+    scripts = ""
+    if data is not None:
+        text = json.dumps(data, sort_keys=True).replace("<", "\\u003c")
+        code = _asset("explorer.js") + "\n" + _asset("report.js")
+        scripts = (
+            f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
+        )
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_e(title)}</title>\n<style>\n{_asset('explorer.css')}\n{_asset('report.css')}\n</style>\n</head>\n"
+        f'<body class="fl">\n<main>\n{body}\n</main>\n{scripts}</body>\n</html>\n'
+    )
+
+
+def style() -> str:
+    """The style sheet all pictures share, as an HTML element."""
+    return f"<style>{_asset('explorer.css')}</style>"
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("fusionlab.viz") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _e(value: Any) -> str:
+    return _escape(str(value))
+
+
+def evidence_pictures(evidence: Any) -> dict[str, str]:
+    """Name -> inline SVG of the plots a measurement allows; empty for None. The same measurement is drawn once."""
+    return {} if evidence is None else dict(_pictures(_Same(evidence)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """A value by its identity."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+@lru_cache(maxsize=4)  # an explorer shows a measurement in its tabs, saves it and exports it: seconds of drawing
+def _pictures(measured: _Same) -> dict[str, str]:
+    from ..plots import evidence_figures, figure_svg  # matplotlib is imported only when there is something to plot
+
+    return {
+        name: f'<figure aria-label="{_e(name)}">{inline_svg(figure_svg(figure))}</figure>'
+        for name, figure in evidence_figures(measured.value)
+    }
+
+
+def _evidence(view: Mapping[str, Any], evidence: Any) -> list[tuple[str, str]]:
+    """What was measured, as (name, HTML): each plot with its table."""
+    measured = view["evidence"]
+    if measured is None:
+        return [("Timing", "<h2>Measurements</h2><p>Nothing was measured.</p>")]
+    parts = dict(evidence_pictures(evidence))
+    for name, heads, rows, numeric in evidence_tables(measured):
+        parts[name] = parts.get(name, "") + table(heads, rows, numeric)
+    notes = "".join(f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"])
+    if not parts:
+        parts["Timing"] = ""
+    named = [(name, f"<h2>{_e(name)}</h2>{_where(evidence)}{text}") for name, text in parts.items()]
+    return [(named[0][0], named[0][1] + notes), *named[1:]]
+
+
+def _environment(environment: Mapping[str, Any], findings: Findings | None) -> str:
+    rows = [[k, v] for k, v in environment.items()]
+    if findings is not None:
+        rows += [[f"seconds in {phase}", f"{s:.3f}"] for phase, s in findings.seconds.items()]
+    return "<h2>Environment</h2>" + table(["what", "value"], rows) if rows else ""

@@ -1,0 +1,159 @@
+"""Pieces of HTML that report and widget share: tables, legend, cards of sites, inspector lines. All text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape as _escape
+from typing import Any
+
+from fusionlab.errors import REJECTIONS
+from fusionlab.evidence.instruments.memory import size as bytes_text
+
+from ..markup import table
+from ..model.alike import alike
+from ..palette import QUIET
+
+Site = Mapping[str, Any]
+
+
+def _e(value: Any) -> str:
+    return _escape(str(value))
+
+
+def legend(view: Mapping[str, Any]) -> str:
+    """The legend of a view model as an HTML list; "" when there is no site."""
+    items = [
+        f'<li><span class="fl-swatch" style="background:{p["tint"]};border-color:{p["colour"]}"></span>'
+        f"{_e(p['name'])}</li>"
+        for p in view["passes"]
+        if p["sites"] or p["declined"]
+    ]
+    if not items:
+        return ""
+    grey = "border-color:#7b8794;color:#7b8794;background:#e4e9ee"
+    items += [
+        f'<li><span class="fl-swatch" style="{grey}"></span>candidate (filled)</li>',
+        f'<li><span class="fl-swatch applied" style="{grey}"></span>applied (double border)</li>',
+        f'<li><span class="fl-swatch declined" style="{grey}"></span>declined (dashed, matched/total)</li>',
+    ]
+    return f'<ul class="fl-legend">{"".join(items)}</ul>'
+
+
+def passes_html(view: Mapping[str, Any]) -> str:
+    """Every pass asked, those without a site too."""
+    rows = [
+        [
+            p["name"],
+            (p["formula"], "mono"),
+            p["sites"],
+            p["applied"],
+            p["declined"],
+            p["state"] if p["sites"] else "nothing found",
+        ]
+        for p in view["passes"]
+    ]
+    return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
+
+
+def _card(sites: list[Site], colours: Mapping[str, str], inside: list[str]) -> str:
+    first, where = sites[0], sites[0]["source"]
+    title = f"{first['id']}" + (f" and {len(sites) - 1} more like it" if len(sites) > 1 else "")
+    others = ", ".join(s["id"] for s in sites[1:])
+    parts = [f"<h3>{_e(title)}</h3>"]
+    parts += [f"<p><code>{_e(where['where'])}: {_e(where['text'])}</code></p>"] if where else []
+    parts += [f"<div>{text}</div>" for text in inside]
+    parts += [f"<details><summary>the others</summary><p>{_e(others)}</p></details>"] if others else []
+    colour = colours.get(first["pass"], QUIET)
+    return f'<div class="card {first["state"]}" style="border-left-color:{colour}">{"".join(parts)}</div>'
+
+
+def _colours(view: Mapping[str, Any]) -> dict[str, str]:
+    return {p["name"]: p["colour"] for p in view["passes"]}
+
+
+def candidates_html(view: Mapping[str, Any]) -> str:
+    """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
+    sites = [s for s in view["sites"] if s["state"] != "declined"]
+    if not sites:
+        return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
+    keys = (
+        "pass",
+        "text",
+        "state",
+        "source",
+        "nodes_before",
+        "nodes_after",
+        "arithmetic",
+        "notes",
+        "backends",
+        "paired",
+    )
+    cards = []
+    for group in alike([s | {"paired": _backward_text(s)} for s in sites], keys):
+        s = group[0]
+        state = "applied" if s["state"] == "applied" else "not applied"
+        inside = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
+        inside += [_e(line) for line in [_backward_text(s)] if line]
+        told = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
+        inside += [f'<span class="quiet">{_e(n)}</span>' for n in told]
+        rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
+        inside += [table(["backend", "verdict", "reason"], rows)] if rows else []
+        cards.append(_card(group, _colours(view), inside))
+    return "<h2>Candidates</h2>" + "".join(cards)
+
+
+def _backward_text(site: Mapping[str, Any]) -> str:
+    """What is said of a site's backward pass; "" where the program has none of it."""
+    pair = site["backward"]
+    if pair is None:
+        return ""
+    if pair["fused"]:
+        fused = "Fused" if site["state"] == "applied" else "Not applied; it would be fused"
+        return f"{fused} with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
+    return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
+
+
+def declined_html(view: Mapping[str, Any]) -> str:
+    """The declined sites by code: sentence, distance, and the edit that would help."""
+    sites = [s for s in view["sites"] if s["state"] == "declined"]
+    out = [] if sites else ["<p>None.</p>"]
+    for same_code in alike(sites, ("code",)):
+        code = same_code[0]["code"]
+        out.append(f"<details open><summary>{_e(code)} ({len(same_code)}): {_e(REJECTIONS.get(code, ''))}</summary>")
+        for group in alike(same_code, ("pass", "source", "edit", "matched", "total")):
+            s = group[0]
+            inside = [f"{_e(s['text'])} <span class='quiet'>({s['matched']} of {s['total']} matched)</span>"]
+            inside += [f"Edit: {_e(s['edit'])}"] if s["edit"] else []
+            inside += [f"Taken by {_e(s['winner'])}"] if s["winner"] else []
+            out.append(_card(group, _colours(view), inside))
+        out.append("</details>")
+    return "".join(out)
+
+
+def structures_html(view: Mapping[str, Any]) -> str:
+    """What the sites are parts of, alike ones in one row; "" where there is nothing."""
+    rows = []
+    for group in alike(view["structures"], ("kind", "text")):
+        where = list(dict.fromkeys(s["source"]["where"] for s in group if s["source"]))
+        named = group[0]["id"] + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        rows.append(
+            [(named, "mono"), len(group), group[0]["text"], ", ".join(where[:3]) + (", ..." if where[3:] else "")]
+        )
+    heads = ["structure", "how many", "what it is", "where"]
+    return "<h2>Structures</h2>" + table(heads, rows, (1,)) if rows else ""
+
+
+def residuals_html(view: Mapping[str, Any]) -> str:
+    """What the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
+    applied = [s for s in view["sites"] if s["state"] == "applied"]
+    kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in applied for r in s["residuals"]]
+    if not kept:
+        return ""
+    rows = []
+    for group in alike(kept, ("pass", "r")):
+        r, n = group[0]["r"], len(group)
+        site = group[0]["id"] + (f" and {n - 1} more" if n > 1 else "")
+        size, total = bytes_text(r["bytes"]), bytes_text(n * r["bytes"])
+        rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
+    heads = ["site", "residual", "type", "size", "together", "read by"]
+    return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))

@@ -1,0 +1,132 @@
+"""The explorer's left side as plain data: passes with their options, identical sites together, and what was declined."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fusionlab.errors import REJECTIONS
+from fusionlab.fusers import Strategy, registry
+from fusionlab.fusers.engine.base import choices_of
+
+from .alike import alike
+
+_ALIKE = ("text", "attrs", "nodes_before", "nodes_after", "arithmetic", "backends", "same_code", "idle")
+
+
+def panel(
+    whole: Mapping[str, Any], strategy: Strategy | None, shares: Mapping[str, Any], idle: Collection[str] = ()
+) -> dict[str, Any]:
+    """What the toggles show.
+
+    Args:
+      whole: a view model, or the summary of one.
+      strategy: what is asked of the passes now; None for all of them by default.
+      shares: site id -> its `SiteShare`, of those that were measured.
+      idle: ids of the sites that are left as they are unless asked for.
+    """
+    sites = {s["id"]: s | {"idle": s["id"] in idle} for s in whole["sites"]}
+    return {
+        "passes": [_pass(p, [sites[i] for i in p["site_ids"]], strategy, shares) for p in whole["passes"]],
+        "declined": [_code(code, rows) for code, rows in _by_code(whole["sites"]).items()],
+    }
+
+
+def _pass(
+    row: Mapping[str, Any], sites: list[dict[str, Any]], strategy: Strategy | None, shares: Mapping[str, Any]
+) -> dict[str, Any]:
+    keys = ("name", "colour", "tint", "formula", "state", "applied", "declined")
+    groups = [_group(row["name"], k, group, shares) for k, group in enumerate(alike(sites, _ALIKE))]
+    labels = [g["label"] for g in groups]
+    for g in groups:
+        g["names"] = _names(g["ids"]) if labels.count(g["label"]) > 1 else ""
+    return {k: row[k] for k in keys} | {
+        "sites": len(sites),
+        "options": options_of(row["name"], strategy),
+        "groups": groups,
+    }
+
+
+def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: Mapping[str, Any]) -> dict[str, Any]:
+    on = sum(s["state"] == "applied" for s in sites)
+    source = sites[0]["source"]
+    return {
+        "key": f"{name}:{number}",
+        "label": sites[0]["text"],
+        "where": source["where"] if source else "",
+        "count": len(sites),
+        "ids": [s["id"] for s in sites],
+        "state": "on" if on == len(sites) else "partial" if on else "off",
+        "sites": [_site(s, shares.get(s["id"])) for s in sites],
+    }
+
+
+def _names(ids: Sequence[str]) -> str:
+    """The modules that sites stand in, without what is around them: what tells groups of one formula apart."""
+    scopes = [i.partition("@")[2].rpartition("#")[0].rpartition("/")[2] for i in ids]
+    return ", ".join(filter(None, dict.fromkeys(scopes)))
+
+
+def _label(site: Mapping[str, Any]) -> str:
+    """Where a site stands; by its line where it is in no module."""
+    place = site["id"].partition("@")[2] or site["id"]
+    return f"{site['source']['where']} {place}" if place.startswith("#") and site["source"] else place
+
+
+def _site(site: Mapping[str, Any], share: Any) -> dict[str, Any]:
+    losing = share is not None and share.is_clear and share.saved_s < 0
+    note = ""
+    if share is not None:
+        note = "saves " + str(share).partition(": ")[2]
+    elif site["same_code"]:
+        note = "what XLA runs anyway"
+    elif site["idle"]:
+        note = "left as it is by default"
+    return {
+        "id": site["id"],
+        "label": _label(site),
+        "on": site["state"] == "applied",
+        "idle": site["idle"],
+        "note": note,
+        "losing": losing,
+    }
+
+
+def _by_code(sites: Collection[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    codes: dict[str, list[Mapping[str, Any]]] = {}
+    for site in sites:
+        if site["state"] == "declined":
+            codes.setdefault(site["code"], []).append(site)
+    return codes
+
+
+def _code(code: str, sites: list[Mapping[str, Any]]) -> dict[str, Any]:
+    keys = ("id", "pass", "text", "edit", "matched", "total")
+    rows = [{k: s[k] for k in keys} | {"where": s["source"]["where"] if s["source"] else ""} for s in sites]
+    return {"code": code, "doc": REJECTIONS.get(code, ""), "rows": rows}
+
+
+def options_of(name: str, strategy: Strategy | None) -> list[dict[str, Any]]:
+    """The options of a pass, with what they are set to; none for a pass that is not registered (pictures of hand-made findings)."""
+    pass_ = registry().get(name)
+    if pass_ is None:
+        return []
+    given = (strategy or {}).get(name, {})
+    given = given if isinstance(given, Mapping) else {}
+    return [
+        {
+            "name": key,
+            "value": given.get(key, told[0]),
+            "choices": choices_of(pass_, key),
+            "doc": told[1],
+        }
+        for key, told in pass_.options.items()
+    ]
+
+
+def with_option(strategy: Strategy | None, asked: Collection[str], name: str, option: str, value: Any) -> Strategy:
+    """The strategy with one option of one pass changed; `asked` are the passes it stands for where it is None."""
+    passes: dict[str, Any] = dict(strategy) if strategy is not None else dict.fromkeys(asked, True)
+    before = passes.get(name, {})
+    passes[name] = (dict(before) if isinstance(before, Mapping) else {}) | {option: value}
+    return Strategy(**passes)

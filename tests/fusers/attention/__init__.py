@@ -1,0 +1,1 @@
+"""Attention: its spellings, masks, layouts, dropout, sinks; rows that see no key."""

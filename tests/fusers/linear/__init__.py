@@ -1,0 +1,1 @@
+"""GEMM epilogues: activations, biases, reshapes, convolutions of one point."""

@@ -1,0 +1,1 @@
+"""Routes of matrix products, and gated pairs."""

@@ -1,0 +1,1 @@
+"""LayerNorm, RMSNorm and GroupNorm: spellings, sums in front, gradients."""

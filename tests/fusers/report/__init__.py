@@ -1,0 +1,1 @@
+"""Structures: what sites are parts of."""

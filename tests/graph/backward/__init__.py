@@ -1,0 +1,1 @@
+"""Backward passes, found by value."""

@@ -1,0 +1,1 @@
+"""The proof of a match, and what must not pass it."""

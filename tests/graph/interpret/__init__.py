@@ -1,0 +1,1 @@
+"""The numpy interpreter, on one device and on several."""

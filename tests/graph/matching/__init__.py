@@ -1,0 +1,1 @@
+"""Patterns, matches, and the nearest miss."""

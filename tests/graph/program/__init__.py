@@ -1,0 +1,1 @@
+"""Tracing, text, and which parts are the same."""

@@ -1,0 +1,65 @@
+"""A value made as a program makes its result: the same equations, dtypes and constants, and nothing that is merely equal in numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fusionlab.graph.canonical.view import View
+from fusionlab.graph.program.identical import made_as
+from fusionlab.graph.program.trace import block_of_jaxpr
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+X = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+
+
+def block(fn, *args):
+    return block_of_jaxpr(jax.make_jaxpr(fn)(*args))
+
+
+def drawn(key, x):
+    return jax.random.uniform(key, (3, 4)) * 0.5 + jnp.float32(3) * x
+
+
+OTHERS = {
+    "another number": lambda key, x: jax.random.uniform(key, (3, 4)) * 0.25 + jnp.float32(3) * x,
+    "another order": lambda key, x: jnp.float32(3) * x + jax.random.uniform(key, (3, 4)) * 0.5,
+    "an equation more": lambda key, x: jax.random.uniform(key, (3, 4)) * 0.5 * 1.0 + jnp.float32(3) * x,
+    "another range": lambda key, x: jax.random.uniform(key, (3, 4), maxval=0.5) + jnp.float32(3) * x,
+    "a cast there and back": lambda key, x: (
+        jax.random.uniform(key, (3, 4)).astype(jnp.bfloat16).astype(jnp.float32) * 0.5 + jnp.float32(3) * x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["the same", "one value twice", *OTHERS])
+def test_only_the_same_equations_are_the_same(name):
+    program = block(drawn, KEY, X)
+    fn = OTHERS.get(name, drawn)
+    mine = block(lambda key, x: jnp.sin(fn(jax.random.fold_in(key, 3), jnp.cos(x))), KEY, X)
+    value = mine.nodes[-1].inputs[0]
+    found = made_as(mine, value, program, View(mine).known_inputs)
+    if name in OTHERS:
+        assert found is None
+    else:
+        assert found is not None
+        assert [mine.producer[found[i].id].primitive for i in range(2)] == ["random_fold_in", "cos"]
+
+
+def test_one_operand_is_one_value():
+    program = block(lambda x: x * x, X)
+    for fn, same in ((lambda x, y: x * x, True), (lambda x, y: x * y, False)):
+        mine = block(fn, X, X)
+        assert (made_as(mine, mine.outputs[0], program, {}) is not None) is same
+
+
+def test_numbers_that_were_worked_out_elsewhere_are_the_numbers():
+    """As in the body of a loop of a program that is differentiated."""
+    program = block(lambda x: x * (jnp.float32(1) - jnp.float32(0.25)), X)
+    mine = block(lambda c, x: x * c, jax.ShapeDtypeStruct((), jnp.float32), X)
+    number = mine.inputs[0].id
+    assert made_as(mine, mine.outputs[0], program, {number: 0.75}) is not None
+    assert made_as(mine, mine.outputs[0], program, {number: float(np.nextafter(np.float32(0.75), 1))}) is None
+    assert made_as(mine, mine.outputs[0], program, {}) is None

@@ -1,0 +1,1 @@
+"""Programs with sites replaced."""

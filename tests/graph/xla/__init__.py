@@ -1,0 +1,1 @@
+"""HLO text, kernels mapped to nodes, collectives."""

@@ -1,0 +1,1 @@
+"""`dot_product_attention`: reference, cuDNN's calls, our own kernels, the probe of masks."""

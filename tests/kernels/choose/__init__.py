@@ -1,0 +1,1 @@
+"""Which implementation a call takes."""

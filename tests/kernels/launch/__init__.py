@@ -1,0 +1,1 @@
+"""Launch plans, the custom call, the compiled launcher, and what is compiled."""

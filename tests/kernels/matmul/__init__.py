@@ -1,0 +1,1 @@
+"""`matmul` and `gated_matmul`."""

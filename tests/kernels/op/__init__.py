@@ -1,0 +1,1 @@
+"""The op protocol: transformations, types, shardings."""

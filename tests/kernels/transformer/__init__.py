@@ -1,0 +1,1 @@
+"""`multi_transformer`, and its kernels for one token at a time."""

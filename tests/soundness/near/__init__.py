@@ -1,0 +1,1 @@
+"""What looks like a site and is none."""

@@ -1,0 +1,1 @@
+"""Tests of `fusionlab/testing`: assertions, the fixture, the plugin."""

@@ -1,0 +1,1 @@
+"""DOT, SVG and hulls."""

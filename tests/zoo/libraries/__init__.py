@@ -1,0 +1,1 @@
+"""Models by library: flax linen and nnx, equinox, haiku, jax.nn, transformers."""
