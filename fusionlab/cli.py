@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_pass_options(explain)
     explain.add_argument("--device", metavar="NAME", help=_DEVICE)
+    explain.add_argument("--origin", action="store_true", help="say which line of FusionLab declined a site")
     explain.set_defaults(run=_explain)
 
     diff = _function_command(
@@ -243,7 +244,7 @@ def _explain(options: argparse.Namespace) -> None:
 
     function, args, kwargs, static = _load(options)
     found = fl.find(function, *args, passes=options.passes, device=options.device, **static, **kwargs)
-    text = found.explain(options.name)
+    text = found.explain(options.name, origin=options.origin)
     _print(options, text, {"name": options.name, "text": text})
 
 

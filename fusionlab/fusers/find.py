@@ -162,7 +162,8 @@ def _unread(pass_: Pass, block: Block, fault: Fault) -> Rejection:
     where = f"the body {block.path}" if block.path else "the program"
     told = ("uncertified", f"{where} of {len(nodes)} nodes was not searched: {fault}", nodes, frozenset(nodes))
     first = block.nodes[0]
-    return Rejection(f"{pass_.name}@{first.scope}", pass_.name, *told, 0, len(nodes), first.source, origin=fault.origin)
+    told = (f"{pass_.name}@{first.scope}", pass_.name, *told, 0, len(nodes), first.source)
+    return Rejection(*told, origin=fault.origin, failed=True)
 
 
 def _settled(

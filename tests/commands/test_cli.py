@@ -157,7 +157,10 @@ def test_find_takes_passes_a_device_and_shapes(run, model):
 
 def test_a_node_or_a_site_is_explained(run, model):
     (r,) = json.loads(run("find", f"{model}:declined", "--json")[1])["rejections"]
-    assert r["sentence"] in json.loads(run("explain", f"{model}:declined", r["id"], "--json")[1])["text"]
+    text = json.loads(run("explain", f"{model}:declined", r["id"], "--json")[1])["text"]
+    assert r["sentence"] in text
+    assert "declined at" not in text
+    assert f"declined at {r['origin']}" in run("explain", f"{model}:declined", r["id"], "--origin")[1]
     product = next(line for line in run("trace", f"{model}:mlp")[1].splitlines() if "dot_general" in line)
     name = product.split(":")[0].strip()
     assert "gemm_epilogue@#1" in run("explain", f"{model}:mlp", name)[1]

@@ -86,7 +86,7 @@ def broken(*args, **kwargs):
 
 
 def faults(found):
-    return [r for r in found.rejections if r.origin]
+    return [r for r in found.rejections if r.failed]
 
 
 @pytest.fixture

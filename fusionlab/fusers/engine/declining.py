@@ -54,7 +54,7 @@ def reject(
 def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
     """The rejection of a place that FusionLab failed at."""
     told = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
-    return replace(told, origin=fault.origin)
+    return replace(told, origin=fault.origin, failed=True)
 
 
 def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
@@ -75,7 +75,7 @@ def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
     any fusion, XLA's code is what runs on the device, or the search failed on it. Else it is said behind the other, which an edit
     may remove, and in place of the edit that leads to it.
     """
-    if problem is None or outcome.code in _BEFORE or outcome.origin:
+    if problem is None or outcome.code in _BEFORE or outcome.failed:
         return outcome
     if outcome is problem or outcome.sentence in problem.sentence:
         return problem

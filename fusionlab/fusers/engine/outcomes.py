@@ -12,6 +12,7 @@ from ...graph.program.ir import Block, Value
 from ...graph.program.scopes import Source
 from ...kernels.op.implementation import BackendVerdict as Backend
 from ...kernels.op.implementation import Residual as Residual
+from .origin import declined_at
 from .pairs import Pair
 
 LEFT_TO_XLA = frozenset(
@@ -149,7 +150,9 @@ class Rejection:
       concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
       region: of a site that is whole but for what reads its inner values: its nodes and values (opaque to readers).
       backward: its backward pass, which is not fused either.
-      origin: of `uncertified`, where in FusionLab or in the user's code an error came from that the search went on after; else "".
+      origin: the line of FusionLab that declined it ("fusers/engine/site.py:203 in near_miss"); of one that failed, the line of FusionLab's
+        or of the user's that the error came from.
+      failed: of `uncertified`: an error was raised here, after which the search went on.
     """
 
     id: str
@@ -167,6 +170,11 @@ class Rejection:
     region: Region | None = dataclasses.field(default=None, repr=False)
     backward: Pair | None = None
     origin: str = ""
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.origin:
+            object.__setattr__(self, "origin", declined_at(self.sentence))
 
     @property
     def scope(self) -> str:

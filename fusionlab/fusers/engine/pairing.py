@@ -59,7 +59,7 @@ def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
     where = f" ({item.source})" if item.source else ""
     sentence = f"{item.formula}{where} is a site: {fault}"
     told = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
-    return Rejection(*told, concepts=item.concepts, origin=fault.origin)
+    return Rejection(*told, concepts=item.concepts, origin=fault.origin, failed=True)
 
 
 def _part(item: Candidate | Rejection, path: str) -> BackwardPart | None:

@@ -258,17 +258,24 @@ class Findings:
     def __repr__(self) -> str:
         return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
 
-    def explain(self, node: Node | int | str) -> str:
-        """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences."""
+    def explain(self, node: Node | int | str, origin: bool = False) -> str:
+        """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences.
+
+        With `origin`, a rejection says which line of FusionLab declined it.
+        """
         if isinstance(node, str) and "@" in node:
             return "\n".join(
-                [_explained(self[node]), *self._site_cost(node), *(f"  {p.text}" for p in self.pairs if p.site == node)]
+                [
+                    _explained(self[node], origin),
+                    *self._site_cost(node),
+                    *(f"  {p.text}" for p in self.pairs if p.site == node),
+                ]
             )
         given = self._given(node)
         if given is not None:
             return given
         found = self._node(node)
-        texts = [_explained(i).replace("\n", "\n  ") for i in self.of_node(found)]
+        texts = [_explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().told(found)}")
@@ -356,10 +363,11 @@ class Findings:
         return pd.DataFrame(rows, columns=columns)
 
 
-def _explained(item: Candidate | Rejection | Structure) -> str:
+def _explained(item: Candidate | Rejection | Structure, origin: bool) -> str:
     """Everything known about a site or a structure."""
     if isinstance(item, Rejection):
-        return f"{item}\n  {REJECTIONS[item.code]}"
+        where = f"\n  declined at {item.origin}" if origin and item.origin else ""
+        return f"{item}\n  {REJECTIONS[item.code]}{where}"
     if isinstance(item, Structure):
         return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
     lines = [str(item), *(f"  {n}" for n in item.notes)]

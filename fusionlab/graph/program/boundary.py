@@ -55,7 +55,7 @@ def guarded(make: Callable[[], T], instead: Callable[[Fault], T]) -> T:
     except Exception as error:
         if _comes_through(error):
             raise
-        fault = Fault(error_text(error), _origin(error))
+        fault = Fault(error_text(error), origin_of(error))
     return instead(fault)
 
 
@@ -69,10 +69,16 @@ def _comes_through(error: Exception) -> bool:
     return exhausted or isinstance(error, MemoryError) or raises()
 
 
-def _origin(error: Exception) -> str:
+def origin_of(error: Exception) -> str:
+    """The innermost line of FusionLab's or of the user's that an error passed through, as `place_text` writes it."""
     frames = [Source(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     known = [f for f in frames if kind_of_file(f.file) in ("own", "user")]
     last = known[-1] if known else frames[-1]
-    path = Path(last.file)
+    return place_text(last.file, last.line, last.function)
+
+
+def place_text(file: str, line: int, function: str) -> str:
+    """ "fusers/engine/site.py:203 in near_miss": a line of this package by its path in it, any other by its file's name."""
+    path = Path(file)
     place = path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else path.name
-    return f"{place}:{last.line} in {last.function}"
+    return f"{place}:{line} in {function}"

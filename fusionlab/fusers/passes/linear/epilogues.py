@@ -123,7 +123,7 @@ class Epilogue:
             edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
         if known.origin:
             told = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
-            return replace(told, origin=known.origin)
+            return replace(told, origin=known.origin, failed=True)
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
