@@ -104,8 +104,6 @@ REJECTIONS: dict[str, str] = {
     "unmeasured": "nothing was measured faster on this device than XLA's code of the site, and not all that can run it was measured there",
     "slower": "on this device all that can run it was measured slower than the code that XLA makes of the site as it is written",
     "implementation": "the implementation that was asked for cannot run it here",
-    "gelu_form": "the model computes a different GELU from the one asked for",
-    "skipped": "the site was switched off",
 }
 
 # Code -> what it says: why a route does not take a matrix product.

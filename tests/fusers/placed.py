@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
-from fusionlab.graph.xla.collectives import MOVES, Traffic, traffic, traffic_text
+from fusionlab.graph.xla.collectives import MOVES, Traffic, traffic
 from fusionlab.kernels import OPS
 from fusionlab.kernels.op.composite import CompositeOp
 from fusionlab.models import transformer
@@ -277,6 +277,10 @@ def more(before: dict[str, Traffic], after: dict[str, Traffic]) -> str | None:
     return None
 
 
+def as_text(sent: dict[str, Traffic]) -> str:
+    return ", ".join(f"{kind} {one}" for kind, one in sent.items()) or "none"
+
+
 def problem(trial: Trial) -> str | None:
     """What is wrong with a trial: values, collectives, or that nothing in it was opaque to XLA."""
     args = trial.args()
@@ -288,7 +292,7 @@ def problem(trial: Trial) -> str | None:
     close(after(*args), before(*args), trial.factor)
     sent = [traffic(one.as_text()) for one in (before, after)]
     if why := more(*sent):
-        return f"{why}; in all {traffic_text(sent[0])} before, {traffic_text(sent[1])} after"
+        return f"{why}; in all {as_text(sent[0])} before, {as_text(sent[1])} after"
     return None
 
 

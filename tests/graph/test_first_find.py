@@ -104,7 +104,7 @@ def test_two_words_of_a_key_are_those_of_the_paper():
 def test_a_norm_traces_the_examples_that_fit_alone(monkeypatch):
     traced: list[str] = []
     views_of = pattern.views_of
-    pattern.compile_example.cache_clear()
+    pattern.pattern_of.cache_clear()
     monkeypatch.setattr(pattern, "views_of", lambda e: traced.append(e.name) or views_of(e))
 
     def rms(x):

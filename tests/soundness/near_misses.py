@@ -41,13 +41,11 @@ UNREACHED: dict[str, str] = {
     "region": "needs a mesh: a site in a shard_map that checks which mesh axes values vary along",
     "sharding": "needs a mesh: a layout that is said, or explicit axes (tests/fusers/devices/test_explicit_axes.py)",
     "uncertified": "a net under the matcher: whatever an example holds can be evaluated",
-    "gelu_form": "given where a user asks for one GELU and the model has the other, which no pass lets them do yet",
     "implementation": "given where an option names one that cannot run the call (tests/fusers/devices/test_devices_asked.py)",
     "slower": "given on a GPU, real or simulated (tests/kernels/attention/test_attention_cuda.py)",
     "unmeasured": "given on a GPU, real or simulated (tests/kernels/attention/test_attention_cuda.py)",
     "device": "given on a GPU, real or simulated (tests/kernels/attention/test_attention_cuda.py)",
     "symbolic": "given to programs of symbolic sizes (tests/calls/test_jits.py)",
-    "skipped": "given to sites that a user switched off, not to programs",
     "order": "given to sites of several results (tests/fusers/test_several_results.py)",
     "rotary": "given to whole layers, whose passes are asked by name (tests/fusers/transformer/layer_rotary.py)",
 }

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...graph.canonical.rules import passed_whole
 from ...graph.canonical.view import View
-from ...graph.matching.match import Match, Miss, match
-from ...graph.matching.pattern import Example, pattern_of
+from ...graph.matching.match import Match, Miss
 from ...graph.matching.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
 from ...graph.program.ir import Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
@@ -58,23 +57,6 @@ class Site:
     def users(self, value: Value) -> Sequence[Node]:
         """The raw nodes of the block that read a value."""
         return self.search.block.users.get(value.id, ())
-
-    def best_match(self, examples: Iterable[Example], roots: Sequence[int]) -> Match | Miss:
-        """The first match of any example at any root (canonical nodes), else the miss that came furthest."""
-        best: Miss | None = None
-        for root in roots:
-            for example in examples:
-                pattern = pattern_of(example)
-                if self.view.nodes[root].op != pattern.nodes[pattern.root].op:
-                    continue
-                found = match(pattern, self.view, root)
-                if isinstance(found, Match):
-                    return found
-                if best is None or found.matched > best.matched:
-                    best = found
-        if best is None:
-            raise AssertionError("a site needs examples and roots")
-        return best
 
     def near_miss(self, miss: Miss) -> Rejection:
         """The rejection for the nearest miss."""

@@ -36,9 +36,9 @@ _MAGIC = (
 _POWERS = (1.0, -1.0, 2.0, 0.5, -0.5, -2.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Example:
-    """A pattern as a function.
+    """A pattern as a function. Each is itself alone: two of the same parts are two.
 
     Attributes:
       name: unique within its pass.
@@ -124,9 +124,8 @@ class Pattern:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_example(example_key: _ById) -> Pattern:
-    """The pattern of an example (cached by the example object)."""
-    example = example_key.example
+def pattern_of(example: Example) -> Pattern:
+    """The compiled pattern of an example."""
     first, second = views_of(example)
     if len(first.nodes) != len(second.nodes):
         raise ValueError(f"example {example.name}: its structure depends on sizes or scalar values")
@@ -156,24 +155,6 @@ def _as_written(example: Example, view: View, root: int) -> None:
     if not example.fits(view, root):
         made = view.nodes[root].op, len(view.nodes[root].operands)
         raise ValueError(f"example {example.name}: its root is {made}, among {sorted(view.by_op)}")
-
-
-class _ById:
-    """Hashes an Example (which holds a dict) by identity, for the cache."""
-
-    def __init__(self, example: Example) -> None:
-        self.example = example
-
-    def __hash__(self) -> int:
-        return id(self.example)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.example is self.example
-
-
-def pattern_of(example: Example) -> Pattern:
-    """The compiled pattern of an example."""
-    return compile_example(_ById(example))
 
 
 def views_of(example: Example) -> tuple[View, View]:

@@ -92,11 +92,6 @@ def _graph_of(bound: Bound, name: str, args: tuple, kwargs: dict, found: tuple[A
     )
 
 
-def trace_raw(fn: Callable, *args: Any) -> Graph:
-    """`trace` of arrays without wrapping the user's errors."""
-    return graph_of(bind(fn, args, {}), name_of(fn))
-
-
 def name_of(fn: Callable) -> str:
     """What a function is called."""
     return getattr(fn, "__name__", type(fn).__name__)

@@ -6,7 +6,7 @@ Read from optimised HLO text, so that it is what XLA's partitioner made of shard
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cost.cost import quantity
@@ -80,11 +80,6 @@ def traffic(module: Module | str) -> dict[str, Traffic]:
         count, size = counts.get(one.kind, (0, 0))
         counts[one.kind] = count + one.runs, size + one.runs * one.bytes
     return {kind: Traffic(*counts[kind]) for kind in sorted(counts)}
-
-
-def traffic_text(found: Mapping[str, Traffic]) -> str:
-    """ "all-gather 2 of 4.1 kB, all-reduce 4 of 1.05 MB"; "none"."""
-    return ", ".join(f"{kind} {one}" for kind, one in found.items()) or "none"
 
 
 def _running(module: Module) -> Iterator[tuple[str, Instruction, int]]:

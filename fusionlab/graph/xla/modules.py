@@ -89,10 +89,6 @@ class Compiled:
         ids = {n if isinstance(n, int) else n.id for n in nodes}
         return tuple(k for k in self.kernels if k.kind != CONTROL and not ids.isdisjoint(k.nodes))
 
-    def fusion_of(self, node: Node | int) -> Kernel | None:
-        """The first fusion that computes (a part of) a node; None where none does."""
-        return next((k for k in self.kernels_of(node) if k.kind == "fusion" and not k.inferred), None)
-
     def fate(self, node: Node | int) -> str:
         """What became of a node, in a sentence."""
         nid = node if isinstance(node, int) else node.id

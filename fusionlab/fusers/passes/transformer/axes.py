@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ....graph.canonical.axes import merged_axes
 from ....graph.canonical.fused_nodes import Labelled, labels_of
-from ....graph.canonical.nodes import ONE, CNode, nonunit
+from ....graph.canonical.nodes import ONE, CNode
 from ....graph.canonical.view import View
 from ....graph.program.ir import Value
 
@@ -286,8 +286,3 @@ def restored(
         x = jnp.reshape(x, [sizes[a] for a in order])
         x = jnp.transpose(x, [order.index(a) for a in wanted])
     return jnp.reshape(x, shape)
-
-
-def nonunit_axis(shape: Sequence[int], raw: int) -> int:
-    """Which of the axes longer than 1 a raw axis is."""
-    return len(nonunit(shape[:raw]))

@@ -324,10 +324,6 @@ def _notes(view: View, site: LayerSite) -> tuple[str, ...]:
     )
 
 
-_ON_DEVICES: dict[
-    str, tuple[Any, str]
-] = {}  # layers over devices stay calls of their own: collectives stand between them
-
 PASSES = tuple(
     MultiTransformerPass(
         f"{'multi_devices_' * spread}multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' * fused}",
