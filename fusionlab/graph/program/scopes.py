@@ -23,8 +23,8 @@ _JAX_PARTS = tuple(os.path.join(_JAX_DIR, p) + os.sep for p in ("jax", "jaxlib")
 _LIB_DIRS = tuple({sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platlib", "stdlib")})
 _OWN_DIR = str(Path(os.path.abspath(__file__)).parents[2])
 # The models that ship with the package are user code: their lines are what a reader of the demo wants to see.
-_ROOMS = ("graph", "kernels", "fusers", "evidence", "viz")
-_OWN_CODE = (*(os.path.join(_OWN_DIR, room) + os.sep for room in _ROOMS), os.path.join(_OWN_DIR, "verbs", "lab.py"))
+_ROOMS = ("graph", "kernels", "fusers", "evidence", "viz", "verbs")
+_OWN_CODE = tuple(os.path.join(_OWN_DIR, room) + os.sep for room in _ROOMS)
 # jvp(...), transpose(...), vmap(...) and the like wrap a scope's name when a transformation traced it.
 # Code typed at a prompt has no file; the other names in angle brackets are of generated code.
 _TYPED = ("<ipython-input-", "<python-input-", "<stdin>")
