@@ -20,9 +20,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in HOMES:
         print(f"usage: python -m benchmarks {{{','.join(sorted(HOMES))}}} [options]", file=sys.stderr)
         return 2
-    os.environ.setdefault(
-        "FUSIONLAB_RAISE", "1"
-    )  # a fault of a search ends the benchmark: as a declined site it would hide
+    # A fault of a search ends the benchmark: as a declined site it would hide.
+    os.environ.setdefault("FUSIONLAB_RAISE", "1")
     return importlib.import_module(HOMES[argv[0]]).main(argv[1:])
 
 

@@ -13,6 +13,7 @@ The verbs below are the public interface. Where the work behind them is done, in
     models/     small real models in plain JAX.
 
 A folder imports those above it; tests/house/test_imports.py holds that, down to the folders within them.
+The words that all of them use are defined in docs/concepts.md.
 """
 
 from importlib.metadata import PackageNotFoundError as _NotInstalled

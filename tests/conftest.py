@@ -27,9 +27,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and "backend_optimization_level" not in 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("FUSIONLAB_RAISE", "1")  # a fault of a search is an error here, and no rejection
-if any(
-    shutil.which(name) for name in ("cc", "gcc", "clang")
-):  # the compiled launcher, which hands to the one in Python what that must do
+# The compiled launcher, which hands to the one in Python what that must do.
+if any(shutil.which(name) for name in ("cc", "gcc", "clang")):
     os.environ.setdefault("FUSIONLAB_LAUNCHER", "native")
 
 import hypothesis

@@ -374,9 +374,8 @@ def _handlers(source: Source, chain: Chain) -> Iterator[tuple[str, Edit]]:
     if len(node.keys) < 2 or not all(k is not None and _is_text(k) for k in node.keys):
         return
     in_a_function = any(isinstance(n, ast.FunctionDef) for n in _ancestors(up))
-    kinds = (
-        (ast.Lambda,) if in_a_function else (ast.Lambda, ast.Attribute, ast.Name)
-    )  # what else a function puts in is data
+    # Anything else that a function puts in is data.
+    kinds = (ast.Lambda,) if in_a_function else (ast.Lambda, ast.Attribute, ast.Name)
     if not all(isinstance(v, kinds) for v in node.values):
         return
     for key, following in pairwise(node.keys):

@@ -226,11 +226,12 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 
     def runs(d: Mapping[str, Any]) -> Runs:
         keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
+        # Older records have neither.
         told: dict[str, Any] = {
             "clock": d.get("clock", WALL),
             "cold": d.get("cold", False),
             "dispatch_s": d.get("dispatch_s"),
-        }  # older records have neither
+        }
         return Runs(samples_s=tuple(d["samples_s"]), **told, **{k: d[k] for k in keys})
 
     low, high = (float(x) for x in data["interval"])

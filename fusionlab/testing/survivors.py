@@ -75,9 +75,8 @@ def activations(graph: Graph) -> list[tuple[str, Node]]:
     certifier = Certifier(plain_meaning_of)
     ends: dict[int, tuple[str, Node]] = {}
     for view, _ in views(graph):
-        inner: set[int] = (
-            set()
-        )  # the nodes of those found so far, but for their last ones, from whose values others may start
+        # The nodes of those found so far, but for their last ones, from whose values others may start.
+        inner: set[int] = set()
         block = view.block
         for start in (*block.inputs, *(v for n in block.nodes for v in n.outputs)):
             maker = block.producer.get(start.id)

@@ -53,11 +53,8 @@ class _Live:
 
     def measure(self, setting: Setting, progress: Any = False, cancel: Any = None) -> Comparison:
         fused = fuse(self.fn, passes=setting.strategy, only=sorted(setting.enabled), **self.fusing)
-        effort = {
-            "progress": progress,
-            "cancel": cancel,
-            "budget_s": self.budget_s / 4,
-        }  # forward, and with its gradient
+        # Forward, and with its gradient.
+        effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 4}
         return compare(self.fn, fused, *self.args, **effort, **self.static, **self.kwargs)
 
     def shares(

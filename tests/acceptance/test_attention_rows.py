@@ -348,9 +348,8 @@ def test_row_25_another_permutation_is_read_and_never_assumed(permutation):
     q, k, v = (a + i for i, a in enumerate(SMALL))
     found = fl.find(fn, q, k, v, passes=PASS)
     assert len(found.candidates) == 1
-    moved = [
-        np.transpose(a, permutation).swapaxes(1, 2) for a in (q, k, v, v)
-    ]  # as the reference has it; no cotangent counts
+    # As the reference has it; no cotangent counts.
+    moved = [np.transpose(a, permutation).swapaxes(1, 2) for a in (q, k, v, v)]
     want = reference.attention(*moved)["out"].swapaxes(1, 2).transpose(tuple(np.argsort(permutation)))
     for route in ROUTES:
         np.testing.assert_allclose(fl.fuse(fn, implementation=route)(q, k, v), want, rtol=1e-5, atol=1e-5)

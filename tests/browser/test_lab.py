@@ -304,9 +304,8 @@ def test_measuring_shows_times_and_follows_the_ticks(lab, book, artifacts):
     lab.hook("measure").click()
     timing = lab.open_tab("Timing")
     expect(timing.locator("svg").first).to_be_visible(timeout=LONG)
-    expect(lab.hook("sentence")).to_contain_text(
-        re.compile(r"\[[\d.]+, [\d.]+\]"), timeout=LONG
-    )  # never without its interval
+    # Never without its interval.
+    expect(lab.hook("sentence")).to_contain_text(re.compile(r"\[[\d.]+, [\d.]+\]"), timeout=LONG)
     lab.idle()
     first = timing.inner_html()
     errors = lab.open_tab("Errors")

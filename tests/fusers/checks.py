@@ -46,9 +46,8 @@ def close(got: Any, want: Any, factor: float = 1.0, least: float = 0.0) -> None:
             continue
         g64, w64 = np.asarray(g, np.float64), np.asarray(w, np.float64)
         scale = max(_scale(w), 1e-3)
-        if (
-            _scale(w) < 1e-5 * largest
-        ):  # zero in theory, as the gradient of a key's bias is: the others' rounding is all
+        # Zero in theory, as the gradient of a key's bias is: the others' rounding is all.
+        if _scale(w) < 1e-5 * largest:
             scale = largest
         np.testing.assert_allclose(g64, w64, rtol=0, atol=factor * max(least, ERROR[str(g.dtype)]) * scale)
 
@@ -92,9 +91,8 @@ def agree(fn: Any, *args: Any, factor: float = 1.0, **options: Any) -> fl.Findin
     """Asserts that `fl.fuse(fn)` has `fn`'s values and gradients; returns what was found."""
     fused = fl.fuse(fn, **options)
     want, got = (jit(lambda *a, f=f: (f(*a), jax.grad(weighed(f), floats(args))(*a)))(*args) for f in (fn, fused))
-    inner = max(
-        ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args)
-    )  # f32 gradients of a bf16 layer are bf16 ones
+    # f32 gradients of a bf16 layer are bf16 ones.
+    inner = max(ERROR.get(str(x.dtype), 0.0) for x in jax.tree.leaves(args))
     close(got, want, factor, inner)
     return fused.findings(*args)
 

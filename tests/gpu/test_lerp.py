@@ -126,7 +126,5 @@ def test_row_50_no_copies_and_no_waits_in_the_trace(case, tmp_path):
     assert ours["lerp_forward"] == times, mine
     assert sum(ours.values()) == mine.kernels.total() >= 2 * times, mine
     assert not mine.copies, mine
-    assert mine.waits.total() <= theirs.waits.total(), (
-        mine.waits,
-        theirs.waits,
-    )  # those of whoever waits for the results
+    # The waits of whoever reads the results.
+    assert mine.waits.total() <= theirs.waits.total(), (mine.waits, theirs.waits)

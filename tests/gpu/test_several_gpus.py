@@ -69,9 +69,8 @@ def test_in_a_shard_map_each_gpu_launches_its_own(mesh, operands):
 
     split = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d")))
     got, want = (np.asarray(f(x, w, b), np.float64) for f in (split, jax.jit(layer)))
-    np.testing.assert_allclose(
-        got, want, rtol=2**-6, atol=2**-6
-    )  # XLA's product of half the rows may add in another order
+    # XLA's product of half the rows may add in another order.
+    np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-6)
 
 
 def test_fuse_on_every_gpu_and_a_program_moved_between_them(mesh):

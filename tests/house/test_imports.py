@@ -65,6 +65,7 @@ def test_importing_fusionlab_loads_only_what_matching_and_fusing_need():
     )
     new = json.loads(run(code + "print(json.dumps(sorted(set(sys.modules) - before)))"))
     ours = [m for m in new if m.partition(".")[0] == "fusionlab"]
+    # Each is loaded by the call that needs it.
     late = (
         "viz",
         "commands.demo",
@@ -75,7 +76,7 @@ def test_importing_fusionlab_loads_only_what_matching_and_fusing_need():
         "verbs.catalogue",
         "verbs.dump",
         "evidence.tuning",
-    )  # each loaded by the call that needs it
+    )
     assert [m for m in ours if m.startswith(tuple(f"fusionlab.{name}" for name in late))] == []
     others = set(new) - set(ours)
     assert {m.partition(".")[0] for m in others} <= {"jax", "jaxlib", *sys.stdlib_module_names}

@@ -90,9 +90,8 @@ class Raw:
         atom = self.bare(atom)
         if isinstance(atom, Literal):
             value = np.asarray(atom.val)
-            numeric = (
-                value.dtype.kind in "biuf" or "float" in value.dtype.name
-            )  # the kind of bfloat16 is that of no number
+            # The kind of bfloat16 is that of no number.
+            numeric = value.dtype.kind in "biuf" or "float" in value.dtype.name
             return float(value.reshape(-1)[0]) if value.size == 1 and numeric else None
         return None
 

@@ -35,24 +35,12 @@ from .generator import DRAWS, Program, transformed
 EXACT = {"float64": 2.0**-24, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 # By how much an input may be off, being rounded; relative.
 _STEP = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-9}
-_NEARBY = {
-    "float64": 2.0**-50,
-    "float32": 2.0**-21,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-}  # far enough for inputs to round otherwise
-_TIE = {
-    "float64": 2.0**-48,
-    "float32": 2.0**-19,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-8,
-}  # some roundings of an input
-_UNIT = {
-    "float64": 2.0**-53,
-    "float32": 2.0**-24,
-    "float16": 2.0**-12,
-    "bfloat16": 2.0**-9,
-}  # what one sum may round by
+# Far enough for inputs to round otherwise.
+_NEARBY = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+# Some roundings of an input.
+_TIE = {"float64": 2.0**-48, "float32": 2.0**-19, "float16": 2.0**-10, "bfloat16": 2.0**-8}
+# What one sum may round by.
+_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 _TRIALS, _MORE = 6, 24
 _SHAKEN = 4.0  # a difference is none while the original moves by a quarter of it when its inputs are shaken
 _NOISE = 16.0
@@ -61,10 +49,8 @@ _NOTHING = 1e-8  # what is no larger may be 0 in theory, as a gradient behind a 
 _ZERO = 1e-4  # a gradient below this share of the largest may be zero in theory
 _SMALL = 0.05  # and, rounded, one below this share may be what is left of larger terms
 _IN_RANGE, _TAIL = 1e4, 1e-6  # an entry that every float dtype has; one that may be 0 because of an infinity further in
-_FAR, _MARGIN = (
-    1e3,
-    16.0,
-)  # an input beyond this is one at the edge of its dtype; how far from there a program may overflow or not
+# An input beyond this is one at the edge of its dtype; how far from there a program may overflow or not.
+_FAR, _MARGIN = (1e3, 16.0)
 _GROWTH = 2.0
 # Where the original itself is a tenth off, roundings are all that is left of the array: a norm of two entries gives +-1 whatever they
 # are, and its gradient is what its terms do not cancel. There the fused form may be ten times as far, and no further.

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
+# Primitive -> those that may stand in its place.
 OTHERS: Mapping[str, Sequence[str]] = {
     "add": ("sub", "mul"),
     "sub": ("add",),
@@ -43,7 +44,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "ge": ("gt", "le"),
     "and": ("or",),
     "or": ("and",),
-}  # primitive -> those that may stand in its place
+}
 _FACTORS = (1.1, 0.9, -1.0, 2.0, 1.003, 0.0)
 _CALLS = ("jit", "pjit", "custom_jvp_call")
 

@@ -50,9 +50,8 @@ class Mlp(nn.Module):
 @pytest.fixture
 def pytest_run(pytester, monkeypatch, plugin_options):
     """Runs pytest on a test file's text, in a folder with the module `model`; by default in this process."""
-    monkeypatch.setenv(
-        "PYTHONPATH", str(ROOT), prepend=os.pathsep
-    )  # for processes of their own, where FusionLab is not installed
+    # For processes of their own, where FusionLab is not installed.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.delenv("CI", raising=False)
     pytester.makepyfile(model=MODEL)
     pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")

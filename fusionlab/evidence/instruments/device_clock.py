@@ -28,9 +28,8 @@ CALLS = 8  # in a sample; XLA queues no more than some dozens of programs ahead
 MARGIN = 3.0  # the wait is so many times what queueing the calls took when it was measured
 PROBE_WAIT_S = 0.02  # while queueing is measured
 LONGEST_WAIT_S = 0.5
-FLUSH_BYTES = (
-    256 << 20
-)  # written to flush caches: several times a GPU's L2, and more than the last level of a server's socket
+# Written to flush caches: several times a GPU's L2, and more than the last level of a server's socket.
+FLUSH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)

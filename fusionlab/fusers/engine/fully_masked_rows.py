@@ -33,9 +33,8 @@ def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str
 
 
 def _may_be_infinite(view: View, bias: Value, several: bool, memo: Memo) -> bool:
-    largest = float(
-        jnp.finfo(bias.dtype).max
-    )  # a larger literal is infinite once it is cast; the view has 12 digits of one
+    # A larger literal is infinite once it is cast; the view has 12 digits of one.
+    largest = float(jnp.finfo(bias.dtype).max)
     most = largest / _ADD_UP if several or bias.dtype == np.float16 else largest * (1 + 1e-9)
     array = constant_array(view, bias, memo, True)
     if array is not None:

@@ -15,9 +15,8 @@ from ...kernels.op.implementation import Residual as Residual
 from .origin import declined_at
 from .pairs import Pair
 
-LEFT_TO_XLA = frozenset(
-    {"device", "unmeasured", "slower"}
-)  # codes of sites that are whole, and that XLA's code is left to
+# Codes of sites that are whole, and are left to XLA's code.
+LEFT_TO_XLA = frozenset({"device", "unmeasured", "slower"})
 
 
 @dataclass(frozen=True, eq=False)

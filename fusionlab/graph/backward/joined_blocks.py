@@ -136,9 +136,8 @@ def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[
                 at = [i for i, a in enumerate(user.inputs) if isinstance(a, Value) and a.id == value.id]
                 if not all(i - shift in known for i in at):
                     return True
-            elif user.id >= 0 or elsewhere(
-                user.outputs[0]
-            ):  # the copies that `_joined` puts have no id of the program's
+            # The copies that `_joined` puts have no id of the program's.
+            elif user.id >= 0 or elsewhere(user.outputs[0]):
                 return True
         return False
 

@@ -14,9 +14,8 @@ from .algebra import product, total
 from .nodes import ONE, Coef, Operand, Ref, tidy
 from .view import View
 
-_Factor = tuple[
-    Coef, int, tuple[int | None, ...], float
-]  # coefficient, node, its axis for each axis of the sum, exponent
+# Coefficient, node, its axis for each axis of the sum, exponent.
+_Factor = tuple[Coef, int, tuple[int | None, ...], float]
 
 
 def factored(view: View, nid: int, about: int) -> Ref:

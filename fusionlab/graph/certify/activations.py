@@ -280,9 +280,8 @@ class _Cut:
         written = next((name for name, k in known.items() if _known_signature(k.fn, *like) == own), None)
         if written is not None:
             return {written: (0.0, 0.0)}  # it is that function, equation by equation
-        noisy = all(
-            c == 0 for c in self.switches
-        )  # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise
+        # 1 + tanh(h) compares nothing: what is cut off in a tail is no noise.
+        noisy = all(c == 0 for c in self.switches)
         theirs = {name: _known_values(k.fn, *self.of_known()) for name, k in known.items()}
         errors = {n: (distance(self.values, values, self.points, noisy), math.inf) for n, values in theirs.items()}
         alike = [name for name, (error, _) in errors.items() if error <= self.tolerance]
@@ -354,9 +353,8 @@ def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Rec
 class Gap:
     """How far apart two functions look: `size`, and the point where one is `got` and the other `want`."""
 
-    size: tuple[
-        float, float, float
-    ]  # on ordinary numbers the largest, roughly, and the mean; the largest on all numbers
+    # On ordinary numbers the largest, roughly, and the mean; the largest on all numbers.
+    size: tuple[float, float, float]
     point: float
     got: float
     want: float

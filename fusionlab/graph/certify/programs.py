@@ -23,13 +23,8 @@ from .verdict import Pair, Results, Verdict
 FEW = 256  # elements: such a site is looked at with several draws, as one may miss a whole branch
 _NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
 _REDRAWS, _SEEDS = 30, 1000
-_TRUE = (
-    0.5,
-    0.7,
-    0.85,
-    0.3,
-    0.15,
-)  # the share of booleans that are True, draw by draw: a mask may hide where they are, or where not
+# The share of booleans that are True, draw by draw: a mask may hide where they are, or where not.
+_TRUE = (0.5, 0.7, 0.85, 0.3, 0.15)
 
 Given = tuple[Sizes, list[list[Any]]]  # drawn inputs, of each device
 

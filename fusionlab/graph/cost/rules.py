@@ -24,9 +24,8 @@ ELEMENTWISE = frozenset(
     shift_right_arithmetic
     """.split()
 )
-TRANSCENDENTAL = frozenset(
-    "exp expm1 log log1p sin cos tan tanh atan atan2 sqrt rsqrt cbrt pow erf".split()
-)  # what XLA has an instruction for
+# What XLA has an instruction for.
+TRANSCENDENTAL = frozenset("exp expm1 log log1p sin cos tan tanh atan atan2 sqrt rsqrt cbrt pow erf".split())
 # Operations and transcendentals an entry of what XLA writes out in simpler instructions, in float32.
 EXPANDED: dict[str, Arithmetic] = {
     "logistic": (3, 1), "exp2": (1, 1), "log2": (1, 1), "one_minus_square": (2, 0), "mul_add": (2, 0),

@@ -116,9 +116,8 @@ class _Run:
         def read(a: Any) -> Array:
             if not isinstance(a, jex_core.Literal):
                 return env[a]
-            aval: Any = (
-                a.aval
-            )  # a weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1)
+            # A weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1).
+            aval: Any = a.aval
             return promote(np.asarray(a.val, aval.dtype))
 
         for eqn in jaxpr.eqns:

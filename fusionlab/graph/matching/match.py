@@ -207,9 +207,8 @@ class _Matcher:
             played = {
                 x: len(full - pids) for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))
             }
-            fits = [
-                x for x, missing in played.items() if missing == min(played.values())
-            ]  # the part that it plays most of
+            # The part that it plays most of.
+            fits = [x for x, missing in played.items() if missing == min(played.values())]
             if len(fits) != 1:
                 names = sorted(pattern.leaf_of[p] for p in pids if p in pattern.leaf_of)
                 owner = " and ".join(names) or "no operand"

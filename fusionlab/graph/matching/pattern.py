@@ -129,9 +129,8 @@ def pattern_of(example: Example) -> Pattern:
     first, second = views_of(example)
     if len(first.nodes) != len(second.nodes):
         raise ValueError(f"example {example.name}: its structure depends on sizes or scalar values")
-    leaf_of = {
-        first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=False)
-    }  # scalars last
+    # The scalars come last among the inputs, behind the leaves.
+    leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=False)}
     (root, scale), (_, other) = ((ref.nid, ref.coef) for ref in (v.read(v.block.outputs[0]) for v in (first, second)))
     factor = scale if scale == other else _solve(example, scale, other)
     edges = {}

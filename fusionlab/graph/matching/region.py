@@ -176,9 +176,8 @@ def cut(
             names = names_of[ref.nid]
             base, crossed = value, []
             if not all(n in as_read for n in names):
-                scale = any(
-                    n in through_scale for n in names
-                )  # of one array for several: whoever carries none tells by its factor
+                # Where one array has several names, one that carries no scale shows it by its factor.
+                scale = any(n in through_scale for n in names)
                 casts = all(n in through_casts for n in names)
                 wanted = {shape for n in names if (shape := (shapes or {}).get(n)) is not None}
                 base, crossed = look_through(view, value, scale, casts, wanted)

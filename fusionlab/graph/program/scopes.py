@@ -184,9 +184,8 @@ def clean_scope(raw: str) -> str:
             del names[backward:]  # the backward of a remat names its scope twice: transpose(jvp(a))/b/jvp(a)/b
         while match := _WRAPPER.match(part):
             part = match.group(1)
-        names.extend(
-            p for p in split_scope(part) if p and "->" not in p and p not in _NOT_MODULES
-        )  # jnp.einsum names a scope after its formula
+        # jnp.einsum names a scope after its formula.
+        names.extend(p for p in split_scope(part) if p and "->" not in p and p not in _NOT_MODULES)
     return "/".join(names)
 
 

@@ -443,9 +443,8 @@ class Op(abc.ABC):
         params = self.at_precision_set(params)
         split = len(operands) - _linear_count(self._cotangent, params)
         asked, _ = _asked(operands[split:])
-        places = [
-            r for r, n in enumerate(given_of(params)) for _ in range(n)
-        ]  # of the linear operands, among the results
+        # Where the linear operands lie among the results.
+        places = [r for r, n in enumerate(given_of(params)) for _ in range(n)]
         wanted = {r for r, a in zip(places, asked, strict=True) if a}
         if "given" in params:
             params = params | {"given": tuple(r in wanted for r in range(len(params["given"])))}

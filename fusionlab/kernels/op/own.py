@@ -35,15 +35,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The attribute with what was set by `jax.default_matmul_precision` around the program, or the call: an op of the user's has no other word
 # for it, and is lowered under whatever is set then.
 PRECISION = "matmul_precision"
-REFUSALS = (
-    TypeError,
-    ValueError,
-    IndexError,
-    KeyError,
-    ArithmeticError,
-    AssertionError,
-    NotImplementedError,
-)  # of a user's function
+# What a user's function may raise to refuse its arguments.
+REFUSALS = (TypeError, ValueError, IndexError, KeyError, ArithmeticError, AssertionError, NotImplementedError)
 _STORAGE = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "float64": "double"}
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 _HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nusing T = {};\n#line 1\n"

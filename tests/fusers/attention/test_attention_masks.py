@@ -160,9 +160,8 @@ FACTORS = {
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_traced_factor_on_the_scores_goes_to_the_queries(name):
     change, factor = FACTORS[name]
-    site = fused(
-        attention(change), factor, factor=100
-    )  # the factor's gradient sums over all scores, and mostly cancels
+    # The factor's gradient sums over all scores, and mostly cancels.
+    site = fused(attention(change), factor, factor=100)
     assert site.attrs["scale"] == pytest.approx(0.5)
 
 

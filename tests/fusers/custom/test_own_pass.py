@@ -118,10 +118,8 @@ X = array(2, 4, 6)
         (jax.nn.mish, (X,)),
         (lambda x: jax.nn.mish(3 * x), (X,)),
         (lambda x: 0.5 * jax.nn.mish(-x.T / 7).T, (X,)),
-        (
-            lambda x, y: jax.nn.mish(x * y),
-            (X, X + 1),
-        ),  # in the canonical view the product is one with the pattern's own
+        # In the canonical view the product is one with the pattern's own.
+        (lambda x, y: jax.nn.mish(x * y), (X, X + 1)),
         (lambda x, y: jax.nn.mish(x * y[:, None, None]) * x, (X, X[:, 0, 0])),
         (lambda x, w: (lambda h: jnp.tanh(jax.nn.softplus(h)) * h)(x @ w), (X, array(6, 6))),
         (lambda x: mish(x[0, 0, 0]), (X,)),

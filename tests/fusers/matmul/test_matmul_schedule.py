@@ -357,10 +357,8 @@ def test_a_larger_fusion_wins_and_the_table_says_so():
 
     args = (X, W, B, normal((8, 4))[0])
     found = find(fn, *args, passes=fl.Strategy(gemm_epilogue=True, matmul_schedule={"library": True}))
-    assert [c.pass_name for c in found.candidates] == [
-        "matmul_schedule",
-        "matmul_schedule",
-    ]  # gemm_epilogue would run XLA's own code
+    # gemm_epilogue would run XLA's own code.
+    assert [c.pass_name for c in found.candidates] == ["matmul_schedule", "matmul_schedule"]
     found = find(fn, *args, passes=["gemm_epilogue", "matmul_schedule"])
     assert [c.pass_name for c in found.candidates] == ["gemm_epilogue"]
     first, second = found.routes()
@@ -578,10 +576,8 @@ def test_a_small_gain_at_other_sizes_is_none_at_these(monkeypatch, times, tag):
 
     near = Choice("cublaslt", times, source="a table, at other sizes")
     monkeypatch.setattr(CHOICES, "_mine", lambda arch: Measured())
-    for rows, expected in (
-        (16, tag),
-        (8, "evaluate"),
-    ):  # measured at other rows; for this very product, where any gain is one
+    # Measured at 16 rows, only a clear gain counts at 8; measured at 8 rows, any gain does.
+    for rows, expected in ((16, tag), (8, "evaluate")):
         a, b = (jax.ShapeDtypeStruct(s, X.dtype) for s in ((rows, 16), W.shape))
         given, full = OPS["matmul"].prepare({"a": a, "b": b}, {})
         text = OPS["matmul"].case("call", given, **full)

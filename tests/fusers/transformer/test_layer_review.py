@@ -190,9 +190,8 @@ def written(keys, values, length=24):
 def test_a_step_of_any_dtype_writes_where_the_program_does(dtype, keys):
     fn, args = written(keys, keys, length=300)  # which an integer of 8 bits does not count to
     no_room = dtype == jnp.int8 and keys is wrapped  # -1 + 300 is 43 there, and the program's business
-    assert counts(fl.find(fn, *args, dtype(3), passes=PASSES)) == {
-        DECODER: 1
-    }  # where there is no room, at the program's own index
+    # Where there is no room, at the program's own index.
+    assert counts(fl.find(fn, *args, dtype(3), passes=PASSES)) == {DECODER: 1}
     fused = jax.jit(fl.fuse(fn, passes=PASSES))
     for step in (0, 3, 100, *((-1, -100) if jnp.issubdtype(dtype, jnp.signedinteger) else (200,))):
         # At an index of 8 bits XLA itself may write elsewhere in 300 places (jaxlib 0.10, older emitters): the program as it is meant.

@@ -74,9 +74,8 @@ def test_of_the_values_of_the_zoo_nearly_all_are_compared(chosen):
     assert share >= 0.95, lacking
 
 
-ON_ONE_DEVICE = [
-    p for p in FORWARD if getattr(p.model.config, "devices", 1) == 1
-]  # the others can be traced here, not run
+# The others can be traced here, not run.
+ON_ONE_DEVICE = [p for p in FORWARD if getattr(p.model.config, "devices", 1) == 1]
 
 
 @pytest.mark.parametrize("program", ON_ONE_DEVICE, ids=lambda p: p.id)

@@ -126,7 +126,6 @@ def test_what_can_tell_the_length_of_an_axis_is_proved_at_each(name, proofs):
     )
     assert first.ok
     assert len(proofs) == 2
-    if not name.startswith(
-        "positions"
-    ):  # whose reduced sizes say nothing of the 48th: which is why they are never shared
+    # The reduced sizes of positions say nothing of the 48th, so their proofs are never shared.
+    if not name.startswith("positions"):
         assert not second.ok

@@ -313,9 +313,8 @@ def test_parts_of_a_projection_are_proved_at_sizes_of_a_real_model():
         return q * v + k
 
     assert judge(exchanged).code == "value"
-    assert (
-        judge(interleaved).code == "uncertified"
-    )  # 768 is one of 3 parts, or 12 parts of 64: not both at sizes of their own
+    # 768 is one of 3 parts, or 12 parts of 64: not both at sizes of their own.
+    assert judge(interleaved).code == "uncertified"
 
 
 def test_a_step_is_proved_to_be_the_one_that_is_written():

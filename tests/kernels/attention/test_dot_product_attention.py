@@ -199,9 +199,8 @@ def test_the_gradient_of_a_shared_head_is_summed_before_it_is_rounded(x64):
     q = q * 0.01
     ct = jnp.broadcast_to(jnp.asarray([1, -1], jnp.bfloat16)[:, None], q.shape)  # what the two give is nearly the same
     want = out_and_gradients(repeated(plain))(*(a.astype("float64") for a in (q, k, v, ct)))[3]
-    fused = functools.partial(
-        dot_product_attention, implementation="xla_blockwise"
-    )  # which keeps no rounded probabilities
+    # xla_blockwise keeps no rounded probabilities.
+    fused = functools.partial(dot_product_attention, implementation="xla_blockwise")
     got = out_and_gradients(fused)(q, k, v, ct)[3]
     assert got.dtype == jnp.bfloat16
     assert np.abs(np.asarray(got, np.float64) - want).max() < 2**-8 * np.abs(want).max()

@@ -58,9 +58,8 @@ def parts():
 def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing(arch, part):
     record = json.loads(LIMITS.read_text(encoding="utf-8"))
     same = record["nvrtc"] == ".".join(map(str, compiling.nvrtc_version()))
-    slack, spills = (
-        (0, 0) if same else (24, 16)
-    )  # another compiler may choose a little differently, but not lose its way
+    # Another compiler may choose a little differently, but not lose its way.
+    slack, spills = (0, 0) if same else (24, 16)
     assert [name for name, _ in variants(arch)] == list(record["registers"][arch])
     found = measure(arch, lambda name: is_part(arch, name, part))
     assert found

@@ -261,9 +261,8 @@ def test_many_plans_are_told_apart(fake):
 
 
 def test_before_anything_is_published_python_is_asked(built, fake_file, tmp_path):
-    bare = Fake(
-        built, fake_file, tmp_path
-    )  # no driver yet: an executable from a cache runs before any plan is prepared
+    # No driver yet: an executable from a cache runs before any plan is prepared.
+    bare = Fake(built, fake_file, tmp_path)
     assert bare.execute() == (0, ["python"])
 
 

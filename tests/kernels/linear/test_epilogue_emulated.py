@@ -159,9 +159,8 @@ def test_wide_values_and_special_ones(emulator, activation, dtype):
     if activation == "none":
         return
     finite = np.isfinite(h)
-    few = (
-        6 if activation in ("relu", "relu_tie", "relu_where") else 200
-    )  # in the tails exp multiplies the error of its argument
+    # In the tails exp multiplies the error of its argument.
+    few = 6 if activation in ("relu", "relu_tie", "relu_where") else 200
     value, derivative = exact(activation, h[finite])
     assert np.all(np.abs(out[finite] - value) <= few * ulp(value, dtype) + 1e-36)
     saves = saves_for_backward(activation)[-1]

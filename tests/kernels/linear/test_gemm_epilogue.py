@@ -411,6 +411,5 @@ def test_the_derivative_of_an_activation_in_16_bits_is_rounded_once(name, dtype)
     with jax.enable_x64(True):
         want = np.asarray(jax.vmap(jax.grad(act.fn))(jnp.asarray(np.asarray(h, np.float64))))
     got = np.asarray(act.scale(act.save(h), jnp.ones_like(h)), np.float64)
-    np.testing.assert_allclose(
-        got, want, float(jnp.finfo(dtype).eps) / 2 * 1.01, 1e-6
-    )  # float32 keeps no more of 1 - tanh(h)^2
+    # float32 keeps no more of 1 - tanh(h)^2.
+    np.testing.assert_allclose(got, want, float(jnp.finfo(dtype).eps) / 2 * 1.01, 1e-6)

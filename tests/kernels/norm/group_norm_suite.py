@@ -154,9 +154,8 @@ class GroupNormSuite:
             assert got.dtype == given[slot.removeprefix("d")].dtype
         for slot, got in {"out": out, **grads}.items():
             close(slot, got, wants[slot])
-        close(
-            "out", jax.jit(lambda given: self.op(case, **given))(given), wants["out"]
-        )  # saves nothing: another launch
+        # Saves nothing: another launch.
+        close("out", jax.jit(lambda given: self.op(case, **given))(given), wants["out"])
 
     @pytest.mark.parametrize("wanted", [("x",), ("scale",), ("bias",), ("scale", "bias"), ("x", "bias")], ids="+".join)
     @pytest.mark.parametrize("name", ["silu", "no activation"])

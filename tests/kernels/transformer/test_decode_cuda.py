@@ -74,9 +74,8 @@ def test_x_that_is_too_long_for_a_block_is_read_in_parts(
 
 
 def test_many_texts_are_normed_by_a_warp_each(as_one_kernel):
-    check(
-        Case(rows=9, width=1096, heads=3, kv_heads=3, past=13, step=7)
-    )  # more words for a thread than it has registers for parameters
+    # More words for a thread than it has registers for parameters.
+    check(Case(rows=9, width=1096, heads=3, kv_heads=3, past=13, step=7))
     assert as_one_kernel
 
 

@@ -216,9 +216,8 @@ def _selected(d: Draft, t: int, s: int) -> Callable[..., Array]:
     kept, fill, turned = _kept(d, t, s), _fill(d), d.chance(0.2)
     if d.chance(0.2):
         d.words.append("an array fills")
-        fill = jnp.asarray(
-            -1e38 if fill == LOW else fill, np.float32
-        )  # of 16 bits LOW is infinite, and not of the float64 that judges
+        # LOW is infinite in 16 bits, but not in the float64 that judges.
+        fill = jnp.asarray(-1e38 if fill == LOW else fill, np.float32)
     if turned:
         return lambda p, z: jnp.where(~kept(p), jnp.asarray(fill, z.dtype), z)
     return lambda p, z: jnp.where(kept(p), z, jnp.asarray(fill, z.dtype))

@@ -260,9 +260,8 @@ def test_a_structure_lists_its_sites_and_what_is_in_it_says_so():
     params, x = transformer.init(jax.random.key(0), 1, embed=32), transformer.inputs(jax.random.key(1), 2, 16, 32)
     found = fl.find(lambda p, x: transformer.block(p[0], x, heads=4), params, x)
     site = found.candidates[0]
-    assert "Part of" not in said(
-        inspect(found.graph, found, site.id)
-    )  # looking for structures takes long: nobody asked
+    # Looking for structures takes long: nobody asked.
+    assert "Part of" not in said(inspect(found.graph, found, site.id))
     structure = next(s for s in found.structures if site.id in s.sites)
     shown = inspect(found.graph, found, structure.id)
     assert structure.text in said(shown)

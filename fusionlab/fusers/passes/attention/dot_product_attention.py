@@ -423,9 +423,8 @@ class _Site(AttentionMisses):
                 scores = next((o for o in operands if o.nid == of.nid), None)
                 if scores is not None:
                     times = -float(coef * maximum.coef * of.coef) / float(scores.coef)
-                    return (
-                        times if float(of.coef * scores.coef) > 0 else -1.0
-                    )  # of what is turned over it is the minimum
+                    # The maximum of negated scores is their minimum.
+                    return times if float(of.coef * scores.coef) > 0 else -1.0
         return 1.0
 
     def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:

@@ -260,9 +260,8 @@ class Reading:
                 number = scalars[step.scalar] * (-gain if step.lowered else gain)
                 infinite = abs(number) > largest * _NOISE
                 scalars[step.scalar] = math.copysign(math.inf, number) if infinite else number
-        scalars["scale"] = (
-            scalars.get("scale", 1.0) * gain / capped
-        )  # what is capped is divided by the cap as it stands
+        # What is capped is divided by the cap as it stands.
+        scalars["scale"] = scalars.get("scale", 1.0) * gain / capped
         return cls(tail, steps, replace(found, scalars=scalars))
 
 

@@ -46,10 +46,8 @@ class MatmulSchedulePass:
     takes_the_rest: bool = (
         True  # where its op overlaps with another pass's, that one wins, unless it would run XLA's own code
     )
-    sample_for: tuple[str, Mapping[str, Any]] = (
-        "sm_90",
-        MappingProxyType({"library": True}),
-    )  # device and options of the sample
+    # Device and options of the sample.
+    sample_for: tuple[str, Mapping[str, Any]] = ("sm_90", MappingProxyType({"library": True}))
 
     def __post_init__(self) -> None:
         told = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"

@@ -13,11 +13,8 @@ from ....kernels.ops.matmul.routes import ROUTES, Answer
 from ...engine.grouping import nameless
 from ...engine.outcomes import Candidate
 
-_TAGS = {
-    "cublaslt": "evaluate",
-    "cudnn": "evaluate",
-    "cuda": "kernel",
-}  # what a library computes, what a kernel of ours does
+# `evaluate`: a library computes it; `kernel`: a kernel of ours does.
+_TAGS = {"cublaslt": "evaluate", "cudnn": "evaluate", "cuda": "kernel"}
 TAGS = ("evaluate", "kernel", "xla")
 
 

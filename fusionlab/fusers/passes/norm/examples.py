@@ -74,9 +74,8 @@ def _is_made_of_a_sum(view: View, nid: int) -> bool:
     return False
 
 
-_Affine = tuple[
-    dict[str, str], tuple[str, int], Callable[..., Any]
-]  # leaves, the root, what is done to the normalised x
+# Leaves, the root, what is done to the normalised x.
+_Affine = tuple[dict[str, str], tuple[str, int], Callable[..., Any]]
 _AFFINE: dict[str, _Affine] = {
     ", scale and bias": (
         {"scale": "n", "bias": "n"},

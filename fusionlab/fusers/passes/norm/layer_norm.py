@@ -40,6 +40,7 @@ from .surroundings import ROOTS, Groups, Surroundings, as_written, summed_axes
 _LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
+# Primitive -> rejection code, what it does, edit.
 _HELD = {
     "stop_gradient": (
         "stop_gradient",
@@ -53,7 +54,7 @@ _HELD = {
     ),
     "custom_jvp_call": ("custom_rule", _OWN_RULE, None),
     "custom_vjp_call": ("custom_rule", _OWN_RULE, None),
-}  # primitive -> rejection code, what it does, edit
+}
 
 
 @dataclass(frozen=True)

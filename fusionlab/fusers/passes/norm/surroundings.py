@@ -234,9 +234,8 @@ class Surroundings:
                 self._made[made.id] = True
                 whole = math.prod(made.shape) == size
                 if node.primitive in ("mul", "div"):
-                    met = [
-                        a for a in others if self.of_x(a)
-                    ]  # each is looked at, for its nodes: x, or a mean that x is shifted by
+                    # Each is looked at, for its nodes: x, or a mean that x is shifted by.
+                    met = [a for a in others if self.of_x(a)]
                     if whole and any(math.prod(a.shape) == size for a in met):
                         self.quotients.append(node)
                 elif shifted and len(list(filter(self.of_x, others))) == len(others):

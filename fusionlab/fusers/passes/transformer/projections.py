@@ -11,12 +11,13 @@ from .axes import Atoms, Cut, Side, Unread, letters_in, slot_of
 from .rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
+# Primitive -> rejection code, of what stands where the op has something else.
 CODES = {
     "name": "named_residual",
     "stop_gradient": "stop_gradient",
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
-}  # of what stands where the op has something else
+}
 HELD = {
     "name": "it names a value inside the layer, which a remat policy may ask for",
     "stop_gradient": "it stops a gradient inside the layer",

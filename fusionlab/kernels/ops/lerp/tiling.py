@@ -25,9 +25,8 @@ MAX_LANES = 16  # along the last axis, of one warp: their sums need no shared me
 MIN_LANES = 8  # of those that are tried where the axis has more; with fewer lanes a tile has more rows, and leaves fewer partial sums
 SUM_REGISTERS = 64  # words of running sums that a thread may hold
 STAGE_BYTES = 32 << 10  # shared memory in which sums over p wait for the next barrier: four blocks fit a multiprocessor
-STATIC_SHARED = (
-    48 << 10
-)  # bytes of shared memory that a kernel may declare (CUDA C++ Programming Guide, technical specifications)
+# Bytes of shared memory that a kernel may declare (CUDA C++ Programming Guide, technical specifications).
+STATIC_SHARED = 48 << 10
 PARTS_OF_A_THREAD = 8  # in lerp_sum, before more threads share a column
 # The model, in bytes of traffic.
 BLOCK_BYTES = 4 << 10  # a block's beginning and end

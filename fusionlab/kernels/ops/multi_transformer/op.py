@@ -19,14 +19,8 @@ from .decode import backend as cuda
 Array = Any
 
 _IDLE = "its pieces run the same kernels when they are fused one by one; name the pass to have the layer as one op"
-_PER_ROW = (
-    "x",
-    "mask",
-    "step",
-    "lengths",
-    "cos",
-    "sin",
-)  # shared operands that may have an entry for each of the batch
+# Shared operands that may have an entry for each of the batch.
+_PER_ROW = ("x", "mask", "step", "lengths", "cos", "sin")
 
 
 class MultiTransformer(CompositeOp):

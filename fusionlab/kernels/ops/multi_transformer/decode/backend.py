@@ -40,9 +40,8 @@ from .phased.plan import (
 Array = Any
 
 MOST_FEATURES = 256  # of a head
-HIDDEN = (
-    -1e9
-)  # a finite mask value from which on the weight of a hidden key is 0 in float32, whatever the others' scores
+# A finite mask value from which on the weight of a hidden key is 0 in float32, whatever the others' scores.
+HIDDEN = -1e9
 OTHERS = "implementation='composed' takes it"
 _NORM_SLOTS = ("norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias")
 _WEIGHTS = ("q", "k", "v", "qkv", "out", "up", "gate", "down")

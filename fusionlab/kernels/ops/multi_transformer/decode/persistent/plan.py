@@ -213,9 +213,8 @@ def _params(row: Row, layers: Sequence[Places], made: Sequence[Param]) -> tuple[
     first, last = layers[0], layers[-1]
     shared = ("cos", "sin", "step", "lengths", "mask")
     following = _SCRATCH.index("next")
-    if (
-        not is_flagged(row) and len(layers) > 1
-    ):  # x lies where a product between layers would: it is read and written in turns
+    # x lies where a product between layers would: it is read and written in turns.
+    if not is_flagged(row) and len(layers) > 1:
         made = [*made[:following], last.x, *made[following + 1 :]]
     found = [first.x, *(first.at(s) for s in shared), *made, last.y]
     threes = ("q", "k", "v") if "q" in first.slots else ("qkv", "", "")

@@ -25,9 +25,8 @@ STRIP = 16  # entries of a row that stand together in a scratch result in strips
 NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
 _THREADS, _WARPS = 256, 8
 _UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
-_BLOCK = (
-    108 << 10
-)  # bytes of shared memory of a block, at most: the one that runs and the one that waits share a multiprocessor
+# Bytes of shared memory of a block, at most: the one that runs and the one that waits share a multiprocessor.
+_BLOCK = 108 << 10
 _SCRATCH = 64  # bytes: what the warps of a norm tell each other
 _RESIDENT = 24 << 10  # bytes of x, at most, that a block of a product keeps whole
 _UNROLL = 4
