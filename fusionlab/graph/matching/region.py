@@ -121,6 +121,83 @@ class NotARegion(Exception):  # noqa: N818 - an answer to the search, not an err
     """The match cannot be cut out of the raw block; the message says why."""
 
 
+@dataclass(frozen=True)
+class _Binding:
+    """To which raw values leaves are bound; the attributes as for `cut`."""
+
+    through_scale: frozenset[str]
+    as_read: frozenset[str]
+    through_casts: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def bound(self, view: View, value: Value, names: Sequence[str]) -> tuple[Value, list[Node]]:
+        """(what leaves of these names are bound to where `value` is read, the nodes between)."""
+        if all(n in self.as_read for n in names):
+            return value, []
+        # Of one array for several leaves: whichever carries no factor itself tells by its own.
+        scale = any(n in self.through_scale for n in names)
+        casts = all(n in self.through_casts for n in names)
+        return look_through(view, value, scale, casts, {self.shapes[n] for n in names if n in self.shapes})
+
+
+class _Cut:
+    """The walk from the values a match makes down to its leaves.
+
+    Attributes:
+      inner: nodes that the fusion replaces, by id.
+      support: nodes that are needed to compute the region, and that others may read too.
+      bound: canonical node of a leaf -> the raw values it is read as, by id.
+    """
+
+    def __init__(
+        self, view: View, roots: Sequence[Value], names_of: Mapping[int, Sequence[str]], binding: _Binding
+    ) -> None:
+        self.view, self.names_of, self.binding = view, names_of, binding
+        self.roots = {v.id for v in roots}
+        self.inner: dict[int, Node] = {}
+        self.support: dict[int, Node] = {}
+        self.bound: dict[int, dict[int, Value]] = {nid: {} for nid in names_of}
+        stack, seen = [*roots], set[int]()
+        while stack:
+            value = stack.pop()
+            if value.id not in seen:
+                seen.add(value.id)
+                stack += self.reads(value)
+
+    def reads(self, value: Value) -> list[Value]:
+        """What a value is made of inside the region, once its node is taken down.
+
+        Raises:
+          NotARegion: it is no operand and no number, or is made with side effects.
+        """
+        view, node = self.view, self.view.block.producer.get(value.id)
+        ref = view.ref.get(value.id)  # the view of some nodes alone has not all of them
+        if ref is None:
+            raise _no_operand(value)
+        if ref.nid in self.names_of and value.id not in self.roots:
+            return self.bind(value, ref.nid)
+        if value.id in view.known_inputs or (node is None and ref.nid == ONE):
+            return []  # a number, known at the call or captured
+        if node is None:
+            raise _no_operand(value)
+        if has_side_effects(node.eqn):
+            raise NotARegion(f"{node!r} inside the site has effects beside its results")
+        target = self.support if is_constant(view, value) else self.inner
+        target[node.id] = node
+        return [a for a in node.inputs if isinstance(a, Value)]
+
+    def bind(self, value: Value, nid: int) -> list[Value]:
+        """What the views between a leaf and where it is read take beside it: numbers."""
+        base, crossed = self.binding.bound(self.view, value, self.names_of[nid])
+        self.bound[nid][base.id] = base
+        self.support.update((n.id, n) for n in crossed)
+        return [a for n in crossed for a in n.inputs if isinstance(a, Value) and self.view.ref[a.id].nid == ONE]
+
+
+def _no_operand(value: Value) -> NotARegion:
+    return NotARegion(f"{value!r} is read inside the site but is none of its operands")
+
+
 def cut(
     view: View,
     root: Value,
@@ -153,51 +230,15 @@ def cut(
         is made of one of several roots (or would come to be made before side effects that it came after).
     """
     block = view.block
-    names_of: dict[int, list[str]] = {}
     leaves = {name: shown_below(view, nid) for name, nid in leaves.items()}
+    names_of: dict[int, list[str]] = {}
     for name, nid in leaves.items():
         names_of.setdefault(nid, []).append(name)
-    inner: dict[int, Node] = {}
-    support: dict[int, Node] = {}
-    bound: dict[int, dict[int, Value]] = {nid: {} for nid in names_of}
-    stack: list[Value] = [root, *others]
-    roots = {v.id for v in stack}
-    seen: set[int] = set()
-    while stack:
-        value = stack.pop()
-        if value.id in seen:
-            continue
-        seen.add(value.id)
-        ref = view.ref.get(value.id)  # the view of some nodes alone has not all of them
-        node = block.producer.get(value.id)
-        if ref is None:
-            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
-        if ref.nid in names_of and value.id not in roots:
-            names = names_of[ref.nid]
-            base, crossed = value, []
-            if not all(n in as_read for n in names):
-                # Where one array has several names, one that carries no scale shows it by its factor.
-                scale = any(n in through_scale for n in names)
-                casts = all(n in through_casts for n in names)
-                wanted = {shape for n in names if (shape := (shapes or {}).get(n)) is not None}
-                base, crossed = look_through(view, value, scale, casts, wanted)
-            bound[ref.nid][base.id] = base
-            support.update((n.id, n) for n in crossed)
-            stack.extend(a for n in crossed for a in n.inputs if isinstance(a, Value) and view.ref[a.id].nid == ONE)
-            continue
-        if value.id in view.known_inputs or (node is None and ref.nid == ONE):
-            continue  # a number, known at the call or captured
-        if node is None:
-            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
-        if has_side_effects(node.eqn):
-            raise NotARegion(f"{node!r} inside the site has effects beside its results")
-        target = support if is_constant(view, value) else inner
-        target[node.id] = node
-        stack.extend(a for a in node.inputs if isinstance(a, Value))
-    chosen = {name: _one(view, bound[nid], name) for name, nid in leaves.items()}
-    inner.update(dead_with(block, inner, support, chosen.values()))
-    support = {i: n for i, n in support.items() if i not in inner}
-    support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], bound[nid]))
+    walk = _Cut(view, (root, *others), names_of, _Binding(through_scale, as_read, through_casts, shapes or {}))
+    chosen = {name: _one(view, walk.bound[nid], name) for name, nid in leaves.items()}
+    inner = walk.inner | dead_with(block, walk.inner, walk.support, chosen.values())
+    support = {i: n for i, n in walk.support.items() if i not in inner}
+    support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], walk.bound[nid]))
     if others and (why := waits_for_itself(block, chosen.values(), (root, *others))) is not None:
         raise NotARegion(why)
     nodes, kept = (tuple(found[i] for i in sorted(found)) for found in (inner, support))
@@ -224,21 +265,29 @@ def look_through(
     allowed = (
         VIEWS | IDENTITIES | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
     )
-    while (node := view.block.producer.get(value.id)) is not None:
-        if node.primitive not in allowed or any(isinstance(a, Value) and a.id not in view.ref for a in node.inputs):
-            break
+    while (node := view.block.producer.get(value.id)) is not None and node.primitive in allowed:
         if value.shape in shapes and node.primitive in VIEWS:
             break
-        sources = [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid == view.ref[value.id].nid]
-        if len(sources) != 1 or not (sources[0].dtype == value.dtype or (through_casts and widens(node))):
+        source = _shown_again(view, node, value)
+        if source is None or not (source.dtype == value.dtype or (through_casts and widens(node))):
             break
-        if any(isinstance(a, Value) and a is not sources[0] and view.ref[a.id].nid != ONE for a in node.inputs):
-            break
-        if node.primitive in IDENTITIES and view.ref[sources[0].id].coef != view.ref[value.id].coef:
-            break  # 0 - x
         crossed.append(node)
-        value = sources[0]
+        value = source
     return value, crossed
+
+
+def _shown_again(view: View, node: Node, value: Value) -> Value | None:
+    """The one operand of a node that its result `value` is of the same canonical node as, where the others are numbers."""
+    read = [a for a in node.inputs if isinstance(a, Value)]
+    if any(a.id not in view.ref for a in read):
+        return None
+    ref = view.ref[value.id]
+    sources = [a for a in read if view.ref[a.id].nid == ref.nid]
+    if len(sources) != 1 or any(a is not sources[0] and view.ref[a.id].nid != ONE for a in read):
+        return None
+    if node.primitive in IDENTITIES and view.ref[sources[0].id].coef != ref.coef:
+        return None  # 0 - x
+    return sources[0]
 
 
 def widens(node: Node) -> bool:
@@ -347,8 +396,34 @@ def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) 
     """
     if math.prod(value.shape) > _CONSTANT_LIMIT:
         return None
-    block = view.block
-    consts = {v.id: c for v, c in block.consts}
+    consts = {v.id: c for v, c in view.block.consts}
+    made = _made_of_constants(view, value, memo, consts, outside)
+    if made is None:
+        return None
+    if not made.nodes:
+        if made.given:
+            return made.given[value.id][1]
+        return read(consts[value.id]) if value.id in consts else None
+    ordered = [made.nodes[i] for i in sorted(made.nodes)]
+    number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
+    number.update((i, ("const", id(c))) for i, c in consts.items())
+    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in made.given.items())
+    key = ("constant", tuple(node_signature(n, number) for n in ordered), number[value.id])
+    return memo.once(key, lambda: _compute(view, ordered, value, tuple(made.given.values())))
+
+
+@dataclass(frozen=True)
+class _Makers:
+    """What a constant is made of: nodes by id, and inputs of the block with what they are in the block around it, by value id."""
+
+    nodes: Mapping[int, Node]
+    given: Mapping[int, tuple[Value, np.ndarray]]
+
+
+def _made_of_constants(
+    view: View, value: Value, memo: Memo, consts: Mapping[int, Any], outside: bool
+) -> _Makers | None:
+    """What a value is made of, if of nothing but constants; None where it is of anything else."""
     given: dict[int, tuple[Value, np.ndarray]] = {}
     nodes: dict[int, Node] = {}
     stack = [value]
@@ -356,27 +431,26 @@ def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) 
         v = stack.pop()
         if v.id in view.known_inputs:
             continue
-        node = block.producer.get(v.id)
+        node = view.block.producer.get(v.id)
         if node is None and not readable(consts.get(v.id)):
             array = _from_outside(view, v, memo) if outside else None
             if array is None:
                 return None
             given[v.id] = v, array
         elif node is not None and node.id not in nodes:
-            if node.eqn.effects or (node.blocks and node.primitive != "custom_jvp_call"):
+            if not _runs_alone(node):
                 return None
-            if any(n.primitive == "pvary" for b in node.blocks for n in b.nodes):
-                return None  # a rule that names a mesh axis does not run outside its shard_map
             nodes[node.id] = node
             stack.extend(a for a in node.inputs if isinstance(a, Value))
-    if not nodes:
-        return given[value.id][1] if given else read(consts[value.id]) if value.id in consts else None
-    ordered = [nodes[i] for i in sorted(nodes)]
-    number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
-    number.update((i, ("const", id(c))) for i, c in consts.items())
-    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in given.items())
-    key = ("constant", tuple(node_signature(n, number) for n in ordered), number[value.id])
-    return memo.once(key, lambda: _compute(view, ordered, value, tuple(given.values())))
+    return _Makers(nodes, given)
+
+
+def _runs_alone(node: Node) -> bool:
+    """Whether a node may be computed apart from its program."""
+    if node.eqn.effects or (node.blocks and node.primitive != "custom_jvp_call"):
+        return False
+    # JAX: a pvary names a mesh axis, and does not run outside its shard_map.
+    return not any(n.primitive == "pvary" for b in node.blocks for n in b.nodes)
 
 
 def _from_outside(view: View, value: Value, memo: Memo) -> np.ndarray | None:

@@ -203,67 +203,116 @@ class _Site(AttentionMisses):
         return [*after, nid]
 
     def candidate(self, read: Reading) -> Candidate | Rejection:
-        found = read.match
-        root = self.root_value(found)
-        region = self.cut(root, found)
-        rounded = self.rounded(region)
-        if rounded is not None:
-            root, region = rounded, self.cut(rounded, found)
-        if self.anchor not in region.nodes:
-            raise NotARegion("the product does not stand inside the site")
-        self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
-        factor = self.view.ref[root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
-        if not read.tail.changes and not close(factor, 1.0):
-            raise NotARegion("its result carries a factor that the values do not")
+        found, certifier = read.match, self.search.certifier
+        region, rounded = self.placed(found)
+        factor = self.factor_on_result(read, region)
         problem = self.conditions(read, region)
         if problem is not None:
             return problem
-        masks = read_masks(self.view, found, region.leaves, read.steps, self.search.certifier)
+        masks = read_masks(self.view, found, region.leaves, read.steps, certifier)
         if isinstance(masks, str):
             return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
-        if (
-            read.tail.without_max
-            and read.tail.sink is None
-            and blind_rows(self.view, found, {n: region.leaves[n] for n in masks.biases}, self.search.certifier)
-        ):
-            sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
-            return self.rejection(
-                "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
-            )
+        problem = self.blind_without_maximum(read, region, masks)
+        if problem is not None:
+            return problem
         if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
             masks = replace(masks, mask_value=-math.inf)
         factor *= math.prod(found.scalars[name] for name in read.tail.shares)
-        needless, zeroed = needless_changes(self.view, read, region, masks, factor, self.search.certifier)
-        dropped = masks.dropped | needless
-        scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
-        changed = "cap" in found.scalars or set(region.leaves) - {*"qkv", "sink"} - dropped - scaled
-        only_masks = masks.causal_outside and "cap" not in found.scalars and needless >= set(read.tail.changed_by)
-        masked = "causal" if only_masks else "masked"
-        self.kind = (
-            masked if changed else "unmasked" if masks.row is None else "causal" if masks.window is None else "masked"
-        )
-        if read.tail.of_some_keys and (masks.masks or masks.row is not None):
-            sentence = (
-                f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
-            )
-            return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+        needless, zeroed = needless_changes(self.view, read, region, masks, factor, certifier)
+        self.kind = self.kind_of(read, region, masks, needless)
+        problem = self.masked_twice(read, region, masks)
+        if problem is not None:
+            return problem
         # With a sink such a row has all of its weight there, in the program as in the op.
         blind = read.tail.sink is None and self.can_be_blind(region, masks) and not zeroed
         if zeroed:
             masks = replace(masks, mask_value=-math.inf)
-        asked = nan_test(self.view, root) if blind else None
-        if asked is not None:
-            sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
-            edit = "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
-            return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
-        digits = ("its numbers are taken to 12 digits",) if root.dtype == np.float64 else ()
-        wide = () if rounded is None else (_ROUNDED.format(root.dtype),)
-        notes = (*_notes(read, masks, blind), *digits, *wide)
+        problem = self.asked_for_nan_after(region) if blind else None
+        if problem is not None:
+            return problem
+        notes = (*_notes(read, masks, blind), *_notes_on_dtypes(region, rounded))
+        return self.of_either_heads(read, region, masks.dropped | needless, (masks, factor, notes))
 
-        few = self.of_fewer_heads(read, region, masks)
+    def placed(self, found: Match) -> tuple[Region, bool]:
+        """(the site, whether its result is rounded to the dtype of its operands at the end).
+
+        Raises:
+          NotARegion: it cannot be cut out.
+        """
+        region = self.cut(self.root_value(found), found)
+        rounded = self.rounded(region)
+        if rounded is not None:
+            region = self.cut(rounded, found)
+        if self.anchor not in region.nodes:
+            raise NotARegion("the product does not stand inside the site")
+        return region, rounded is not None
+
+    def factor_on_result(self, read: Reading, region: Region) -> float:
+        """What the result is multiplied by that the values do not carry themselves: what changes the weights may carry it.
+
+        Raises:
+          NotARegion: nothing changes them.
+        """
+        self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
+        factor = self.view.ref[region.root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
+        if not read.tail.changes and not close(factor, 1.0):
+            raise NotARegion("its result carries a factor that the values do not")
+        return factor
+
+    def blind_without_maximum(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
+        """The rejection for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
+        if not read.tail.without_max or read.tail.sink is not None:
+            return None
+        biases = {n: region.leaves[n] for n in masks.biases}
+        if not blind_rows(self.view, read.match, biases, self.search.certifier):
+            return None
+        sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
+        return self.rejection(
+            "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
+        )
+
+    def kind_of(self, read: Reading, region: Region, masks: Masking, needless: frozenset[str]) -> str:
+        """Which attention it is by what it does to its scores and weights: "unmasked", "causal" or "masked"."""
+        capped = "cap" in read.match.scalars
+        scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
+        if capped or set(region.leaves) - {*"qkv", "sink"} - masks.dropped - needless - scaled:
+            only_masks = masks.causal_outside and not capped and needless >= set(read.tail.changed_by)
+            return "causal" if only_masks else "masked"
+        if masks.row is None:
+            return "unmasked"
+        return "causal" if masks.window is None else "masked"
+
+    def masked_twice(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
+        """The rejection for masks beside those of the softmax's own `where`."""
+        if not read.tail.of_some_keys or (not masks.masks and masks.row is None):
+            return None
+        sentence = (
+            f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
+        )
+        return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+
+    def asked_for_nan_after(self, region: Region) -> Rejection | None:
+        """The rejection for a test of the result for NaN, which the op does not give."""
+        asked = nan_test(self.view, region.root)
+        if asked is None:
+            return None
+        sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
+        edit = (
+            "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
+        )
+        return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
+
+    def of_either_heads(
+        self, read: Reading, region: Region, dropped: frozenset[str], known: tuple[Masking, float, tuple[str, ...]]
+    ) -> Candidate | Rejection:
+        """The site of the heads that it repeats, where that is one; else of those that are repeated, which it gives way to.
+
+        `known`: the masks, the factor on the result, the notes.
+        """
+        few = self.of_fewer_heads(read, region, known[0])
 
         def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
-            rest = _without(region, dropped), masks, factor, notes
+            rest = _without(region, dropped), *known
             leaks = escapes(region)
             if not leaks:
                 return self.proposed(read, *rest, None, repeated)
@@ -483,6 +532,14 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
         yield note
     if blind:
         yield NOTE
+
+
+def _notes_on_dtypes(region: Region, rounded: bool) -> Iterator[str]:
+    """What the fused op's dtypes make of the result."""
+    if region.root.dtype == np.float64:
+        yield "its numbers are taken to 12 digits"
+    if rounded:
+        yield _ROUNDED.format(region.root.dtype)
 
 
 def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:

@@ -78,6 +78,65 @@ class Masking:
         return self.row is not None and (self.window is None or self.window[1] == 0)
 
 
+@dataclass(frozen=True)
+class _Site:
+    """A match whose masks are read.
+
+    Attributes: `view` (of the block), `found` (the match), `leaves` (leaf name -> the raw value bound to it), `steps` (outermost first),
+    `memo` (remembers constants).
+    """
+
+    view: View
+    found: Match
+    leaves: Mapping[str, Value]
+    steps: Steps
+    memo: Memo
+
+    def constant(self, step: Step, outside: bool = False) -> Constant | None:
+        return constant_mask(self.view, self.found, step, self.leaves[step.leaf or ""], self.memo, outside)
+
+    def constants(self) -> dict[Step, Constant | None]:
+        """Each mask and bias -> what it says, None of one that is data."""
+        return {s: self.constant(s) for s in self.steps if s.leaf and (s.masks or s.kind == "added")}
+
+    @property
+    def gates(self) -> list[Step]:
+        return [s for s in self.steps if s.kind == "gated"]
+
+    def loose_gate(self) -> str | None:
+        """The sentence for a factor on the scores that is more than a mask written twice."""
+        args = self.steps, self.leaves, self.memo
+        loose = next((g for g in self.gates if not _is_filled(self.view, self.found, g, *args)), None)
+        if loose is None:
+            return None
+        gate = self.leaves[loose.leaf or ""]
+        return (
+            f"the scores are multiplied by {gate!r}, which has an entry for each key: needed is a constant of ones and zeros, and that "
+            "what is added hides the keys where it is 0"
+        )
+
+    def needless(self, told: Sequence[Step], operands: Sequence[Step]) -> frozenset[str]:
+        """The leaves that are no operands: constants that are read, and gates."""
+        return frozenset(s.leaf for s in (*told, *self.gates) if s.leaf and s not in operands)
+
+    def band(self, told: Mapping[Step, Constant | None]) -> tuple[list[Step], Constant]:
+        """The steps that the op does as one band, and what they say together; no steps, and what hides nothing, where there is none."""
+        data = [s for s, c in told.items() if c is None]
+        bands = {s: c for s, c in told.items() if c is not None and c.row is not None}
+
+        def is_free(step: Step, said: Constant) -> bool:
+            """Whether a row all of whose visible keys the data hides gets the same weights with the band done by the op."""
+            return not data or (said.fill == -math.inf and not _hidden_later(self.found, step, data))
+
+        fixed, chosen = _one_band({s: c for s, c in bands.items() if is_free(s, c)})
+        return fixed, chosen or Constant()
+
+    def is_causal_outside(self, operands: Sequence[Step]) -> bool:
+        """Whether all operands are constants of the block around, and those that are bands are causal masks."""
+        outside = [self.constant(s, outside=True) for s in operands]
+        return all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)}
+
+
 def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo) -> Masking | str:
     """The masks and biases that `steps` apply, or a sentence that says why the op has no such order.
 
@@ -91,40 +150,29 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
       steps: outermost first.
       memo: remembers constants.
     """
-    told = {
-        s: constant_mask(view, found, s, leaves[s.leaf], memo)
-        for s in steps
-        if s.leaf and (s.masks or s.kind == "added")
-    }
-    data = [s for s, c in told.items() if c is None]
-    gates = [s for s in steps if s.kind == "gated"]
-    loose = next((g for g in gates if not _is_filled(view, found, g, steps, leaves, memo)), None)
-    if loose is not None:
-        return (
-            f"the scores are multiplied by {leaves[loose.leaf or '']!r}, which has an entry for each key: needed is a constant of ones and "
-            "zeros, and that what is added hides the keys where it is 0"
-        )
-    causal = [s for s, c in told.items() if c is not None and c.row is not None]
-    free = [s for s in causal if not data or (told[s].fill == -math.inf and not _hidden_later(found, s, data))]  # type: ignore[union-attr]
-    fixed, chosen = _one_band({s: told[s] for s in free})  # type: ignore[misc]
-    operands = [s for s in told if s in data or (s in causal and s not in fixed)]
-    problem = _order(found, steps, operands, fixed)
+    site = _Site(view, found, leaves, steps, memo)
+    told = site.constants()
+    problem = site.loose_gate()
     if problem is not None:
         return problem
-    masks = {s.leaf: s.kind == "hidden" for s in operands if s.leaf and s.kind != "added"}
+    fixed, band = site.band(told)
+    operands = [s for s, c in told.items() if c is None or (c.row is not None and s not in fixed)]
     fills = {found.scalars[s.scalar] for s in operands if s.scalar}
-    if len(fills) > 1:
-        return f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
-    outside = [constant_mask(view, found, s, leaves[s.leaf or ""], memo, outside=True) for s in operands]
+    problem = _order(found, steps, operands, fixed)
+    if problem is None and len(fills) > 1:
+        problem = f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
+    if problem is not None:
+        return problem
+    left, right = band.band
     return Masking(
-        chosen.row if chosen else None,
-        chosen.fill if chosen else -math.inf,
-        (chosen.band[0], chosen.band[1]) if chosen and chosen.band[0] is not None else None,
-        masks,
-        next(iter(fills), -math.inf),
-        tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
-        frozenset(s.leaf for s in (*told, *gates) if s.leaf and s not in operands),
-        all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)},
+        row=band.row,
+        fill=band.fill,
+        window=(left, right) if left is not None else None,
+        masks={s.leaf: s.kind == "hidden" for s in operands if s.leaf and s.kind != "added"},
+        mask_value=next(iter(fills), -math.inf),
+        biases=tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
+        dropped=site.needless([*told], operands),
+        causal_outside=site.is_causal_outside(operands),
     )
 
 
@@ -218,15 +266,22 @@ def constant_mask(
     array = constant_array(view, value, memo, outside)
     if array is None:
         return None
-    added = step.kind == "added"
-    array = _as_added(view, found, step, value, array) if added else array
-    if added and not np.all((array == 0) | (array <= MASK_FILL)):
-        return None
-    fill = float(array.max(where=array != 0, initial=-math.inf)) if added else found.scalars[step.scalar or ""]
-    kept = array == 0 if added else ~array.astype(bool) if step.kind == "hidden" else array.astype(bool)
+    if step.kind == "added":
+        array = _as_added(view, found, step, value, array)
+        if not np.all((array == 0) | (array <= MASK_FILL)):
+            return None
+        fill, kept = float(array.max(where=array != 0, initial=-math.inf)), array == 0
+    else:
+        seen = array.astype(bool)
+        fill, kept = found.scalars[step.scalar or ""], ~seen if step.kind == "hidden" else seen
     kept, classes = _varying(*told_beside(found, view, step.leaf or "", value, kept))
     if not classes:
         return Constant() if kept.all() else None
+    return _as_band(kept, classes, found, fill)
+
+
+def _as_band(kept: np.ndarray, classes: list[int], found: Match, fill: float) -> Constant | None:
+    """What a mask that differs along some axis classes says, if it is a band of an axis of rows and the one of keys."""
     rows, keys = found.letters["t"], found.letters["s"]
     if len(keys) != 1 or len(classes) != 2 or not {keys[0]} < set(classes) <= {*rows, *keys}:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -246,30 +246,16 @@ class _Layout:
         axes |= {n: one.axes for n, one in repeated.items()}
         regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
         made = {n: how for n, how in regrouped if how is not None}
-        order = {
-            x: in_order(axes[n], found.letters[x])
-            for x, n in (("b", "q"), ("t", "q"), ("s", "k"), ("c", "k"), ("d", "v"))
-        }
+        order = {x: in_order(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
         where = {v.id: i for i, v in enumerate(region.inputs)}
         numbers = {n: where[v.id] for n, v in region.leaves.items()}
         rows = order["t"]
-        if masks.row is not None:
-            choices = [masks.row]
-        elif len(rows) > 1 and len(region.leaves) > 3:
-            beside = (a for n, a in axes.items() if n not in (*"qkv", "sink"))
-            extra = {c for a in beside for c in a if c is not None and c != BROADCAST}
-            others = [c for c in rows if c not in axes.get("sink", ())]  # what has a sink of its own is a head
-            longest = max(others or rows, key=lambda c: found.sizes[c]) if "sink" in axes else rows[0]
-            choices = [next((c for c in rows if c in extra), longest)]
-        else:
-            choices = [None, *(sorted(rows, key=lambda c: -found.sizes[c]) if len(rows) > 1 else ())]
         shared = next((one.head for one in repeated.values()), None)
-        for row in choices:
+        for row in _rows_to_try(axes, rows, found.sizes, masks):
             more = () if row is None else tuple(c for c in rows if c != row)
             for own in _key_heads(order["b"], shared, bool(more)):
                 batch = tuple((c,) for c in order["b"] if c not in own)
-                length = rows if row is None else (row,)
-                lengths = {**order, "t": length}
+                lengths = {**order, "t": rows if row is None else (row,)}
                 yield cls(axes, numbers, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
 
     def permutations(self, root: Axes) -> int:
@@ -343,3 +329,29 @@ def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> I
     yield batch[-1:]
     if with_more and len(batch) == 1:  # one head for all queries, of each entry of a batch
         yield ()
+
+
+def _rows_to_try(
+    axes: Mapping[str, Axes], rows: tuple[int, ...], sizes: Mapping[int, int], masks: Masking
+) -> Sequence[int | None]:
+    """Which of the axis classes of rows may be the op's rows, the others heads; None for all of them.
+
+    Args:
+      axes: of each leaf of the region.
+      rows: the classes.
+      sizes: of each class.
+      masks: of the site; the rows of a band that the op makes itself are its rows.
+    """
+    if masks.row is not None:
+        return [masks.row]
+    if len(rows) < 2:
+        return [None]
+    if axes.keys() <= set("qkv"):
+        return [None, *sorted(rows, key=sizes.__getitem__, reverse=True)]
+    beside = (a for n, a in axes.items() if n not in (*"qkv", "sink"))
+    extra = {c for a in beside for c in a if c is not None and c != BROADCAST}
+    longest = rows[0]
+    if "sink" in axes:
+        others = [c for c in rows if c not in axes["sink"]]  # what has a sink of its own is a head
+        longest = max(others or rows, key=lambda c: sizes[c])
+    return [next((c for c in rows if c in extra), longest)]

@@ -23,19 +23,17 @@ from ....graph.matching.match import close
 from ....graph.matching.region import CASTS, NotARegion, Region, cut
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
-from ....kernels import OPS
 from ....kernels.op.arrays import precisions
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.gemm_epilogue.op import DTYPES
-from ...engine.base import Plan, Search, anchor_text, examined, option, reason_to_tell
-from ...engine.layout import Axes, arrange, axes_of, in_order, restore
+from ...engine.base import Search, anchor_text, examined, option, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection
-from ...engine.passages import Passage, narrow, passage, replayed, rounding, unplaced
+from ...engine.passages import Passage, narrow, passage, rounding
 from .beyond import beyond, is_of_one_point
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .linear_groups import GROUPINGS
 from .linear_parts import Linear, LinearSite
+from .plan import plan_of
 
 _KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
 DEFAULT = lax.Precision.DEFAULT
@@ -240,7 +238,8 @@ class _Site(LinearSite):
             problem = self.conditions(linear, region, activation, wide)
             if problem is not None:
                 return replace(problem, site_ids=problem.site_ids | region.node_ids)
-            plan = _plan(self, linear, region, activation, wide, after)
+            attrs = activation, wide.attrs
+            plan = plan_of(self, linear, region, after, attrs, region.root.dtype if self.mixed(region) else None)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
         concepts = concepts_of(linear.bias, activation)
@@ -365,64 +364,3 @@ def _maximum(region: Region) -> frozenset[int]:
     if len(found) != 1:
         raise NotARegion("it is made of several maxima")
     return found
-
-
-def _plan(site: _Site, linear: Linear, region: Region, activation: str, wide: Wide, after: tuple[Node, ...]) -> Plan:
-    """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the axes of what is matched, and through its views."""
-    search, behind = site.search, linear.behind
-    m, view, sizes = linear.match, search.view, linear.match.sizes
-    axes: dict[str, Axes] = {
-        role: axes_of(m, view, linear.leaf(role), v)
-        for role, v in region.leaves.items()
-        if role != "b" or linear.matched_bias
-    }
-    x_axes, w_axes = axes["x"], axes["w"]
-    k = in_order(w_axes, [c for c in w_axes if c is not None and c in x_axes])
-    n = tuple(c for c in w_axes if c is not None and c not in k)
-    rows = tuple(c for c in x_axes if c is not None and c not in k)
-    position = {v.id: i for i, v in enumerate(region.inputs)}
-    pick = {role: position[v.id] for role, v in region.leaves.items()}
-    point = site.anchor.primitive != "dot_general"  # a convolution's weight has axes of one entry
-    direct = len(k) == 1 and len(n) == 1 and len(x_axes) >= 2 and (len(w_axes) == 2 or (point and None not in x_axes))
-    x_contract = x_axes.index(k[0]) if direct else -1
-    w_real = [c for c in w_axes if c is not None]
-    w_contract = w_real.index(k[0]) if direct else 0
-    w_groups = [[c] for c in w_real] if direct else [k, n]
-    out_groups = [[c] for c in rows] + [list(n)]
-    matched = linear.value if behind is None and linear.bias else site.product
-    root_axes = axes_of(m, view, m.pattern.root, matched)  # an activation keeps the axes
-    views = (*(behind.views if behind is not None else ()), *after)
-
-    def added(given: Any) -> Any:
-        if behind is None:
-            return arrange(given, axes["b"], [n], sizes)
-        given = unplaced(site, region.leaves["b"], behind.added, behind.views, given)
-        return arrange(given, tuple(c if c in n else None for c in root_axes), [n], sizes)
-
-    widened = region.root.dtype if site.mixed(region) else None
-
-    def given(inputs: Any, role: str) -> Any:
-        return inputs[pick[role]] if widened is None else inputs[pick[role]].astype(widened)
-
-    def operands(*inputs: Any) -> tuple[Any, ...]:
-        x, w = given(inputs, "x"), given(inputs, "w")
-        bias = added(given(inputs, "b")) if linear.bias else None
-        if direct:
-            return x, arrange(w, w_axes, w_groups, sizes) if point else w, bias
-        x_groups = [[c] for c in rows] or [[]]
-        return arrange(x, x_axes, [*x_groups, k], sizes), arrange(w, w_axes, w_groups, sizes), bias
-
-    def finish(out: Any) -> Any:
-        return replayed(views, restore(out, out_groups, root_axes, matched.shape, sizes))
-
-    attrs = {
-        "activation": activation,
-        "x_contract": x_contract,
-        "w_contract": w_contract,
-        "precision": site.anchor.params.get("precision"),
-        "implementation": search.implementation,
-        **wide.attrs,
-    }
-    op = OPS["gemm_epilogue"]
-    arithmetic = product_arithmetic(str(widened or region.leaves["x"].dtype), attrs["precision"], search.device)
-    return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)
