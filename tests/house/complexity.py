@@ -25,9 +25,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "fusionlab"
 BRANCHES = ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case | ast.IfExp
 Def = ast.FunctionDef | ast.AsyncFunctionDef
-LEAVES = (
-    ast.Name | ast.Constant | ast.expr_context | ast.operator | ast.cmpop | ast.unaryop
-)  # most nodes; they have nothing to count
+# Most nodes: they have nothing to count.
+LEAVES = ast.Name | ast.Constant | ast.expr_context | ast.operator | ast.cmpop | ast.unaryop
 
 
 @dataclass(frozen=True)
