@@ -30,6 +30,8 @@ from .passes.matmul.matmul_schedule import routes_of
 from .registry import op_of
 from .report.findings import Findings
 
+_YOUNG_ONLY = (50_000, 10, 1_000_000)  # thresholds of `gc`: the last is of full collections
+
 
 def find_in(
     graph: Graph,
@@ -48,7 +50,7 @@ def find_in(
       certifier: remembers proofs; a new one by default.
     """
     certifier = certifier or Certifier(plain_meaning_of)
-    with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _collector_paused(), asked_about(device):
+    with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _no_full_collections(), asked_about(device):
         if graph.numbered is not None and graph.numbered.graph is None:
             names = ", ".join(graph.numbered.symbols)
             note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
@@ -83,15 +85,20 @@ def _declined_for(graph: Graph, found: Findings) -> Findings:
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A search makes many small tuples and no cycles; each full collection would walk all of them, which is quadratic."""
-    was_on = gc.isenabled()
-    gc.disable()
+def _no_full_collections() -> Iterator[None]:
+    """A search keeps many small tuples; each full collection would walk all of them, which is quadratic.
+
+    Young objects are collected as ever: the derivatives that JAX traces are cycles, and as large as what the search keeps.
+    """
+    before = gc.get_threshold()
+    if before == _YOUNG_ONLY:  # a search in another thread has set them, and sets them back
+        yield
+        return
+    gc.set_threshold(*_YOUNG_ONLY)
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.set_threshold(*before)
 
 
 def _find_in(

@@ -72,7 +72,6 @@ def test_every_pass_of_the_catalogue_has_pictures(count):
     assert html.count("<svg") == 2 * len(passes) > 0
 
 
-@pytest.mark.clock
 def test_the_explorer_is_made_measures_when_asked_and_draws_the_fused_graph(monkeypatch):
     monkeypatch.setattr("fusionlab.viz.html.tabs._figures", lambda evidence: {})  # the report has the same plots
     params = jax.tree.map(lambda a: jnp.asarray(np.random.default_rng(0).normal(size=a.shape), jnp.float32), ARGS)

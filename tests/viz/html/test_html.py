@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from html import unescape
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -384,21 +383,16 @@ def test_labels_stand_out_from_a_pass_tint(name):
 
 
 # Size ----------------------------------------------------------------------------------------------------------------
-@pytest.mark.clock
 @pytest.mark.parametrize(("layers", "engine"), [(4, "builtin"), (24, None)])
 def test_the_page_of_a_train_step_is_small_and_can_be_opened_into(layers, engine):
     graph = train_step(layers)
     found = fl.find(graph)
-    found.structures  # noqa: B018  takes as long as the search; not the page's doing
-    started = time.process_time()
     text = report_html(graph, found, engine=engine)
-    seconds = time.process_time() - started
     data = json.loads(re.search(r'id="fl-data">(.*?)</script>', text, re.S).group(1))
     size = len(text.encode())
-    print(f"{size:,} bytes, {len(data['scenes'])} groups can be opened, {seconds:.1f} s of processor time")
+    print(f"{size:,} bytes, {len(data['scenes'])} groups can be opened")
     assert size < 1_500_000
     assert len(data["scenes"]) >= 3
-    assert seconds < 15  # of this process; the layout engine is another
 
 
 def test_pictures_are_baked_until_the_budget_is_used_up(case):
