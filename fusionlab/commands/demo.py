@@ -155,10 +155,9 @@ def _choices(found: lab.Findings) -> Iterator[list[str]]:
             key = candidate.pass_name, "left as it is", candidate.idle
             shared[key] = shared.get(key, 0) + 1
             continue
-        for backend in candidate.backends:
-            if backend.verdict in ("chosen", "same code"):
-                key = candidate.pass_name, f"{backend.name} ({backend.verdict})", backend.reason
-                shared[key] = shared.get(key, 0) + 1
+        if backend := candidate.backend:
+            key = candidate.pass_name, f"{backend.name} ({backend.verdict})", backend.reason
+            shared[key] = shared.get(key, 0) + 1
     for (name, backend, reason), sites in shared.items():
         yield [name, f"{sites} site" + ("s" if sites > 1 else ""), backend, reason]
 

@@ -64,7 +64,6 @@ def test_row_60_ticking_a_site_off_and_on_changes_the_program_and_measures_nothi
     assert explorer.enabled == {first, second}
 
 
-@pytest.mark.clock
 def test_row_60_timing_has_warm_up_samples_spread_and_compile_time_apart(result):
     for timing in (result.timing, result.timing_grad):
         for runs in (timing.before, timing.after):

@@ -374,7 +374,6 @@ def demo(request, tmp_path_factory):
     return where / "out", json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.clock
 def test_the_demo_finds_fuses_verifies_and_times(demo):
     folder, data, progress = demo
     assert data["sequence"] == 512
@@ -414,7 +413,6 @@ def test_the_demo_says_what_would_fuse_on_an_h100_and_why(demo):
     assert all(b["reason"] for b in backends)
 
 
-@pytest.mark.clock
 @pytest.mark.parametrize("changed", [QUICK, {}], ids=["quick", "as it is"])
 def test_a_small_demo_is_timed_and_says_that_its_sites_alone_gain_nothing(run, tmp_path, monkeypatch, changed):
     """At 64 positions every site runs what XLA runs anyway; fused, the block compiles to other instructions all the same."""

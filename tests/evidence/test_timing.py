@@ -97,7 +97,6 @@ def ten_products(x):
     return x
 
 
-@pytest.mark.clock
 def test_ten_times_the_work_is_slower_and_a_tenth_faster(monkeypatch):
     monkeypatch.setattr(timing, "PATIENCE_S", 0.3)  # for more samples than are needed here
     x = jnp.full((192, 192), 1e-3)

@@ -36,11 +36,8 @@ class GateOp:
     def backends(self, *_, **__):
         return ()
 
-    def left_alone(self, *_, **__):
+    def left_to_xla(self, *_, **__):
         return None
-
-    def idle(self, *_, **__):
-        return ""
 
 
 @dataclass

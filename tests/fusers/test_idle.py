@@ -156,7 +156,7 @@ def test_no_gradient_of_it_is_said_to_be_fused():
 def test_it_takes_no_node_from_a_site_that_is_fused():
     f = found(device="sm_90")
     (norm,) = [c for c in f.candidates if c.idle]
-    other = dataclasses.replace(norm, pass_name="mine", idle="", nodes_before=norm.nodes_before - 1)
+    other = dataclasses.replace(norm, pass_name="mine", left_to_xla=None, nodes_before=norm.nodes_before - 1)
     for order in ([norm, other], [other, norm]):
         kept, (lost,) = settle(order)
         assert [c.pass_name for c in kept] == ["mine"]
@@ -166,11 +166,13 @@ def test_it_takes_no_node_from_a_site_that_is_fused():
 def test_a_larger_site_that_is_left_as_it_is_says_so_where_a_smaller_one_has_its_nodes():
     f = found(device="sm_90")
     (norm,) = [c for c in f.candidates if c.idle]
-    small = dataclasses.replace(norm, pass_name="mine", formula="mine", idle="", nodes_before=norm.nodes_before - 1)
+    small = dataclasses.replace(
+        norm, pass_name="mine", formula="mine", left_to_xla=None, nodes_before=norm.nodes_before - 1
+    )
     _, (lost,) = settle([norm, small])
     assert f"mine of mine, which is fused by default while this is left as it is: {norm.idle}" in lost.sentence
     assert lost.edit == "name the pass: passes=['layer_norm']"
-    smaller = dataclasses.replace(small, idle=norm.idle)  # both are left as they are
+    smaller = dataclasses.replace(small, left_to_xla=norm.left_to_xla)  # both are left as they are
     _, (lost,) = settle([norm, smaller])
     assert lost.sentence.endswith("which is larger")
     assert lost.edit is None

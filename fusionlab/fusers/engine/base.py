@@ -30,6 +30,7 @@ from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
 from ...kernels import OPS
+from ...kernels.op.implementation import LeftToXLA
 from ...kernels.op.op import Op
 from .declining import anchor_text as anchor_text
 from .declining import escape_text as escape_text
@@ -41,7 +42,7 @@ from .other_numbers import notes_of
 from .outcomes import Backend, Candidate, Rejection, Residual
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
-IDLE = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
+LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
 WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
 # What to do where explicit axes stand in the way.
 AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
@@ -163,8 +164,7 @@ class _Facts:
     program: Block | None = None  # of a site that is none, nothing but why
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
-    left_alone: tuple[str, str] | None = None
-    idle: str = ""
+    left: LeftToXLA | None = None
     refused: str = ""
 
 
@@ -225,14 +225,14 @@ def propose(
     if isinstance(said, str):
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {said}"
         return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
-    if facts.left_alone is not None:
-        code, why = facts.left_alone
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {why}"
+    left = facts.left
+    if left is not None and left.is_declined:
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {left.why}"
         edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
-        return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+        return reject(search, name, left.kind.value, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
     assert facts.program is not None
-    plan_call, idle = plan.call, facts.idle if search.by_default else ""
+    plan_call, left = plan.call, left if search.by_default else None
     place = region.block.path, region.nodes, region.root, region.inputs
     replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
     return Candidate(
@@ -252,8 +252,8 @@ def propose(
         arithmetic=plan.arithmetic,
         residuals=facts.residuals,
         backends=facts.backends,
-        idle=idle,
-        notes=(*said, IDLE + idle) if idle else said,
+        left_to_xla=left,
+        notes=(*said, LEFT + left.why) if left else said,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
@@ -345,9 +345,10 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
     except Misplaced as error:
         return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
-    alone = plan.op.left_alone(*operands, device=search.device, **attrs) if asked is None else None
-    idle = plan.op.idle(*operands, device=search.device, **attrs)
-    return _Facts(verdict, program, saved, backends(operands), alone, idle)
+    left = plan.op.left_to_xla(*operands, device=search.device, **attrs)
+    if left is not None and left.is_declined and asked is not None:
+        left = None  # who names an implementation has it
+    return _Facts(verdict, program, saved, backends(operands), left)
 
 
 def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[Any]]:

@@ -11,12 +11,13 @@ from ...graph.matching.region import Region
 from ...graph.program.ir import Block, Value
 from ...graph.program.scopes import Source
 from ...kernels.op.implementation import BackendVerdict as Backend
+from ...kernels.op.implementation import ChoiceKind, LeftToXLA
 from ...kernels.op.implementation import Residual as Residual
 from .origin import declined_at
 from .pairs import Pair
 
 # Codes of sites that are whole, and are left to XLA's code.
-LEFT_TO_XLA = frozenset({"device", "unmeasured", "slower"})
+LEFT_TO_XLA = frozenset(kind.value for kind in ChoiceKind if kind.leaves_it_to_xla)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Candidate:
       arithmetic: what its products are computed in on the device asked about ("bfloat16, summed in float32"); "" where that is its dtype.
       residuals: what the fused forward saves for backward when differentiated.
       backends: every implementation with its verdict.
-      idle: why it is left as it is unless it or its pass is asked for; "" where it is fused.
+      left_to_xla: why it stays as it is written unless it or its pass is asked for; None where it is fused.
       notes: sentences worth reading (fallbacks taken, ...).
       concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
       program: what replaces the site, as a function of its leaves' values in the order the site reads them.
@@ -65,7 +66,7 @@ class Candidate:
     arithmetic: str = ""
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
-    idle: str = ""
+    left_to_xla: LeftToXLA | None = None
     notes: tuple[str, ...] = ()
     concepts: tuple[str, ...] = ()
     program: Block | None = dataclasses.field(default=None, repr=False)
@@ -99,12 +100,24 @@ class Candidate:
     @property
     def backend(self) -> Backend | None:
         """The backend it would run on, with the reason; None where no backend was judged."""
-        return next((b for b in self.backends if b.verdict in ("chosen", "same code")), None)
+        return next((b for b in self.backends if b.verdict in (ChoiceKind.CHOSEN, ChoiceKind.SAME_CODE)), None)
+
+    @property
+    def idle(self) -> str:
+        """Why it stays as it is written unless it or its pass is asked for; "" where it is fused."""
+        return self.left_to_xla.why if self.left_to_xla else ""
+
+    @property
+    def choice(self) -> ChoiceKind:
+        """What runs here by default."""
+        if self.left_to_xla is not None:
+            return self.left_to_xla.kind
+        return ChoiceKind.SAME_CODE if self.same_code else ChoiceKind.CHOSEN
 
     @property
     def same_code(self) -> bool:
         """True when the chosen backend is what XLA runs anyway."""
-        return self.backend is not None and self.backend.verdict == "same code"
+        return self.backend is not None and self.backend.verdict == ChoiceKind.SAME_CODE
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

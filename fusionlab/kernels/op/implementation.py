@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,43 @@ class Residual:
     readers: tuple[str, ...]
 
 
+WHAT_XLA_RUNS = "what XLA runs anyway"  # how the reason of a choice with the same code begins
+
+
+class ChoiceKind(enum.StrEnum):
+    """What runs at a site where nobody names an implementation, against the code that XLA makes of the site as it is written.
+
+    The values are the verdicts of backends and the codes of rejections (`fusionlab.errors.REJECTIONS`).
+    """
+
+    CHOSEN = "chosen"  # another code than XLA's
+    SAME_CODE = "same code"  # the op, and it compiles to what XLA runs anyway
+    SLOWER = "slower"  # XLA's: all that can run the site was measured as slow or slower
+    UNMEASURED = "unmeasured"  # XLA's: not all that can run the site was measured on the device
+    DEVICE = "device"  # XLA's: nothing else runs on the device
+
+    @property
+    def leaves_it_to_xla(self) -> bool:
+        return self in (ChoiceKind.SLOWER, ChoiceKind.UNMEASURED, ChoiceKind.DEVICE)
+
+
+@dataclass(frozen=True)
+class LeftToXLA:
+    """Why a site that could become an op stays as it is written unless it, its pass or an implementation is asked for.
+
+    `is_declined`: the op's own form of XLA's code is slower than the site, so that the site is a rejection; else it is a candidate.
+    """
+
+    kind: ChoiceKind
+    why: str
+    is_declined: bool = False
+
+
 @dataclass(frozen=True)
 class BackendVerdict:
     """One implementation of an op for one call.
 
-    `verdict` is "chosen", "possible", "same code" (chosen, and what XLA runs anyway) or "unavailable"; `reason` says why.
+    `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` says why.
     """
 
     name: str

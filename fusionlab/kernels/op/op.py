@@ -36,7 +36,7 @@ from ...graph.program.ir import dtype_text
 from ...graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import lowering as partition
 from .arrays import as_arrays, canonical_precision, explicit_sharding, zero_tangent
-from .implementation import BackendVerdict, Implementation, Residual
+from .implementation import WHAT_XLA_RUNS, BackendVerdict, ChoiceKind, Implementation, LeftToXLA, Residual
 from .labels import Axes, SummedCall
 from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, given_of, wanted_of
 
@@ -103,7 +103,7 @@ class Op(abc.ABC):
 
     @abc.abstractmethod
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        """The implementation to run in a role ("call", "tangent", "cotangent") when none is named, and the reason.
+        """The implementation to run in a role ("call", "tangent", "cotangent") when none is named, and the reason, or "".
 
         `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
         """
@@ -241,22 +241,16 @@ class Op(abc.ABC):
             elif one.name != chosen:
                 verdicts.append(BackendVerdict(one.name, "possible", one.summary))
             elif self.is_what_xla_runs(one.name, **full):
-                reason = "what XLA runs anyway" if implementation else why
-                verdicts.append(BackendVerdict(one.name, "same code", reason))
+                reason = ": ".join(filter(None, (WHAT_XLA_RUNS, "" if implementation else why)))
+                verdicts.append(BackendVerdict(one.name, ChoiceKind.SAME_CODE.value, reason))
             else:
-                verdicts.append(BackendVerdict(one.name, "chosen", why))
+                verdicts.append(BackendVerdict(one.name, ChoiceKind.CHOSEN.value, why))
         return tuple(verdicts)
 
-    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> tuple[str, str] | None:
-        """Why a site that could become this op had better stay as it is written where no implementation is named: a code of `REJECTIONS`
-        ("device": nothing else can run it there, "unmeasured" or "slower" there) and a sentence. None where it need not: `xla`, where
-        that is what is preferred, is what XLA makes of the site anyway."""
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
+        """Why a site that could become this op is not fused by default on a device: nothing gains by it there, or nothing can run it.
+        None where it is fused."""
         return None
-
-    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
-        """Why a site that could become this op is found and left as it is, unless it or its pass is asked for; "" where it is not: on that
-        device nothing gains by it, or it was measured slower than what XLA makes of the site."""
-        return ""
 
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
         """A plain-jnp function of the operands of one of this op's primitives, with these parameters: -> list."""

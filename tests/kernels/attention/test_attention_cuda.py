@@ -228,13 +228,13 @@ LEFT = {
 def test_not_measured_here_cannot_run_here_and_slower_here_are_three_codes(what):
     device, dtype, sizes, code, words = LEFT[what]
     with jax.enable_x64(dtype == "float64"):
-        told = OP.left_alone(*shapes(dtype=dtype, **sizes), device=device)
+        told = OP.left_to_xla(*shapes(dtype=dtype, **sizes), device=device)
     assert told is not None
-    assert told[0] == code
-    assert words in told[1]
+    assert told.kind == code
+    assert words in told.why
     assert code in REJECTIONS
     if code != "slower":
-        assert "slower" not in told[1]
+        assert "slower" not in told.why
 
 
 @pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_89", "sm_100", "sm_120"])

@@ -137,9 +137,9 @@ def test_the_others_refuse_it_and_say_so(name):
     assert "a sink beside the scores" in verdicts[name].reason
     assert verdicts["xla"].verdict == "same code"
     assert verdicts["xla_blockwise"].verdict == "possible"
-    code, why = DOT_PRODUCT_ATTENTION.left_alone(*operands, device="sm_90")
-    assert code == "device"
-    assert "a sink beside the scores" in why
+    left = DOT_PRODUCT_ATTENTION.left_to_xla(*operands, device="sm_90")
+    assert (left.kind, left.is_declined) == ("device", True)
+    assert "a sink beside the scores" in left.why
 
 
 WRONG = {

@@ -485,10 +485,13 @@ def test_the_kernels_are_taken_where_they_were_measured_faster():
 def test_a_site_is_left_as_it_is_where_one_way_loses():
     def idle(*shape, device="sm_90"):
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        return OP.idle(x, device=device)
+        left = OP.left_to_xla(x, device=device)
+        return f"{left.kind}: {left.why}" if left else ""
 
     assert idle(32768, 1024) == idle(4096, 8192) == idle(16384, 1023) == ""
-    assert idle(32768, 1024, device="cpu") == choosing.AS_FAST_ON_A_CPU
+    assert idle(32768, 1024, device="cpu") == f"slower: {choosing.AS_FAST_ON_A_CPU}"
     assert "more than 8192 entries (16384)" in idle(2048, 16384)
     assert "below 1048576" in idle(128, 1024)
     assert "not on sm_80" in idle(32768, 1024, device="sm_80")
+    assert idle(128, 1024).startswith("slower: ")
+    assert idle(32768, 1024, device="sm_80").startswith("unmeasured: ")

@@ -20,6 +20,7 @@ from ....graph.matching.region import NotARegion, escapes
 from ....graph.program.ir import Node, dtype_text
 from ....graph.program.scopes import is_backward
 from ....graph.settings import jax_defaults
+from ....kernels.op.implementation import ChoiceKind
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import Product, canonical
 from ....kernels.ops.matmul.op import MATMUL
@@ -152,7 +153,8 @@ class Routed(Site):
             return outcome
         # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
         backends = (
-            replace(b, verdict="chosen", reason=told) if b.verdict == "same code" else b for b in outcome.backends
+            replace(b, verdict=ChoiceKind.CHOSEN.value, reason=told) if b.verdict == ChoiceKind.SAME_CODE else b
+            for b in outcome.backends
         )
         return replace(outcome, backends=tuple(backends))
 

@@ -18,7 +18,7 @@ from ....graph.jax_compat import names_an_axis
 from ....graph.matching.region import NotARegion, Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import IDLE, Pass, Plan, Search, anchor_text, faulty, found_at, option, propose, reject
+from ...engine.base import LEFT, Pass, Plan, Search, anchor_text, faulty, found_at, option, propose, reject
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
 from ...engine.site import FUSE_FIRST, Site
@@ -317,7 +317,7 @@ def _notes(view: View, site: LayerSite) -> tuple[str, ...]:
     one = "one weight" if site.layer.fused else "three weights"
     norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
-    told = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(IDLE))
+    told = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(LEFT))
     return (
         f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",
         *dict.fromkeys(told),

@@ -20,6 +20,7 @@ import numpy as np
 from ....device import Device
 from ...choose.choices import CHOICES, Choice, case_text
 from ...op.arrays import is_explicitly_sharded
+from ...op.implementation import ChoiceKind, LeftToXLA
 from .cudnn import backend as cudnn
 from .layouts import Sizes
 from .own import backend as cuda
@@ -66,11 +67,11 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
     if device.platform == "cpu":
         return _on_cpu(role, shapes, device, attrs)
     if keeps:
-        return "xla", "what XLA runs anyway: the probabilities are what is kept"
+        return "xla", "the probabilities are what is kept"
     if role == "tangent":
-        return "xla", "what XLA runs anyway: forward mode has no implementation of its own"
+        return "xla", "forward mode has no implementation of its own"
     if device.platform != "cuda" or not device.arch:
-        return "xla", "what XLA runs anyway: there is no kernel for this device, or its architecture is not known here"
+        return "xla", "there is no kernel for this device, or its architecture is not known here"
     found = measured(role, shapes, device, attrs)
     if found is not None:
         refuses = REFUSES.get(found.implementation)
@@ -87,11 +88,11 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
     if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
         return (
             "xla",
-            f"what XLA runs anyway: fewer than 128 x 128 scores a head ({size}) were not measured",
+            f"fewer than 128 x 128 scores a head ({size}) were not measured",
         )
     refusals = []
     for name, refusal in refused.items():
-        _, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else ("", "")
+        _, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else (None, "")
         if not refusal and not slow:
             less = [cudnn.PRECISION] if name == "cudnn" else []
             why = "; ".join([f"{size}: never written to memory", *refusals, *less])
@@ -99,56 +100,56 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
         refusals.append(f"not {name}: {refusal or slow}")
     text = "; ".join(refusals)
     if forward or refuses_blockwise(shapes, device):
-        return "xla", f"what XLA runs anyway; {text}"
+        return "xla", text
     return "xla_blockwise", f"the statistics are what is kept; {text}"
 
 
-def _not_faster(name: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
-    """(code, why) an implementation that could run is left alone: it was measured slower than XLA's code on that architecture, or it was
-    not measured there. ("", "") where it is not.
+def _not_faster(
+    name: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]
+) -> tuple[ChoiceKind, str]:
+    """Why an implementation that could run is not taken: it was measured slower than XLA's code on that architecture, or it was not
+    measured there. (CHOSEN, "") where it is taken.
     """
     if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
         t, s = _lengths(shapes, attrs["layout"])
         few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
-        return ("unmeasured", few) if t * s < FEW_MASKED_ON_CUDA else ("", "")
+        return (ChoiceKind.UNMEASURED, few) if t * s < FEW_MASKED_ON_CUDA else (ChoiceKind.CHOSEN, "")
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
-        return "", ""
+        return ChoiceKind.CHOSEN, ""
     what = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
     takes = "(implementation='cuda' takes it)"
     if device.arch in MEASURED and (wide or "mask" in read):
         with_what = what if wide else "a mask"
-        return "slower", f"with {with_what} it was measured slower than XLA's code {takes}"
-    return "unmeasured", f"with {what} it was not measured on {device.arch} {takes}"
+        return ChoiceKind.SLOWER, f"with {with_what} it was measured slower than XLA's code {takes}"
+    return ChoiceKind.UNMEASURED, f"with {what} it was not measured on {device.arch} {takes}"
 
 
-def left_alone(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(code, why) a site stays as it is written: on a GPU the op's own form of it in jnp was measured up to 1.5 times as slow as the site
+def left_to_xla(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> LeftToXLA | None:
+    """Why a site stays as it is written: on a GPU the op's own form of it in jnp was measured up to 1.5 times as slow as the site
     (batch 32, 16 heads, 1024 x 1024, with dropout), and is not what XLA makes of it anyway."""
     if device.platform != "cuda" or attrs["implementation"] is not None:
         return None
     name, why = preferred("call", shapes, device, attrs)
     if name != "xla":
         return None
-    return _code(shapes, device, attrs), why.removeprefix("what XLA runs anyway").lstrip(":; ")
+    return LeftToXLA(_kind(shapes, device, attrs), why, is_declined=True)
 
 
-def _code(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
-    """Whether nothing else can run a call on a GPU ("device"), not all that can was measured there ("unmeasured"), or it was and is
-    slower than XLA's code ("slower").
-    """
+def _kind(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ChoiceKind:
+    """Of a call that is left to XLA on a GPU."""
     if not device.arch:
-        return "device"
+        return ChoiceKind.DEVICE
     found = measured("call", shapes, device, attrs)
     if found is not None and found.implementation == "xla":
-        return "slower"
+        return ChoiceKind.SLOWER
     able = [name for name, refuses in FUSED.items() if not refuses(shapes, device, role="call", **attrs)]
     if not able:
-        return "device"
+        return ChoiceKind.DEVICE
     t, s = _lengths(shapes, attrs["layout"])
-    codes = {_not_faster(name, shapes, device, attrs)[0] for name in able}
-    return "slower" if t * s >= FEW_ON_CUDA and codes == {"slower"} else "unmeasured"
+    kinds = {_not_faster(name, shapes, device, attrs)[0] for name in able}
+    return ChoiceKind.SLOWER if t * s >= FEW_ON_CUDA and kinds == {ChoiceKind.SLOWER} else ChoiceKind.UNMEASURED
 
 
 def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
@@ -159,7 +160,7 @@ def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
     deciding = role == "call" and attrs["implementation"] is None
     if keeps or (deciding and few) or refuses_blockwise(shapes, device):
         why = refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
-        return "xla", f"what XLA runs anyway: {why}"
+        return "xla", f"{why}"
     return "xla_blockwise", f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
 
 

@@ -13,7 +13,7 @@ from ....device import Device
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import Form
 from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
-from ...op.implementation import Implementation
+from ...op.implementation import Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
 from . import choosing, dropout, reference
@@ -231,10 +231,10 @@ class DotProductAttention(Op):
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
 
-    def left_alone(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> tuple[str, str] | None:
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
         device = Device.of(device)
         shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
-        return choosing.left_alone(shapes, device, full)
+        return choosing.left_to_xla(shapes, device, full)
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((3,), (1,)), ((0, 1), (0, 2))  # the weighted sum of values, over batch and heads

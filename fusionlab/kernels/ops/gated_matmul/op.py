@@ -26,7 +26,7 @@ Array = Any
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = ("rows", "columns", "inner")
 _ROWS = ("x", "d_x", "ct", "gate", "up")  # operands with one entry for each row of x
-_UNMEASURED = "what XLA runs anyway: nothing was measured faster"
+_UNMEASURED = "nothing was measured faster"
 
 
 class GatedMatmul(Op):
@@ -90,7 +90,7 @@ class GatedMatmul(Op):
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if role != "call":
-            return "xla", "what XLA runs anyway: the products of a backward, and forward mode"
+            return "xla", "the products of a backward, and forward mode"
         if wanted := attrs["prefer"]:
             unable = self.implementations[wanted].refuses(shapes, device, role=role, **attrs)
             return ("xla", f"not {wanted}: {unable}") if unable else (wanted, "asked for where it can run")

@@ -15,7 +15,7 @@ from . import cublaslt, cuda
 
 PACKABLE = ("relu", "relu_where")  # activations whose residual is a plain mask
 SIZES = ("rows", "columns", "inner")
-ON_CPU = "what XLA runs anyway: on a CPU the product dominates and XLA already fuses bias and activation"
+ON_CPU = "on a CPU the product dominates and XLA already fuses bias and activation"
 
 
 # Why one cannot run a call: what was measured near a call may not run for it.
@@ -76,22 +76,21 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
     if device.platform == "cpu":
         return "xla", ON_CPU
     if role == "tangent":
-        return "xla", "what XLA runs anyway: forward mode has no implementation of its own"
+        return "xla", "forward mode has no implementation of its own"
     if device.platform != "cuda":
-        return "xla", "what XLA runs anyway: the only implementation there is here"
+        return "xla", "the only implementation there is here"
     found = measured(role, shapes, device, attrs)
     if found is not None:
         refuses = IMPLEMENTED.get(found.implementation, _unknown)
         if refusal := refuses(shapes, device, role=role, **attrs):
             return (
                 "xla",
-                f"what XLA runs anyway: {found.implementation!r} was fastest but cannot run this call: {refusal}",
+                f"{found.implementation!r} was fastest but cannot run this call: {refusal}",
             )
-        anyway = "what XLA runs anyway; " if found.implementation == "xla" else ""
-        return found.implementation, anyway + found.reason
+        return found.implementation, found.reason
     where = device.arch or "this architecture"
     hint = CHOICES.unshared or "fusionlab.tune measures"
-    return "xla", f"what XLA runs anyway: no such call was measured for {where}; {hint}"
+    return "xla", f"no such call was measured for {where}; {hint}"
 
 
 def _unknown(*shapes: Any, **attrs: Any) -> str:

@@ -12,12 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....device import Device
+from ...op.implementation import ChoiceKind
 from . import cuda
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
 NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
+
+
+def kind_of(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ChoiceKind:
+    """Of a site that is left to XLA on a GPU: what can run there was not measured at its size, or on the device."""
+    return ChoiceKind.DEVICE if cuda.refuses(shapes, device, role="call", **attrs) else ChoiceKind.UNMEASURED
 
 
 def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ...op.arrays import batch_of_rows, check_dtypes
-from ...op.implementation import Implementation
+from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
 from ..layer_norm.reference import statistics_dtype
@@ -89,17 +89,18 @@ class GroupNorm(Op):
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if device.platform != "cuda" or role == "tangent":
-            return "xla", "what XLA runs anyway"
+            return "xla", ""
         reason = choosing.why_not_cuda(role, shapes, device, **attrs)
         return ("xla", reason) if reason else ("cuda", choosing.FASTER)
 
-    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
         device = Device.of(device)
         if device.platform != "cuda":
-            return choosing.NOTHING_ON_A_CPU
+            return LeftToXLA(ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
         shapes, full = self._prepared(operands, attrs, device)
         reasons = (choosing.why_not_cuda(role, shapes, device, **full) for role in ("call", "cotangent"))
-        return next((reason for reason in reasons if reason), "")
+        why = next((reason for reason in reasons if reason), "")
+        return LeftToXLA(choosing.kind_of(shapes, device, **full), why) if why else None
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....device import Device
+from ...op.implementation import ChoiceKind
 from . import cuda, tiling
 
 MEASURED = ("sm_90",)
@@ -17,6 +18,13 @@ LEAST = 1 << 20  # elements of x below which both take the same time, as launche
 WIDEST = {"call": 1 << 14, "cotangent": 1 << 13}
 AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks norms_cpu)"
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
+
+
+def kind_of(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ChoiceKind:
+    """Of a site that is left to XLA on a GPU."""
+    if cuda.refuses(shapes, device, role="call", **attrs):
+        return ChoiceKind.DEVICE
+    return ChoiceKind.SLOWER if device.arch in MEASURED else ChoiceKind.UNMEASURED
 
 
 def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:

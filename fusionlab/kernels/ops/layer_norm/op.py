@@ -13,7 +13,7 @@ from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import Form
 from ...op.arrays import batch_of_rows, check_dtypes
-from ...op.implementation import Implementation
+from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
 from . import choosing, cuda, reference
@@ -107,23 +107,25 @@ class LayerNorm(Op):
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if device.platform != "cuda" or role == "tangent":
-            return "xla", "what XLA runs anyway"
+            return "xla", ""
         reason = choosing.why_not_cuda(role, shapes, device, **attrs)
         return ("xla", reason) if reason else ("cuda", choosing.FASTER)
 
-    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
         device = Device.of(device)
         if device.platform != "cuda":
-            return choosing.AS_FAST_ON_A_CPU
+            return LeftToXLA(ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
         shapes, full = self._prepared(operands, attrs, device)
         # It is to gain both ways: one that it loses takes what the other gains.
         roles = (("call", True), ("cotangent", False))
         reasons = (choosing.why_not_cuda(role, shapes, device, residuals=saves, **full) for role, saves in roles)
         why = next((reason for reason in reasons if reason), "")
+        if not why:
+            return None
         as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
         if device.arch not in choosing.MEASURED:
             as_xla = "what XLA's code of an op of its own takes was not measured there either"
-        return f"{why}; and {as_xla}" if why else ""
+        return LeftToXLA(choosing.kind_of(shapes, device, **full), f"{why}; and {as_xla}")
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form | None:
         """Rows "m", features "n". The search does not look into a call of two results."""

@@ -13,7 +13,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import Form
 from ...choose.choices import CHOICES, Choice, case_text
 from ...op.arrays import batch_size, check_dtypes, with_rank
-from ...op.implementation import Implementation
+from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
 from ...op.primitive import wanted_of
@@ -99,7 +99,7 @@ class Lerp(Op):
         known = found is not None and self.implementations.get(found.implementation)
         if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
             return found.implementation, found.reason
-        return "xla", "what XLA runs anyway: nothing was measured faster"
+        return "xla", "nothing was measured faster"
 
     def measured(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
         """What was measured for the call on that architecture, or for one near it, if anything was."""
@@ -121,22 +121,25 @@ class Lerp(Op):
             content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
         return case_text(self.name, role, **content)
 
-    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
         device = Device.of(device)
         if device.platform != "cuda":
-            return ""
+            return None
         shapes, full = self._prepared(operands, attrs, device)
         live = (("call", {}), *(("cotangent", {"live": moves}) for moves in ((True, True, False), (True, True, True))))
         if any(self.preferred(role, shapes, device, **full, **more)[0] != "xla" for role, more in live):
-            return ""
+            return None
         if refusal := self.implementations["cuda"].refuses(shapes, device, role="call", **full):
-            return f"nothing but XLA's code can run it there: {refusal}"
+            return LeftToXLA(ChoiceKind.DEVICE, f"nothing but XLA's code can run it there: {refusal}")
         where = device.arch or "this architecture"
         known = [self.measured(role, shapes, device, **full, **more) for role, more in live]
         if not any(known):
-            return f"nothing near it was measured on {where} (fusionlab.tune measures)"
+            return LeftToXLA(
+                ChoiceKind.UNMEASURED, f"nothing near it was measured on {where} (fusionlab.tune measures)"
+            )
         ways = "forward and backward" if all(known) else "as far as it was measured"
-        return f"on {where} XLA's code was measured as fast {ways} (fusionlab.tune measures)"
+        as_fast = f"on {where} XLA's code was measured as fast {ways} (fusionlab.tune measures)"
+        return LeftToXLA(ChoiceKind.SLOWER if all(known) else ChoiceKind.UNMEASURED, as_fast)
 
     def formula(self, **_: Any) -> str:
         return "x + w * (y - x)"

@@ -138,11 +138,11 @@ class Matmul(Op):
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if role != "call":
-            return "xla", "what XLA runs anyway: the products of a backward, and forward mode"
+            return "xla", "the products of a backward, and forward mode"
         told = self.routes(shapes, device, **attrs)
         refused = "; ".join(f"not {one.route.name}: {one.sentence}" for one in told[:-1])
         if told[-1].route.name == "xla":
-            return "xla", f"what XLA runs anyway: {refused}"
+            return "xla", f"{refused}"
         return told[-1].route.implementation, "; ".join(filter(None, (told[-1].sentence, refused)))
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ....device import Device
 from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
+from ...op.implementation import ChoiceKind
 from ..gemm_epilogue.cublaslt import compute_of
 from . import support
 from .axes import Product
@@ -104,9 +105,14 @@ def _by_measurement(route: Route, shapes: Mapping[str, Any], device: Device, att
     found = measured(shapes, device, attrs)
     if found is None:
         where = device.arch or "this architecture"
-        return Answer(route, False, "unmeasured", f"no such product was measured for {where}; fusionlab.tune measures")
+        return Answer(
+            route,
+            False,
+            ChoiceKind.UNMEASURED.value,
+            f"no such product was measured for {where}; fusionlab.tune measures",
+        )
     if found.implementation != route.implementation:
-        return Answer(route, False, "slower", found.reason)
+        return Answer(route, False, ChoiceKind.SLOWER.value, found.reason)
     return Answer(route, True, "", found.reason)
 
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from ....device import Device
 from ...op.arrays import batch_size, canonical_precision
 from ...op.composite import CompositeOp, composite_implementation
-from ...op.implementation import Implementation
+from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from . import choosing, composed, reference
 from .checks import PER_LAYER, SHARED, checked
 from .decode import backend as cuda
 
 Array = Any
 
-_IDLE = "its pieces run the same kernels when they are fused one by one; name the pass to have the layer as one op"
+_PIECES_DO = "its pieces run the same kernels when they are fused one by one; name the pass to have the layer as one op"
 # Shared operands that may have an entry for each of the batch.
 _PER_ROW = ("x", "mask", "step", "lengths", "cos", "sin")
 
@@ -122,8 +122,8 @@ class MultiTransformer(CompositeOp):
             return "cuda", choosing.FASTER
         return "composed", "each of its pieces chooses for itself"
 
-    def idle(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> str:
-        return _IDLE
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
+        return LeftToXLA(ChoiceKind.SAME_CODE, _PIECES_DO)
 
     def formula(
         self,
