@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,11 @@ def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
     """An open or closed jaxpr -> (jaxpr with invars/constvars/eqns, its constants)."""
     consts = getattr(x, "consts", ())
     return (x.jaxpr if hasattr(x, "jaxpr") else x), tuple(consts)
+
+
+def variables_in(atoms: Iterable[Any]) -> list:
+    """Those atoms of a jaxpr that are variables, in order, each as often as it occurs."""
+    return [a for a in atoms if not isinstance(a, jex_core.Literal)]
 
 
 def variable_like(var: Any) -> Any:
