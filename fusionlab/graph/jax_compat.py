@@ -36,6 +36,11 @@ def variables_in(atoms: Iterable[Any]) -> list:
     return [a for a in atoms if not isinstance(a, jex_core.Literal)]
 
 
+def variables_read(eqns: Iterable[Any], outvars: Iterable[Any]) -> list:
+    """The variables that equations read, and that are among their results, each as often as it occurs."""
+    return [v for eqn in eqns for v in variables_in(eqn.invars)] + variables_in(outvars)
+
+
 def variable_like(var: Any) -> Any:
     """A new variable of the same type. Of an object that may change (hijax) its binder tells more: its state before and after."""
     state = {name: found for name in ("initial_qdd", "final_qdd") if (found := getattr(var, name, None)) is not None}

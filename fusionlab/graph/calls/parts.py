@@ -132,12 +132,12 @@ class Parts:
         flat = [flattened(tree, carries) for tree in _in_order(args, kwargs)]
         if numbers is None:
             numbers = all(_takes_arrays_alone(leaves) for leaves, _ in flat)
-        kinds = [[_kind(x, numbers) for _, x in leaves] for leaves, _ in flat]
+        kinds = [_kinds(leaves, numbers) for leaves, _ in flat]
         owners = tuple((a, i) for a, own in enumerate(kinds) for i in _places(own, OBJECT))
         arrays = tuple(_places(own, _ARRAY) for own in kinds)
         leaves = tuple(tuple((keystr(path), x) for path, x in leaves) for leaves, _ in flat)
-        objects = Objects(tuple(leaves[a][i][1] for a, i in owners)) if owners else None
-        return cls(fn, labels, tuple(tree for _, tree in flat), leaves, arrays, objects, owners, numbers, carries)
+        trees = tuple(tree for _, tree in flat)
+        return cls(fn, labels, trees, leaves, arrays, _objects_at(leaves, owners), owners, numbers, carries)
 
     @property
     def are_arrays(self) -> bool:
@@ -226,7 +226,7 @@ class Parts:
 
     def _outcome(self, out: Any, left: Left | None) -> Any:
         flat, tree = flattened(out, self.carries)
-        kinds = tuple(_kind(x, self.numbers) for _, x in flat)
+        kinds = _kinds(flat, self.numbers)
         if left is None and all(kind is _ARRAY for kind in kinds):
             return out
         mine = _named(flat, kinds, _ARRAY)
@@ -273,6 +273,16 @@ def _in_order(args: tuple, kwargs: dict) -> tuple:
 def _takes_arrays_alone(leaves: Sequence[tuple[Any, Any]]) -> bool:
     """Whether each leaf is an array, a number, or an object with state."""
     return all(is_array(leaf) or is_object(leaf) for _, leaf in leaves)
+
+
+def _kinds(leaves: Sequence[tuple[Any, Any]], numbers: bool) -> tuple[Any, ...]:
+    """Of (path, leaf) each leaf's kind."""
+    return tuple(_kind(x, numbers) for _, x in leaves)
+
+
+def _objects_at(leaves: Sequence[Sequence[tuple[str, Any]]], owners: Sequence[tuple[int, int]]) -> Objects | None:
+    """The objects with state among the leaves of all arguments; None where there are none."""
+    return Objects(tuple(leaves[a][i][1] for a, i in owners)) if owners else None
 
 
 def _places(kinds: Sequence[Any], wanted: str) -> tuple[int, ...]:

@@ -38,9 +38,7 @@ def _of_equation(eqn: Any) -> Sequence[int | None]:
     if name == "cond":
         return _of_cond(children) or nothing
     if name == "scan":
-        consts, carry = scan_counts(eqn.params)
-        kept = passed_through(children[0])[:carry]
-        return [i if i == consts + n else None for n, i in enumerate(kept)] + nothing[carry:]
+        return _of_scan(eqn, children[0])
     if name == "while":
         return _of_while(eqn)
     if name in _CALLS and len(children) == 1:
@@ -54,6 +52,12 @@ def _of_cond(branches: Sequence[Any]) -> Sequence[int | None]:
     """None where the branches do not give the same; they are not given the cond's first operand, its index."""
     found = {tuple(passed_through(branch)) for branch in branches}
     return [None if i is None else i + 1 for i in found.pop()] if len(found) == 1 else ()
+
+
+def _of_scan(eqn: Any, body: Any) -> Sequence[int | None]:
+    consts, carry = scan_counts(eqn.params)
+    kept = passed_through(body)[:carry]
+    return [i if i == consts + n else None for n, i in enumerate(kept)] + [None] * (len(eqn.outvars) - carry)
 
 
 def _of_while(eqn: Any) -> Sequence[int | None]:

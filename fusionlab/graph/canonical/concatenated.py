@@ -188,9 +188,14 @@ def joined(view: View, nid: int) -> list[tuple[int, int]]:
             if parts is not None:
                 return [(stop - start, ref.nid) for (start, stop), ref in parts.items()]
         seen.update(level)
-        inner = (view.nodes[at] for at in level if view.nodes[at].op in _THROUGH)
-        level = [n for n in dict.fromkeys(o.nid for node in inner for o in node.operands) if n not in seen]
+        level = [n for n in _entrywise_operands(view, level) if n not in seen]
     return []
+
+
+def _entrywise_operands(view: View, nids: Sequence[int]) -> dict[int, None]:
+    """The nodes, each once, that some are made of entry by entry."""
+    inner = (view.nodes[at] for at in nids if view.nodes[at].op in _THROUGH)
+    return dict.fromkeys(o.nid for node in inner for o in node.operands)
 
 
 def _first_parts(view: View, node: CNode) -> Parts | None:
@@ -255,14 +260,18 @@ def reduced_by_parts(view: View, op: str, whole: Ref, axis: int, reduce: Callabl
     if op not in ("reduce_max", "reduce_sum") or (op == "reduce_sum" and node.op != "exp"):
         return None
     bounds = _bounds(view, whole.nid, axis)
-    widths = sorted(stop - start for start, stop in bounds)
-    if len(widths) != 2 or widths[0] != 1 or widths[1] == 1:
+    if not _is_one_beside_others(bounds):
         return None
     rest = [n for a, n in enumerate(node.shape) if a != axis]
     terms = [_reduced_part(view, whole, axis, each, reduce) for each in bounds]
     if op == "reduce_sum":
         return total(view, [(ref, al, 1) for ref, al in terms], rest)
     return elementwise(view, "max", (), terms, rest, True)
+
+
+def _is_one_beside_others(bounds: Sequence[Bounds]) -> bool:
+    widths = sorted(stop - start for start, stop in bounds)
+    return len(widths) == 2 and widths[0] == 1 and widths[1] != 1
 
 
 def _reduced_part(view: View, whole: Ref, axis: int, bounds: Bounds, reduce: Callable[[Ref, int], Ref]) -> Aligned:

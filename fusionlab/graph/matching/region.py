@@ -188,14 +188,14 @@ class _Cut:
             raise NotARegion(f"{node!r} inside the site has effects beside its results")
         target = self.support if is_constant(view, value) else self.inner
         target[node.id] = node
-        return [a for a in node.inputs if isinstance(a, Value)]
+        return values_in(node.inputs)
 
     def bind(self, value: Value, nid: int) -> list[Value]:
         """What the views between a leaf and where it is read take beside it: numbers."""
         base, crossed = self.binding.bound(self.view, value, self.names_of[nid])
         self.bound[nid][base.id] = base
         self.support.update((n.id, n) for n in crossed)
-        return [a for n in crossed for a in n.inputs if isinstance(a, Value) and self.view.ref[a.id].nid == ONE]
+        return [v for n in crossed for v in values_in(n.inputs) if self.view.ref[v.id].nid == ONE]
 
 
 def _no_operand(value: Value) -> NotARegion:

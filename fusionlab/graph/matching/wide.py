@@ -40,11 +40,16 @@ def computed_wider(nodes: Iterable[Node], inputs: Iterable[Value], dtype: Any) -
             continue
         if _is_wider(node, dtype):
             return node
-        bodies = (_inside(b, node, given, dtype) for b in node.blocks)
-        inner = next((n for n in bodies if n is not None), None)
+        inner = _first_inside(node, given, dtype)
         if inner is not None:
             return inner
     return None
+
+
+def _first_inside(node: Node, given: set[int], dtype: Any) -> Node | None:
+    """As `computed_wider`, in the blocks of a node."""
+    found = (_inside(b, node, given, dtype) for b in node.blocks)
+    return next((n for n in found if n is not None), None)
 
 
 def _is_wider(node: Node, dtype: Any) -> bool:
