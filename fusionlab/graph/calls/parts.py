@@ -131,7 +131,7 @@ class Parts:
     ) -> Parts:
         flat = [flattened(tree, carries) for tree in _in_order(args, kwargs)]
         if numbers is None:
-            numbers = all(_takes_arrays_alone(leaves) for leaves, _ in flat)
+            numbers = _are_arrays(flat)
         kinds = [_kinds(leaves, numbers) for leaves, _ in flat]
         owners = tuple((a, i) for a, own in enumerate(kinds) for i in _places(own, OBJECT))
         arrays = tuple(_places(own, _ARRAY) for own in kinds)
@@ -270,9 +270,9 @@ def _in_order(args: tuple, kwargs: dict) -> tuple:
     return *args, *(kwargs[key] for key in sorted(kwargs))
 
 
-def _takes_arrays_alone(leaves: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether each leaf is an array, a number, or an object with state."""
-    return all(is_array(leaf) or is_object(leaf) for _, leaf in leaves)
+def _are_arrays(flat: Sequence[tuple[list, Any]]) -> bool:
+    """Whether each leaf of some flattened trees is an array, a number, or an object with state."""
+    return all(is_array(x) or is_object(x) for leaves, _ in flat for _, x in leaves)
 
 
 def _kinds(leaves: Sequence[tuple[Any, Any]], numbers: bool) -> tuple[Any, ...]:

@@ -94,13 +94,17 @@ def ideal_traffic(block: Block, nodes: Mapping[int, Node]) -> tuple[int, int]:
     return _read_from_outside(block, nodes), sum(_written_outside(block, node, nodes) for node in nodes.values())
 
 
+def _taken(node: Node) -> dict[int, int]:
+    return _operands(node) if is_region(node) else reads(node)
+
+
 def _read_from_outside(block: Block, nodes: Mapping[int, Node]) -> int:
     """Bytes that nodes read of what they do not make, of a value and its views together no more than it has."""
     made = {v.id for n in nodes.values() for v in n.outputs}
     read: dict[int, int] = {}
     whole: dict[int, int] = {}
     for node in nodes.values():
-        taken = _operands(node) if is_region(node) else reads(node)
+        taken = _taken(node)
         for a in {v.id: v for v in values_in(node.inputs)}.values():
             base = base_of(block, a)
             if base.id not in made and a.id not in made and a.id in taken:

@@ -123,7 +123,7 @@ class _Emitter:
         outvars = [*(atom_in(env, a) for a in block.outputs), *leaving]
         invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
         captured = [(env[v.id], c) for v, c in block.consts] if closed else []
-        constvars, consts = _apart([*captured, *(extra or ())])
+        constvars, consts = _apart(captured, extra)
         return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
 
     def _leaving(self, block: Block, env: Env) -> list:
@@ -203,9 +203,10 @@ class _Emitter:
         return params
 
 
-def _apart(captured: Constants) -> tuple[list, list]:
-    """(variables, arrays)."""
-    return [v for v, _ in captured], [c for _, c in captured]
+def _apart(captured: Constants, extra: Constants | None) -> tuple[list, list]:
+    """(variables, arrays) of what a block captured, and of what equations written into it did."""
+    both = [*captured, *(extra or ())]
+    return [v for v, _ in both], [c for _, c in both]
 
 
 def _gone(sites: Iterable[Replacement]) -> set[int]:

@@ -103,6 +103,7 @@ def parse_hlo(text: str) -> Module:
     name, tables = "", {}
     computations: dict[str, list[Instruction]] = {}
     entry = table = current = ""
+    # XLA writes the module's name, then tables of stack frames, then computations, each between its head and a "}" alone.
     for line in map(str.strip, text.splitlines()):
         if line.startswith("HloModule "):
             name = line.split()[1].rstrip(",")
