@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,16 @@ def split_closed(x: Any) -> tuple[Any, Sequence[Any]]:
     """An open or closed jaxpr -> (jaxpr with invars/constvars/eqns, its constants)."""
     consts = getattr(x, "consts", ())
     return (x.jaxpr if hasattr(x, "jaxpr") else x), tuple(consts)
+
+
+def variables_in(atoms: Iterable[Any]) -> list:
+    """Those atoms of a jaxpr that are variables, in order, each as often as it occurs."""
+    return [a for a in atoms if not isinstance(a, jex_core.Literal)]
+
+
+def variables_read(eqns: Iterable[Any], outvars: Iterable[Any]) -> list:
+    """The variables that equations read, and that are among their results, each as often as it occurs."""
+    return [v for eqn in eqns for v in variables_in(eqn.invars)] + variables_in(outvars)
 
 
 def variable_like(var: Any) -> Any:
@@ -52,16 +62,21 @@ def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: l
     return jex_core.ClosedJaxpr(new, consts)
 
 
+def _is_program(x: Any) -> bool:
+    """Whether something is a jaxpr, open or closed."""
+    return is_jaxpr(x) or (hasattr(x, "jaxpr") and is_jaxpr(x.jaxpr))
+
+
 def child_jaxprs(eqn: Any) -> Iterator[tuple[str, int | None, Any]]:
     """The jaxprs in an equation's params: (param name, index within a tuple or None, jaxpr)."""
     for key, val in eqn.params.items():
         if getattr(val, "is_annotation", False):  # a jaxpr there is for JAX's eyes alone, and runs nothing
             continue
-        if is_jaxpr(val) or (hasattr(val, "jaxpr") and is_jaxpr(val.jaxpr)):
+        if _is_program(val):
             yield key, None, val
         elif isinstance(val, tuple | list):
             for i, item in enumerate(val):
-                if is_jaxpr(item) or (hasattr(item, "jaxpr") and is_jaxpr(item.jaxpr)):
+                if _is_program(item):
                     yield key, i, item
 
 
@@ -192,16 +207,22 @@ def rule_functions(rule: Any) -> tuple[types.FunctionType, ...]:
         seen.add(id(x))
         if isinstance(x, types.FunctionType):
             found.append(x)
-            stack.extend(c.cell_contents for c in x.__closure__ or () if _is_filled(c))
-        elif isinstance(x, functools.partial):
-            stack.extend((x.func, *x.args, *x.keywords.values()))
-        elif isinstance(x, types.MethodType):
-            stack.append(x.__func__)
-        elif isinstance(x, tuple | list):
-            stack.extend(x)
-        elif hasattr(x, "call_wrapped"):  # JAX's WrappedFun
-            stack.extend((x.f, getattr(x, "f_transformed", None)))
+        stack.extend(_wrapped_by(x))
     return tuple(found)
+
+
+def _wrapped_by(x: Any) -> Sequence[Any]:
+    """What a function, or what JAX wraps one in, holds of others."""
+    if isinstance(x, types.FunctionType):
+        return [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
+    if isinstance(x, functools.partial):
+        return x.func, *x.args, *x.keywords.values()
+    if isinstance(x, types.MethodType):
+        return (x.__func__,)
+    if isinstance(x, tuple | list):
+        return x
+    # JAX's WrappedFun keeps the function before and after its transformations.
+    return (x.f, getattr(x, "f_transformed", None)) if hasattr(x, "call_wrapped") else ()
 
 
 def _is_filled(cell: Any) -> bool:
@@ -239,15 +260,17 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
     options |= {name: value for name in ("device", "backend") if (value := getattr(info, name)) is not None}
     if info.compiler_options_kvs:
         options["compiler_options"] = dict(info.compiler_options_kvs)
-    for side in ("in", "out"):
-        placed = _placements(info, side)
-        if placed is not None:
-            options[f"{side}_shardings"] = placed
-    return options
+    return options | _all_placements(info)
 
 
 def _nothing() -> None:
     """Only to know the class that `jax.jit` gives."""
+
+
+def _all_placements(info: Any) -> dict[str, Any]:
+    """`in_shardings` and `out_shardings`, those that were given."""
+    found = {f"{side}_shardings": _placements(info, side) for side in ("in", "out")}
+    return {name: placed for name, placed in found.items() if placed is not None}
 
 
 def _placements(info: Any, side: str) -> Any:

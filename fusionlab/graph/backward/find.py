@@ -14,20 +14,21 @@ the region, and terms from elsewhere may come in between: gradients are compared
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core as jex_core
 
-from ..canonical.nodes import CNode, Coef, Ref, tidy
+from ..canonical.algebra import compose
+from ..canonical.nodes import CNode, Coef, Ref, node_axes, tidy
 from ..canonical.rules import inline
 from ..canonical.view import View
 from ..certify.certify import with_vjp
 from ..dtypes import is_float
 from ..matching.region import VIEWS, Region, region_signature
 from ..primitives import having
-from ..program.ir import Block, Value
+from ..program.ir import Block, Node, Value, values_in
 from ..program.scopes import in_backward
 from ..program.signature import Memo
 from ..program.trace import block_of_jaxpr
@@ -103,34 +104,42 @@ def find_backward(
     Where nothing is asked of an operand that several regions read (data), the cotangent of one explains the others' gradients as
     well. Then that is taken which shows the canonical node `expected`, else the first that gives no value in `taken`.
     """
-    names = {v.id: name for name, v in region.leaves.items()}
-    floats = [v for v in region.inputs if is_float(v.dtype)]
     program = None
     best: Backward | None = None
     best_rank = 0, False, False
     for cotangent in _cotangents(view, region):
         program = program or derivatives.of(region)
-        probe = _Probe(view)
-        refs = [view.read(v) for v in region.inputs]
-        found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
-        values = [sums.find(probe, ref, leaf, taken) for ref, leaf in zip(found, floats, strict=True)]
-        gradients = {names[leaf.id]: v for leaf, v in zip(floats, values, strict=True) if v is not None}
-        if not any(_is_backward(view, v.value) for v in gradients.values()):
+        found = _explained(view, region, cotangent, program, sums, taken)
+        if not _is_backward(found):
             continue  # x.T @ v of a forward pass is the gradient of x @ w, were v its cotangent
         sure = view.ref[cotangent.id].nid == expected
-        free = taken.isdisjoint(i for share in gradients.values() for i in share.own)
-        rank = len(gradients), sure, free
+        free = taken.isdisjoint(i for share in found.gradients.values() for i in share.own)
+        rank = len(found.gradients), sure, free
         if best is None or rank > best_rank:
-            absent = tuple(names[leaf.id] for leaf, v in zip(floats, values, strict=True) if v is None)
-            best, best_rank = Backward(view, cotangent, gradients, absent), rank
+            best, best_rank = found, rank
         if not best.absent and best_rank[1:] in ((True, True), (expected is not None, True)):
             break
     return best
 
 
-def _is_backward(view: View, value: Value) -> bool:
-    maker = view.block.producer.get(value.id)
-    return maker is not None and in_backward(maker)
+def _explained(
+    view: View, region: Region, cotangent: Value, program: Block, sums: Sums, taken: frozenset[int] | set[int]
+) -> Backward:
+    """The gradients that are computed from a cotangent; `program` is the region's derivative."""
+    names = {v.id: name for name, v in region.leaves.items()}
+    floats = [v for v in region.inputs if is_float(v.dtype)]
+    probe = _Probe(view)
+    refs = [view.read(v) for v in region.inputs]
+    found = inline(probe, program, [*refs, view.read(cotangent)])[1:]
+    shares = {names[v.id]: sums.find(probe, ref, v, taken) for ref, v in zip(found, floats, strict=True)}
+    gradients = {name: share for name, share in shares.items() if share is not None}
+    return Backward(view, cotangent, gradients, tuple(name for name in shares if name not in gradients))
+
+
+def _is_backward(found: Backward) -> bool:
+    """Whether a node of a backward pass makes one of the gradients."""
+    makers = (found.view.block.producer.get(share.value.id) for share in found.gradients.values())
+    return any(maker is not None and in_backward(maker) for maker in makers)
 
 
 # A factor, a node, the node's axis at each axis of the value, and the reshapes of sums on the way down to it.
@@ -160,15 +169,21 @@ class Sums:
         terms = _terms(probe, ref)
         if any(nid >= len(self.view.nodes) for _, nid, *_ in terms):
             return None
-        rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
-        fits = [(n, v) for n, v in self.by_term.get(rarest, ()) if v.shape == leaf.shape and v.dtype == leaf.dtype]
         wanted = Counter(terms)
-        whole = ((n, v) for n, v in fits if n >= len(terms) and wanted <= self.terms(v))
+        whole = self._holding(terms, wanted, leaf)
         seen = ((n, self._viewed(v) if n == len(terms) else v) for n, v in whole)
         n, value = min(seen, key=lambda found: (found[0], found[1].id in taken, found[1].id), default=(0, None))
         if value is None:
             return None
         return Share(value, frozenset({value.id})) if n == len(terms) else self._share(self._outermost(value), wanted)
+
+    def _holding(self, terms: list[Term], wanted: Counter[Term], leaf: Value) -> Iterator[tuple[int, Value]]:
+        """(number of its terms, value) of each value of the leaf's type that has all of some terms."""
+        rarest = min(terms, key=lambda t: len(self.by_term.get(t, ())))
+        for n, v in self.by_term.get(rarest, ()):
+            same_type = v.shape == leaf.shape and v.dtype == leaf.dtype
+            if same_type and n >= len(terms) and wanted <= self.terms(v):
+                yield n, v
 
     def terms(self, value: Value) -> Counter[Term]:
         """What a value is the sum of."""
@@ -214,14 +229,14 @@ class Sums:
                 return Share(value, frozenset(), None)
             else:
                 through.add(maker.id)
-                stack += [a for a in maker.inputs if isinstance(a, Value)]
+                stack += values_in(maker.inputs)
         return Share(value, frozenset(own), None if left or own & others else frozenset(through))
 
 
 def _terms(view: View, ref: Ref) -> list[Term]:
     """What a value is the sum of, down through sums of sums, and through a reshape of one: it is the sum of its terms' reshapes."""
     found: list[Term] = []
-    stack: list[Term] = [(ref.coef, ref.nid, tuple(d if d >= 0 else None for d in ref.dims), ())]
+    stack: list[Term] = [(ref.coef, ref.nid, node_axes(ref), ())]
     while stack and len(stack) + len(found) < _TERMS:
         coef, nid, places, reshapes = stack.pop()
         node = view.nodes[nid]
@@ -233,8 +248,7 @@ def _terms(view: View, ref: Ref) -> list[Term]:
             found.append((tidy(coef), nid, places, reshapes))
             continue
         for o in node.operands:
-            at = {slot: axis for axis, slot in enumerate(o.axes)}
-            stack.append((coef * o.coef, o.nid, tuple(at.get(p) if p is not None else None for p in places), reshapes))
+            stack.append((coef * o.coef, o.nid, compose(o.axes, places), reshapes))
     return found + [(tidy(c), n, p, r) for c, n, p, r in stack]
 
 
@@ -254,41 +268,62 @@ def _shown_by(view: View, value: Value) -> Iterator[Value]:
     while found is not None:
         yield found
         maker, nid = view.block.producer.get(found.id), view.ref[found.id].nid
-        sources = [a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value)]
+        sources = values_in(maker.inputs) if maker is not None else []
         reshaped = maker is not None and maker.primitive in VIEWS
         found = next((a for a in sources if reshaped or view.ref[a.id].nid == nid), None)
 
 
 def _frontier(view: View, region: Region) -> Iterator[Value]:
     """What nodes read beside the region's values, or what is made of those alone, where it is one value."""
-    block = view.block
-    own = (*region.nodes, *region.support)
-    inside = {n.id for n in own}
-    level = [*(v for n in own for v in n.outputs), *region.inputs]
-    known = {v.id for v in level}
-    of_root = {region.root.id}  # made of the root alone, as the cotangent of sum(sin(y)) is
-    seen: set[int] = set()
+    around = _Surroundings(view, region)
+    level = around.own
     while level:
         after: list[Value] = []
-        for value in level:
-            for node in block.users.get(value.id, ()):
-                if node.id in seen or node.id in inside:
-                    continue
-                read = [a for a in node.inputs if isinstance(a, Value) and a.id not in known]
-                others = {a.id: a for a in read if not view.is_literal(view.ref[a.id])}
-                yield from (a for a in read if a.shape and a.id not in others)  # the cotangent of a sum: ones
-                yield from (
-                    a for a in node.inputs if isinstance(a, Value) and a.id in of_root and a.id != region.root.id
-                )
-                if any(isinstance(a, Value) and a.id in of_root for a in node.inputs) and not others:
-                    of_root.update(v.id for v in node.outputs)
-                if not others and len(seen) < _CLOSURE:
-                    seen.add(node.id)
-                    known.update(v.id for v in node.outputs)
-                    after += node.outputs
-                elif len(others) == 1:
-                    yield from others.values()
+        for node in (n for value in level for n in view.block.users.get(value.id, ())):
+            if node.id in around.seen or node.id in around.inside:
+                continue
+            others = around.others(node)
+            yield from around.candidates(node, others)
+            if not others:
+                after += around.take(node)
         level = after
+
+
+class _Surroundings:
+    """What is made of a region's `own` values alone: `known`, by their ids, and the nodes `seen` that make them."""
+
+    def __init__(self, view: View, region: Region) -> None:
+        self.view, self.root = view, region.root
+        nodes = (*region.nodes, *region.support)
+        self.inside = {n.id for n in nodes}
+        self.own = [*(v for n in nodes for v in n.outputs), *region.inputs]
+        self.known = {v.id for v in self.own}
+        self.of_root = {region.root.id}  # made of the root alone, as the cotangent of sum(sin(y)) is
+        self.seen: set[int] = set()
+
+    def others(self, node: Node) -> dict[int, Value]:
+        """What a node reads beside what is known, literals left out."""
+        read = (v for v in values_in(node.inputs) if v.id not in self.known)
+        return {v.id: v for v in read if not self.view.is_literal(self.view.ref[v.id])}
+
+    def candidates(self, node: Node, others: Mapping[int, Value]) -> Iterator[Value]:
+        """What a node reads that may be a cotangent; `others` are its own."""
+        read = values_in(node.inputs)
+        beside = (v for v in read if v.id not in self.known and v.id not in others)
+        yield from (v for v in beside if v.shape)  # the cotangent of a sum: ones
+        yield from (v for v in read if v.id in self.of_root and v.id != self.root.id)
+        if len(others) == 1:
+            yield from others.values()
+
+    def take(self, node: Node) -> Sequence[Value]:
+        """The results of a node made of what is known, which are known now; none where enough nodes have been looked at."""
+        if any(v.id in self.of_root for v in values_in(node.inputs)):
+            self.of_root.update(v.id for v in node.outputs)
+        if len(self.seen) >= _CLOSURE:
+            return ()
+        self.seen.add(node.id)
+        self.known.update(v.id for v in node.outputs)
+        return node.outputs
 
 
 class _Nodes:

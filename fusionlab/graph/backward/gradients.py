@@ -12,7 +12,7 @@ import jax
 from ...errors import RewriteError
 from ..program.equations import Constants, Env, inlined, kind, source_info
 from ..program.in_shard_map import make_jaxpr
-from ..program.ir import Block, Node, Value
+from ..program.ir import Block, Node, Value, values_in
 from .find import Share
 from .vjp_split import Split, Taken
 
@@ -97,14 +97,9 @@ class Chosen:
 
     def pulled(self, number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
         """The equations of a site's gradients, from its cotangent and what its forward pass kept; `env` gets the gradients."""
-        program, ct, eqns = part.split, env[part.cotangent.id], []
-        residual = None
-        if part.chain is not None:
-            program = part.chain.own
-            if part.chain.slope is not None and part.root.id not in self.followed:
-                eqns, (ct,) = inlined(part.chain.slope, [env[number, "residual", 0], ct], source_info(at), extra)
-            if part.chain.linked is not None and part.chain.before is not None and part.chain.before.id in self.number:
-                program, residual = part.chain.linked, env[self.number[part.chain.before.id], "residual", 0]
+        (program, residual), ct, eqns = self._derivative(part, env), env[part.cotangent.id], []
+        if part.chain is not None and part.chain.slope is not None and part.root.id not in self.followed:
+            eqns, (ct,) = inlined(part.chain.slope, [env[number, "residual", 0], ct], source_info(at), extra)
         beside = [t for t in program.taken if t != ("input", len(part.leaves))]
         given = (env[o.id] if isinstance(o, Value) else env[o] for o in part.operands(number, beside))
         atoms = dict(zip(beside, given, strict=True))
@@ -112,6 +107,15 @@ class Chosen:
         more, outs = inlined(program.backward, [*taken, ct], source_info(at), extra)
         env.update(((number, "gradient", i), atom) for (i, _), atom in zip(part.gradients, outs, strict=True))
         return eqns + more
+
+    def _derivative(self, part: BackwardPart, env: Env) -> tuple[Split, Any]:
+        """What runs back, and the residual of the layer before where that goes beyond the function it ends in; None elsewhere."""
+        chain = part.chain
+        if chain is None:
+            return part.split, None
+        if chain.linked is None or chain.before is None or chain.before.id not in self.number:
+            return chain.own, None
+        return chain.linked, env[self.number[chain.before.id], "residual", 0]
 
 
 Claims = list[tuple[Key, Share, Block]]  # key of a gradient, where it goes, the block that is in
@@ -137,7 +141,7 @@ def terms_beside(block: Block, value: Value, shares: Sequence[Share]) -> list[Va
             continue
         maker = block.producer.get(part.id)
         if maker is not None and maker.id in through:
-            stack += [a for a in reversed(maker.inputs) if isinstance(a, Value)]
+            stack += reversed(values_in(maker.inputs))
         else:
             found.append(part)
     return found

@@ -133,8 +133,8 @@ def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[
             return True
         for user in block.users.get(value.id, ()):
             if user is backward:
-                at = [i for i, a in enumerate(user.inputs) if isinstance(a, Value) and a.id == value.id]
-                if not all(i - shift in known for i in at):
+                at = (i - shift for i, a in enumerate(user.inputs) if isinstance(a, Value) and a.id == value.id)
+                if not known.issuperset(at):
                     return True
             # The copies that `_joined` puts have no id of the program's.
             elif user.id >= 0 or elsewhere(user.outputs[0]):
@@ -150,12 +150,18 @@ def _joined(one: Block, two: Block, known: dict[int, Atom], kept: list[bool], li
     What the first returns (`kept`: to others than the second) and what the second returns is what both return. `like` is the second
     region's node, which lends the copies its equation.
     """
-    arrays = {id(array): value for value, array in one.consts}
-    same = [(two.inputs[i], atom) for i, atom in known.items()]
-    same += [(value, arrays[id(array)]) for value, array in two.consts if id(array) in arrays]
+    shared, own = _captured_again(one, two)
+    same = [*((two.inputs[i], atom) for i, atom in known.items()), *shared]
     copies = [replace(like, primitive="copy", inputs=(a,), outputs=(v,), blocks=(), id=-1 - v.id) for v, a in same]
     inputs = (*one.inputs, *(v for i, v in enumerate(two.inputs) if i not in known))
-    consts = (*one.consts, *((v, array) for v, array in two.consts if id(array) not in arrays))
+    consts = (*one.consts, *own)
     returned = (a for a, keep in zip(one.outputs, kept, strict=True) if keep)
     nodes, outputs = (*one.nodes, *copies, *two.nodes), (*returned, *two.outputs)
     return Block(one.path, one.label, inputs, consts, nodes, outputs, one.jaxpr)
+
+
+def _captured_again(one: Block, two: Block) -> tuple[list[tuple[Value, Value]], list[tuple[Value, Any]]]:
+    """(value of the second block and of the first that are one captured array, what the second captured besides)."""
+    arrays = {id(array): value for value, array in one.consts}
+    shared = [(value, arrays[id(array)]) for value, array in two.consts if id(array) in arrays]
+    return shared, [(value, array) for value, array in two.consts if id(array) not in arrays]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from ..program.crossing import CROSSED, Tree
 from ..program.equations import kind, slice_jaxpr
 from ..program.explicit_axes import is_split_in_type
 from ..program.graph import Graph
-from ..program.ir import Block, Node, Value
+from ..program.ir import Block, Node, Value, values_in
 from ..program.signature import node_signature
 from .find import Backward, Share
 from .gradients import BackwardPart, terms_beside
 from .vjp_split import Split, split_of
 
 _PRODUCTS = having("product")
+Placed = Sequence[tuple[int, str, Share]]  # number of a leaf among the region's inputs, its name, where its gradient is
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +63,9 @@ class Pairer:
         Raises:
           Unpaired: one of them would stay behind, or they do not agree.
         """
-        shares = _shares(region, found)
-        numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
         path = self.tree.of_value.get(found.cotangent.id, "")
-        placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
-        if not placed:
-            raise Unpaired("no gradient was found that stands apart from others'")
-        if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
-            raise Unpaired("its values are laid out over explicit mesh axes")
-        if kind(found.cotangent.aval) != kind(region.root.aval):
-            raise Unpaired("its cotangent varies along other mesh axes than its result")
+        placed = self._placed(region, found, path)
+        _check_types(region, found)
         gone = self._gone(region, found, placed)
         if len(read := _read_outside(found.view.block, placed, gone)) < len(placed):
             placed, gone = read, self._gone(region, found, read)
@@ -81,7 +76,16 @@ class Pairer:
         gradients = {name: share.value for _, name, share in placed}
         return Pairing(part, frozenset(i for i in gone if i >= 0 and i not in own), gradients)
 
-    def _gone(self, region: Region, found: Backward, placed: Sequence[tuple[int, str, Share]]) -> set[int]:
+    def _placed(self, region: Region, found: Backward, path: str) -> Placed:
+        """The gradients that stand apart, in the block at `path`. Raises Unpaired where there is none."""
+        shares = _shares(region, found)
+        numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
+        placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
+        if not placed:
+            raise Unpaired("no gradient was found that stands apart from others'")
+        return placed
+
+    def _gone(self, region: Region, found: Backward, placed: Placed) -> set[int]:
         """The nodes that nothing reads any more. Raises Unpaired where some of the region's are read still."""
         block = found.view.block
         replaced = {region.root.id, *(share.value.id for _, _, share in placed)}
@@ -93,7 +97,7 @@ class Pairer:
                 raise Unpaired(_still_read(block, node, gone, region, found, {n for _, n, _ in placed}))
         return gone
 
-    def _order(self, found: Backward, region: Region, placed: Sequence[tuple[int, str, Share]]) -> None:
+    def _order(self, found: Backward, region: Region, placed: Placed) -> None:
         """Raises Unpaired where the cotangent, or an operand, is computed from a gradient."""
         block = found.view.block
         values = {share.value.id for _, _, share in placed}
@@ -107,7 +111,7 @@ class Pairer:
             maker = block.producer.get(value.id)
             if maker is not None and block.position[maker.id] >= first and maker.id not in seen:
                 seen.add(maker.id)
-                stack += [a for a in maker.inputs if isinstance(a, Value)]
+                stack += values_in(maker.inputs)
 
     def _split(
         self,
@@ -115,28 +119,18 @@ class Pairer:
         fn: Callable[..., Any],
         what: Any,
         found: Backward,
-        placed: Sequence[tuple[int, str, Share]],
+        placed: Placed,
     ) -> Split:
         """The program of `fn` and that of its derivative, proved to give what the backward pass does."""
         block, inputs = found.view.block, region.inputs
         wanted = [i for i, _, _ in placed]
         terms = [_values(block, share) for _, _, share in placed]
-        flat = [v for group in terms for v in group]
+        flat = list(itertools.chain(*terms))
         nodes = _slice(found.view, flat, {v.id for v in (*inputs, found.cotangent)})
-        wide = computed_wider(nodes, (*inputs, found.cotangent), arithmetic_of(region.root.dtype))
-        if wide is not None:
-            raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
-        asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
-        other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
-        if other is not None:
-            raise Unpaired(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
-        number: dict[int, Any] = {i: ("known", c) for i, c in found.view.known_inputs.items()}
-        number.update((v.id, ("const", id(c))) for v, c in block.consts)
-        number.update((v.id, i) for i, v in enumerate((*inputs, found.cotangent)))
-        body = tuple(node_signature(n, number) for n in nodes)
-        outs = tuple(tuple(number.get(v.id) for v in group) for group in terms)
+        _check_arithmetic(region, found, nodes)
+        made = _signature(found.view, nodes, (*inputs, found.cotangent), terms)
         types = tuple(v.aval for v in (*inputs, region.root, found.cotangent))  # of what the programs are traced with
-        key = ("pair", region_signature(region), what, body, outs, tuple(wanted), types)
+        key = ("pair", region_signature(region), what, *made, tuple(wanted), types)
         known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
 
         def prove() -> tuple[Verdict, Split]:
@@ -151,30 +145,59 @@ class Pairer:
             raise Unpaired(f"the fused one would not agree: {verdict.detail}")
         return split
 
-    def _part(
-        self, region: Region, found: Backward, path: str, placed: Sequence[tuple[int, str, Share]], split: Split
-    ) -> BackwardPart:
+    def _part(self, region: Region, found: Backward, path: str, placed: Placed, split: Split) -> BackwardPart:
         """Where the backward pass stands, and what has to travel there."""
-        forward = region.block.path
-        known: dict[int, Value] = {}
-        if path != forward:
-            for node in self.tree.between(forward, path):
-                if node.primitive not in CROSSED:
-                    raise Unpaired(
-                        f"it stands in another {node.primitive} than its forward, which nothing new can leave"
-                    )
-            known = _known_there(found.view.block)
-            given = [
-                region.inputs[i].aval for what, i in split.taken if what == "input" and region.inputs[i].id not in known
-            ]
-            moving = [*given, *split.residuals, region.root.aval]
-            if any(n.primitive == "shard_map" for n in self.tree.between(forward, path)) and not all(
-                a.shape for a in moving
-            ):
-                raise Unpaired("a scalar would have to travel out of its shard_map")
+        known = {} if path == region.block.path else self._known_there(region, found, path, split)
         gradients = tuple((i, share) for i, _, share in placed)
         site = region.block.path, path, found.view.block, region.root, region.inputs
         return BackwardPart(*site, found.cotangent, gradients, known, split)
+
+    def _known_there(self, region: Region, found: Backward, path: str, split: Split) -> dict[int, Value]:
+        """Value of the site's block -> the other block's own name for it. Raises Unpaired where what has to travel there cannot."""
+        known = _second_names(found.view.block)
+        taken = (region.inputs[i] for what, i in split.taken if what == "input")
+        moving = [*(v.aval for v in taken if v.id not in known), *split.residuals, region.root.aval]
+        _check_ways(list(self.tree.between(region.block.path, path)), moving)
+        return known
+
+
+def _check_ways(between: Sequence[Node], moving: Sequence[Any]) -> None:
+    """Raises Unpaired where values of the types `moving` cannot leave, or enter, the bodies of some nodes."""
+    for node in between:
+        if node.primitive not in CROSSED:
+            raise Unpaired(f"it stands in another {node.primitive} than its forward, which nothing new can leave")
+    if any(n.primitive == "shard_map" for n in between) and not all(a.shape for a in moving):
+        raise Unpaired("a scalar would have to travel out of its shard_map")
+
+
+def _check_types(region: Region, found: Backward) -> None:
+    """Raises Unpaired where the values' types do not allow it."""
+    if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
+        raise Unpaired("its values are laid out over explicit mesh axes")
+    if kind(found.cotangent.aval) != kind(region.root.aval):
+        raise Unpaired("its cotangent varies along other mesh axes than its result")
+
+
+def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
+    """Raises Unpaired where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
+    wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_of(region.root.dtype))
+    if wide is not None:
+        raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
+    asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
+    other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
+    if other is not None:
+        raise Unpaired(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
+
+
+def _signature(
+    view: View, nodes: Sequence[Node], inputs: Sequence[Value], results: Sequence[Sequence[Value]]
+) -> tuple[Any, Any]:
+    """What nodes compute of some inputs, whatever their values are called: (the nodes, their results)."""
+    number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
+    number.update((v.id, ("const", id(c))) for v, c in view.block.consts)
+    number.update((v.id, i) for i, v in enumerate(inputs))
+    body = tuple(node_signature(n, number) for n in nodes)
+    return body, tuple(tuple(number.get(v.id) for v in group) for group in results)
 
 
 def _shares(region: Region, found: Backward) -> list[tuple[int, str, Share]]:
@@ -194,7 +217,7 @@ def _each_once(shares: Iterable[tuple[int, str, Share]]) -> list[tuple[int, str,
     return list(own.values())
 
 
-def _read_outside(block: Block, placed: list[tuple[int, str, Share]], gone: set[int]) -> list[tuple[int, str, Share]]:
+def _read_outside(block: Block, placed: Placed, gone: set[int]) -> Placed:
     """The gradients that somebody asked for; all of them where nobody asked for any. A value that only the way to another gradient
     passes (w * ct is dy, and a term of dx) goes with that.
     """
@@ -260,11 +283,16 @@ def _still_read(block: Block, node: Node, gone: set[int], region: Region, found:
     reader: Node | None = node
     while reader is not None and (reader.id < 0 or reader.id in region.node_ids):
         node = reader if reader.id >= 0 else node
-        reader = next((u for v in reader.outputs for u in block.users.get(v.id, ()) if u.id not in gone), None)
+        reader = _reader(block, reader, gone)
     where = f" (read by {reader!r})" if reader is not None else ""
     values = ", ".join(repr(v) for v in node.outputs)
     why = f"the gradient of {', '.join(missing)} was not found in it" if missing else "it is read beside the gradients"
     return f"{values} would still be needed{where}: {why}"
+
+
+def _reader(block: Block, node: Node, gone: set[int]) -> Node | None:
+    """The first node that reads a result of one and is not `gone`."""
+    return next((u for v in node.outputs for u in block.users.get(v.id, ()) if u.id not in gone), None)
 
 
 def _slice(view: View, results: Iterable[Value], known: set[int]) -> list[Node]:
@@ -282,11 +310,11 @@ def _slice(view: View, results: Iterable[Value], known: set[int]) -> list[Node]:
             raise Unpaired(f"it reads {value!r} beside the site's operands")
         if maker.id not in wanted:
             wanted.add(maker.id)
-            stack += [a for a in maker.inputs if isinstance(a, Value)]
+            stack += values_in(maker.inputs)
     return [block.nodes[i] for i in sorted(block.position[n] for n in wanted)]
 
 
-def _known_there(block: Block) -> dict[int, Value]:
+def _second_names(block: Block) -> dict[int, Value]:
     """Of two bodies read as one: value of the first -> the second's own name for it."""
     found: dict[int, Value] = {}
     for node in block.nodes:

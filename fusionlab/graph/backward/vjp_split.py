@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax.extend import core as jex_core
 
 from ..certify.certify import with_vjp
-from ..jax_compat import split_closed
+from ..jax_compat import split_closed, variables_in
 from ..primitives import having
 
 # Made again where the gradients are computed, rather than kept until then: they cost nothing, and what they are made of is there.
@@ -49,26 +50,41 @@ def split_of(closed: Any) -> Split:
     constants = dict(zip(jaxpr.constvars if consts else (), consts, strict=True))
     *inputs, cotangent = jaxpr.invars
     value, *gradients = jaxpr.outvars
+    still, back = _halves(jaxpr.eqns, cotangent)
+    first = _needed(still, [value])
+    chosen = set(map(id, first))
+    again = [eqn for eqn in still if id(eqn) not in chosen]
+    free = _free(first, {*inputs, *constants})
+    back = _needed([*(eqn for eqn in first if id(eqn) in free), *again, *back], gradients)
+    needed = _read_from_outside(back, gradients, {cotangent, *constants})
+    made = _made_by(first)
+    residuals = [v for v in needed if v in made and v is not value]
+    taken = tuple(_taken(v, inputs, value, residuals) for v in needed)
+    forward = _closed(jaxpr, constants, inputs, [value, *residuals], first)
+    return Split(forward, _closed(jaxpr, constants, [*needed, cotangent], gradients, back), taken)
+
+
+def _halves(eqns: Sequence[Any], cotangent: Any) -> tuple[list[Any], list[Any]]:
+    """(equations that do not hang on the cotangent, those that do)."""
     moving, back, still = {cotangent}, [], []
-    for eqn in jaxpr.eqns:
-        if moving.isdisjoint(_variables(eqn.invars)):
+    for eqn in eqns:
+        if moving.isdisjoint(variables_in(eqn.invars)):
             still.append(eqn)
         else:
             back.append(eqn)
             moving.update(eqn.outvars)
-    first = _needed(still, [value])
-    makers = {v: eqn for eqn in first for v in eqn.outvars}
-    chosen = {id(eqn) for eqn in first}
-    again = [eqn for eqn in still if id(eqn) not in chosen]
-    free = _free(first, {*inputs, *constants})
-    back = _needed([*(eqn for eqn in first if id(eqn) in free), *again, *back], gradients)
-    made = {v for eqn in back for v in eqn.outvars} | {cotangent}
-    needed = dict.fromkeys(v for eqn in back for v in _variables(eqn.invars) if v not in made and v not in constants)
-    needed.update(dict.fromkeys(v for v in _variables(gradients) if v not in made and v not in constants))
-    residuals = [v for v in needed if v in makers and v is not value]
-    taken = tuple(_taken(v, inputs, value, residuals) for v in needed)
-    forward = _closed(jaxpr, constants, inputs, [value, *residuals], first)
-    return Split(forward, _closed(jaxpr, constants, [*needed, cotangent], gradients, back), taken)
+    return still, back
+
+
+def _made_by(eqns: Sequence[Any]) -> set[Any]:
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
+def _read_from_outside(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
+    """The variables, each once, that equations read, or are among their results, and that are neither made by them nor known."""
+    known = _made_by(eqns) | known
+    atoms = itertools.chain(*(eqn.invars for eqn in eqns), results)
+    return list(dict.fromkeys(v for v in variables_in(atoms) if v not in known))
 
 
 def _taken(var: Any, inputs: list[Any], value: Any, residuals: list[Any]) -> Taken:
@@ -77,17 +93,13 @@ def _taken(var: Any, inputs: list[Any], value: Any, residuals: list[Any]) -> Tak
     return ("residual", residuals.index(var)) if var in residuals else ("input", inputs.index(var))
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [a for a in atoms if not isinstance(a, jex_core.Literal)]
-
-
 def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The equations that some results are made by, in their order."""
-    wanted, kept = set(_variables(results)), []
+    wanted, kept = set(variables_in(results)), []
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            wanted.update(_variables(eqn.invars))
+            wanted.update(variables_in(eqn.invars))
     return kept[::-1]
 
 
@@ -95,14 +107,14 @@ def _free(eqns: Sequence[Any], known: set[Any]) -> set[int]:
     """Ids of the equations that only show `known` variables in another form."""
     known, free = set(known), set[int]()
     for eqn in eqns:
-        if eqn.primitive.name in _FREE and known.issuperset(_variables(eqn.invars)):
+        if eqn.primitive.name in _FREE and known.issuperset(variables_in(eqn.invars)):
             free.add(id(eqn))
             known.update(eqn.outvars)
     return free
 
 
 def _closed(like: Any, constants: dict[Any, Any], invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
-    read = {v for eqn in eqns for v in _variables(eqn.invars)} | set(_variables(outvars))
+    read = {v for eqn in eqns for v in variables_in(eqn.invars)} | set(variables_in(outvars))
     kept = {v: c for v, c in constants.items() if v in read}
     debug = like.debug_info._replace(arg_names=None, result_paths=None)
     new = jex_core.Jaxpr(list(kept), invars, outvars, eqns, debug_info=debug)

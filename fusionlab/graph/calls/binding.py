@@ -108,6 +108,7 @@ def bind(
     given, total, args, kwargs = len(head), len(args), (*head, *args), {**more, **kwargs}
     static_argnums = tuple(n + given if n >= 0 else n for n in as_tuple(static_argnums))
     jit = jit_of(fn)
+    # `filter_jit` fixes Python numbers; `nnx.jit` carries what is changed in a state back to the caller.
     if jit is not None:
         static_argnums = (*static_argnums, *jit.static_argnums)
         static_argnames = (*as_tuple(static_argnames), *jit.static_argnames)
@@ -123,6 +124,7 @@ def bind(
     told = {"positions": tuple(p - given for p in positions), "total": total, "jit": jit, "given": given}
     if parts.objects is not None:
         bound = _with_state(parts, len(dyn_args), told)
+        # Both take an object as a pytree: what is changed in it inside is not seen outside.
         if bound.lost and jit is not None and jit.kind in ("jax.jit", "filter_jit"):
             raise lost_by(_SAID[jit.kind], inside, bound.lost[0])
         return bound
@@ -241,6 +243,7 @@ def _without_static(
     """Splits off static arguments: (function of the dynamic ones, dynamic args, dynamic kwargs, the positions of those args)."""
     nums, names = as_tuple(static_argnums), set(as_tuple(static_argnames))
     positional, variadic = positional_names(fn)
+    # As `jax.jit` has it: a position may be negative, counted from the end, and `*args` takes any.
     for n in nums:
         if not variadic and not -len(positional) <= n < len(positional):
             raise ArgumentError(

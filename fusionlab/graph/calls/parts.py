@@ -129,18 +129,15 @@ class Parts:
     def of(
         cls, fn: Callable, args: tuple, kwargs: dict, labels: tuple[str, ...], numbers: bool | None, carries: bool
     ) -> Parts:
-        flat = [flattened(tree, carries) for tree in (*args, *(kwargs[key] for key in sorted(kwargs)))]
-        every = [leaf for leaves, _ in flat for _, leaf in leaves]
+        flat = [flattened(tree, carries) for tree in _in_order(args, kwargs)]
         if numbers is None:
-            numbers = all(is_array(leaf) or is_object(leaf) for leaf in every)
-        owners = tuple((a, i) for a, (leaves, _) in enumerate(flat) for i, (_, x) in enumerate(leaves) if is_object(x))
-        arrays = tuple(
-            tuple(i for i, (_, x) in enumerate(leaves) if not is_object(x) and is_array(x, numbers))
-            for leaves, _ in flat
-        )
+            numbers = _are_arrays(flat)
+        kinds = [_kinds(leaves, numbers) for leaves, _ in flat]
+        owners = tuple((a, i) for a, own in enumerate(kinds) for i in _places(own, OBJECT))
+        arrays = tuple(_places(own, _ARRAY) for own in kinds)
         leaves = tuple(tuple((keystr(path), x) for path, x in leaves) for leaves, _ in flat)
-        objects = Objects(tuple(leaves[a][i][1] for a, i in owners)) if owners else None
-        return cls(fn, labels, tuple(tree for _, tree in flat), leaves, arrays, objects, owners, numbers, carries)
+        trees = tuple(tree for _, tree in flat)
+        return cls(fn, labels, trees, leaves, arrays, _objects_at(leaves, owners), owners, numbers, carries)
 
     @property
     def are_arrays(self) -> bool:
@@ -191,7 +188,7 @@ class Parts:
         """The call with these arrays in their places."""
         leaves = [[x for _, x in one] for one in self.leaves]
         held: dict[int, Any] = {}
-        for a, tree in enumerate((*args, *(kwargs[key] for key in sorted(kwargs)))):
+        for a, tree in enumerate(_in_order(args, kwargs)):
             values = iter(jax.tree.leaves(tree))
             for i in self.arrays[a]:
                 leaves[a][i] = next(values)
@@ -214,11 +211,9 @@ class Parts:
         given = [] if self.carries else [(v, held_by(v)) for v in _variables_of_values(trees)]
         out = self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
         changed = [v for v, held in given if held_by(v) is not held]
-        if changed:
-            returned = {id(v) for v in (*variables_of(out), *_variables_of_values([out]))}
-            lost = [v for v in changed if id(v) not in returned]
-            if lost:
-                raise LostValue(self._name_of(lost[0], trees))
+        lost = _not_in(out, changed) if changed else []
+        if lost:
+            raise LostValue(self._name_of(lost[0], trees))
         return out
 
     def _name_of(self, variable: Any, trees: list) -> str:
@@ -231,15 +226,16 @@ class Parts:
 
     def _outcome(self, out: Any, left: Left | None) -> Any:
         flat, tree = flattened(out, self.carries)
-        kinds = tuple(_kind(x, self.numbers) for _, x in flat)
+        kinds = _kinds(flat, self.numbers)
         if left is None and all(kind is _ARRAY for kind in kinds):
             return out
-        mine = [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is _ARRAY]
-        objects = ["out" + keystr(path) for (path, _), kind in zip(flat, kinds, strict=True) if kind is OBJECT]
-        state = zip(left.names, left.arrays, strict=True) if left is not None else ()
+        mine = _named(flat, kinds, _ARRAY)
+        if left is None:
+            return _outcome_of(mine, Rest(tree, kinds))
+        objects = [name for name, _ in _named(flat, kinds, OBJECT)]
+        state = zip(left.names, left.arrays, strict=True)
         mine += [((objects[o] if side else self._owner(o)) + path, x) for (side, o, path), x in state]
-        rest = Rest(tree, kinds, left and replace(left, arrays=()), tuple(range(len(left.names) if left else 0)))
-        return Outcome(tuple(x for _, x in mine), tuple(name for name, _ in mine), rest)
+        return _outcome_of(mine, Rest(tree, kinds, replace(left, arrays=()), tuple(range(len(left.names)))))
 
     def _owner(self, o: int) -> str:
         a, i = self.owners[o]
@@ -254,17 +250,59 @@ class Parts:
         arrays, objects = iter(out.arrays[:count]), iter(())
         # Objects of which nothing has changed are not written to: they may be another trace's, which may only be read.
         if rest.left is not None and (rest.new or rest.left.restructured or OBJECT in rest.leaves):
-            owned = self.objects if self.objects is not None else Objects(())
-            new = dict(zip(rest.new, out.arrays[count:], strict=True))
-            old = dict(zip(owned.names, owned.arrays, strict=True))
-            values = [new[i] if i in new else old[name[1:]] for i, name in enumerate(rest.left.names)]
-            objects = iter(owned.give_back(rest.left, values))
+            objects = iter(self._given_back(rest.left, dict(zip(rest.new, out.arrays[count:], strict=True))))
         places = {_ARRAY: arrays, OBJECT: objects}
         return jax.tree.unflatten(rest.tree, [k[0] if isinstance(k, tuple) else next(places[k]) for k in rest.leaves])
+
+    def _given_back(self, left: Left, new: dict[int, Any]) -> tuple[Any, ...]:
+        """The objects in the result, once what the call has left in all objects is written: `new` arrays by number, the others are old."""
+        owned = self.objects if self.objects is not None else Objects(())
+        old = dict(zip(owned.names, owned.arrays, strict=True))
+        return owned.give_back(left, [new[i] if i in new else old[name[1:]] for i, name in enumerate(left.names)])
 
 
 class LostValue(Exception):  # noqa: N818 - binding.py makes a sentence of it
     """A Variable of an `nnx.State`, by its name, that the function changes and does not return."""
+
+
+def _in_order(args: tuple, kwargs: dict) -> tuple:
+    """All arguments, those by name in the order of the names."""
+    return *args, *(kwargs[key] for key in sorted(kwargs))
+
+
+def _are_arrays(flat: Sequence[tuple[list, Any]]) -> bool:
+    """Whether each leaf of some flattened trees is an array, a number, or an object with state."""
+    return all(is_array(x) or is_object(x) for leaves, _ in flat for _, x in leaves)
+
+
+def _kinds(leaves: Sequence[tuple[Any, Any]], numbers: bool) -> tuple[Any, ...]:
+    """Of (path, leaf) each leaf's kind."""
+    return tuple(_kind(x, numbers) for _, x in leaves)
+
+
+def _objects_at(leaves: Sequence[Sequence[tuple[str, Any]]], owners: Sequence[tuple[int, int]]) -> Objects | None:
+    """The objects with state among the leaves of all arguments; None where there are none."""
+    return Objects(tuple(leaves[a][i][1] for a, i in owners)) if owners else None
+
+
+def _places(kinds: Sequence[Any], wanted: str) -> tuple[int, ...]:
+    """Which leaves are of a kind."""
+    return tuple(i for i, kind in enumerate(kinds) if kind is wanted)
+
+
+def _named(flat: Sequence[tuple[Any, Any]], kinds: Sequence[Any], wanted: str) -> list[tuple[str, Any]]:
+    """(name, leaf) of the leaves of a result that are of a kind."""
+    return [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is wanted]
+
+
+def _outcome_of(named: Sequence[tuple[str, Any]], rest: Rest) -> Outcome:
+    return Outcome(tuple(x for _, x in named), tuple(name for name, _ in named), rest)
+
+
+def _not_in(out: Any, variables: Sequence[Any]) -> list[Any]:
+    """Those Variables that a result does not hold."""
+    returned = {id(v) for v in (*variables_of(out), *_variables_of_values([out]))}
+    return [v for v in variables if id(v) not in returned]
 
 
 def _objects_in(out: Any, carries: bool) -> list[Any]:
@@ -283,8 +321,7 @@ def without_fixed(out: Any) -> Any:
     kinds = tuple(_ARRAY if is_object(x) else _kind(x, numbers=False) for _, x in flat)
     if all(kind is _ARRAY for kind in kinds):
         return out
-    mine = [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is _ARRAY]
-    return Outcome(tuple(x for _, x in mine), tuple(name for name, _ in mine), Rest(tree, kinds))
+    return _outcome_of(_named(flat, kinds, _ARRAY), Rest(tree, kinds))
 
 
 def with_fixed(out: Any) -> Any:

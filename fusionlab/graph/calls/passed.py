@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from ..jax_compat import FLATTENED, child_jaxprs, scan_counts, split_closed
+from ..jax_compat import FLATTENED, child_jaxprs, scan_counts, split_closed, variables_in
 from ..primitives import having
 
 # What takes its operands as its body's inputs, in order, and gives the body's results.
@@ -23,7 +23,7 @@ def passed_through(jaxpr: Any) -> list[int | None]:
         return None if isinstance(atom, jex_core.Literal) else origin.get(atom)
 
     for eqn in jaxpr.eqns:
-        if eqn.params and any(v in origin for v in eqn.invars if not isinstance(v, jex_core.Literal)):
+        if eqn.params and not origin.keys().isdisjoint(variables_in(eqn.invars)):
             for out, i in zip(eqn.outvars, _of_equation(eqn), strict=True):
                 if i is not None and (found := of(eqn.invars[i])) is not None:
                     origin[out] = found
@@ -36,12 +36,9 @@ def _of_equation(eqn: Any) -> Sequence[int | None]:
     nothing = [None] * len(eqn.outvars)
     name = eqn.primitive.name
     if name == "cond":
-        branches = {tuple(passed_through(child)) for child in children}
-        return [None if i is None else i + 1 for i in branches.pop()] if len(branches) == 1 else nothing
+        return _of_cond(children) or nothing
     if name == "scan":
-        consts, carry = scan_counts(eqn.params)
-        kept = passed_through(children[0])[:carry]
-        return [i if i == consts + n else None for n, i in enumerate(kept)] + nothing[carry:]
+        return _of_scan(eqn, children[0])
     if name == "while":
         return _of_while(eqn)
     if name in _CALLS and len(children) == 1:
@@ -49,6 +46,18 @@ def _of_equation(eqn: Any) -> Sequence[int | None]:
         if (len(inner.invars), len(inner.outvars)) == (len(eqn.invars), len(eqn.outvars)):
             return passed_through(children[0])
     return nothing
+
+
+def _of_cond(branches: Sequence[Any]) -> Sequence[int | None]:
+    """None where the branches do not give the same; they are not given the cond's first operand, its index."""
+    found = {tuple(passed_through(branch)) for branch in branches}
+    return [None if i is None else i + 1 for i in found.pop()] if len(found) == 1 else ()
+
+
+def _of_scan(eqn: Any, body: Any) -> Sequence[int | None]:
+    consts, carry = scan_counts(eqn.params)
+    kept = passed_through(body)[:carry]
+    return [i if i == consts + n else None for n, i in enumerate(kept)] + [None] * (len(eqn.outvars) - carry)
 
 
 def _of_while(eqn: Any) -> Sequence[int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import is_float as is_floating
@@ -145,6 +145,19 @@ def reduced(
     """A sum, maximum or minimum over those of a Ref's axes that are `gone`. Scalar factors leave a sum, positive ones a maximum; summing
     a broadcast axis is a factor. `by_law`: what a node (a Ref without dims) gives over one of its axes, where that is no node of its own.
     """
+    coef, inner, over, kept = _parted(op, ref, gone, floats)
+    if not over:
+        return Ref(coef * inner, ref.nid, tuple(kept))
+    rest = [a for a in range(len(view.nodes[ref.nid].shape)) if a not in over]
+    slot = {a: i for i, a in enumerate(rest)}
+    found = by_law(Ref(inner, ref.nid, ()), over[0]) if floats and len(over) == 1 else None
+    if found is None:
+        found = _reduction(view, op, Ref(inner, ref.nid, ()), slot)
+    return Ref(coef * found.coef, found.nid, tuple(found.dims[slot[k]] if k >= 0 else k for k in kept))
+
+
+def _parted(op: str, ref: Ref, gone: Sequence[bool], floats: bool) -> tuple[Coef, Coef, list[int], list[int]]:
+    """(factor before a reduction, factor in it, the node's axes that it is over, the dims that are left)."""
     coef, over, kept = ref.coef, [], []
     for axis, away in zip(ref.dims, gone, strict=True):
         if not away:
@@ -153,19 +166,16 @@ def reduced(
             over.append(axis)
         elif op == "reduce_sum":
             coef = coef * ~axis
-    inner: Coef = 1.0
     if not floats or (op != "reduce_sum" and not coef > 0):
-        inner, coef = ref.coef, coef / ref.coef if ref.coef else 1.0
-    if not over:
-        return Ref(coef * inner, ref.nid, tuple(kept))
-    shape = view.nodes[ref.nid].shape
-    rest = [a for a in range(len(shape)) if a not in over]
-    slot = {a: i for i, a in enumerate(rest)}
-    found = by_law(Ref(inner, ref.nid, ()), over[0]) if floats and len(over) == 1 else None
-    if found is None:
-        edge = Operand(tidy(inner), ref.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
-        found = Ref(1.0, view.node(op, (), (edge,), [shape[a] for a in rest]), tuple(range(len(rest))))
-    return Ref(coef * found.coef, found.nid, tuple(found.dims[slot[k]] if k >= 0 else k for k in kept))
+        return coef / ref.coef if ref.coef else 1.0, ref.coef, over, kept
+    return coef, 1.0, over, kept
+
+
+def _reduction(view: View, op: str, whole: Ref, slot: Mapping[int, int]) -> Ref:
+    """The node that reduces another to its axes in `slot`, which says where each comes to stand."""
+    shape = view.nodes[whole.nid].shape
+    edge = Operand(tidy(whole.coef), whole.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
+    return Ref(1.0, view.node(op, (), (edge,), [shape[a] for a in slot]), tuple(range(len(slot))))
 
 
 def _is_zero(view: View, ref: Ref) -> bool:

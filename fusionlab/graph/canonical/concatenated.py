@@ -10,12 +10,12 @@ An axis is given as the number of the node's own. A part of one entry has no suc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..primitives import COMMUTATIVE, ELEMENTWISE, having
 from ..program.ir import Node
 from .algebra import Aligned, elementwise, product, total
-from .nodes import CNode, Coef, Operand, Ref
+from .nodes import CNode, Coef, Operand, Ref, node_axes
 
 if TYPE_CHECKING:
     from .view import View
@@ -79,18 +79,30 @@ def _split(view: View, node: Node, ins: list[Ref], axis: int, sizes: Sequence[in
 
 def _sliced(view: View, ref: Ref, shape: Sequence[int], bounds: Sequence[Bounds]) -> Ref | None:
     """The part between bounds along each raw axis, where that is a part of what is concatenated along one; else None."""
-    cut = [i for i, (n, b) in enumerate(zip(shape, bounds, strict=True)) if b != (0, n)]
-    if len(cut) != 1 or shape[cut[0]] == 1:
+    cut = _cut_axis(shape, bounds)
+    if cut is None:
         return None
-    at = sum(n != 1 for n in shape[: cut[0]])
-    start, stop = bounds[cut[0]]
+    at = sum(n != 1 for n in shape[:cut])
+    start, stop = bounds[cut]
     axis = ref.dims[at]
     if axis < 0 or stop <= start or (start, stop) not in _bounds(view, ref.nid, axis):
         return None
     part = _part(view, ref.nid, axis, (start, stop), {})
-    has = [a for a in range(len(view.nodes[ref.nid].shape)) if a != axis or stop - start > 1]
-    dims = (d for i, d in enumerate(ref.dims) if i != at or stop - start > 1)
+    several = stop - start > 1
+    has = _axes_of_part(len(view.nodes[ref.nid].shape), axis, several)
+    dims = (ref.dims[i] for i in _axes_of_part(len(ref.dims), at, several))
     return Ref(_times(ref.coef, part.coef), part.nid, tuple(part.dims[has.index(d)] if d >= 0 else d for d in dims))
+
+
+def _cut_axis(shape: Sequence[int], bounds: Sequence[Bounds]) -> int | None:
+    """The one axis along which bounds leave something out; None where there are none or several."""
+    cut = [i for i, (n, b) in enumerate(zip(shape, bounds, strict=True)) if b != (0, n)]
+    return cut[0] if len(cut) == 1 and shape[cut[0]] != 1 else None
+
+
+def _axes_of_part(rank: int, axis: int, several: bool) -> list[int]:
+    """The axes that a part along one of them has: without that one, unless the part has several entries there."""
+    return [a for a in range(rank) if several or a != axis]
 
 
 def _times(a: Coef, b: Coef) -> Coef:
@@ -111,18 +123,32 @@ def _parts_of(view: View, node: CNode, axis: int) -> Parts | None:
         raw = int(given["dimension"])
         sizes = [shape[raw] for shape in shapes]
     else:
-        padded = [(i, edges) for i, edges in enumerate(given["padding_config"]) if any(map(int, edges))]
-        if len(padded) != 1 or not view.is_literal(refs[1]):
+        padded = _padded(view, refs, shapes[0], given["padding_config"])
+        if padded is None:
             return None
-        raw, (low, high, inner) = padded[0]
-        if min(low, high) < 0 or inner:
-            return None
-        number, shape = refs[1].coef, shapes[0]
-        sizes = [int(low), shape[raw], int(high)]
-        beside = [view.literal(number, [n if i == raw else m for i, m in enumerate(shape)]) for n in (low, high)]
-        refs = [beside[0], refs[0], beside[1]]
+        raw, sizes, refs = padded
     if sum(n != 1 for n in shapes[0][:raw]) != axis or sum(sizes) == 1:
         return None
+    return _in_a_row(refs, sizes)
+
+
+def _padded(
+    view: View, refs: Sequence[Ref], shape: Sequence[int], config: Any
+) -> tuple[int, list[int], list[Ref]] | None:
+    """Of an array padded with one number along one axis: (that axis, the sizes of what stands there in a row, what does)."""
+    padded = [(i, edges) for i, edges in enumerate(config) if any(map(int, edges))]
+    if len(padded) != 1 or not view.is_literal(refs[1]):
+        return None
+    raw, (low, high, inner) = padded[0]
+    # XLA pads by a negative number where it cuts off, and inside where it spreads the entries.
+    if min(low, high) < 0 or inner:
+        return None
+    before, after = (view.literal(refs[1].coef, [*shape[:raw], n, *shape[raw + 1 :]]) for n in (low, high))
+    return raw, [int(low), shape[raw], int(high)], [before, refs[0], after]
+
+
+def _in_a_row(refs: Sequence[Ref], sizes: Sequence[int]) -> Parts:
+    """Parts one behind the other, without those that have no entry."""
     found, at = Parts(), 0
     for ref, size in zip(refs, sizes, strict=True):
         if size:
@@ -158,15 +184,26 @@ def joined(view: View, nid: int) -> list[tuple[int, int]]:
     level, seen = [nid], set[int]()
     while level and len(seen) < _MOST:
         for at in level:
-            node = view.nodes[at]
-            for axis in range(len(node.shape)) if node.op in ("concatenate", "pad") else ():
-                parts = _parts_of(view, node, axis)
-                if parts is not None:
-                    return [(stop - start, ref.nid) for (start, stop), ref in parts.items()]
+            parts = _first_parts(view, view.nodes[at])
+            if parts is not None:
+                return [(stop - start, ref.nid) for (start, stop), ref in parts.items()]
         seen.update(level)
-        inner = (view.nodes[at] for at in level if view.nodes[at].op in _THROUGH)
-        level = [n for n in dict.fromkeys(o.nid for node in inner for o in node.operands) if n not in seen]
+        level = [n for n in _entrywise_operands(view, level) if n not in seen]
     return []
+
+
+def _entrywise_operands(view: View, nids: Sequence[int]) -> dict[int, None]:
+    """The nodes, each once, that some are made of entry by entry."""
+    inner = (view.nodes[at] for at in nids if view.nodes[at].op in _THROUGH)
+    return dict.fromkeys(o.nid for node in inner for o in node.operands)
+
+
+def _first_parts(view: View, node: CNode) -> Parts | None:
+    """The parts of a concatenation along whichever axis it is."""
+    if node.op not in ("concatenate", "pad"):
+        return None
+    found = (_parts_of(view, node, axis) for axis in range(len(node.shape)))
+    return next((parts for parts in found if parts is not None), None)
 
 
 def _part(view: View, nid: int, axis: int, bounds: Bounds, known: dict[tuple[int, int], Ref]) -> Ref:
@@ -179,7 +216,7 @@ def _part(view: View, nid: int, axis: int, bounds: Bounds, known: dict[tuple[int
     if parts is not None:
         known[key] = parts[bounds]
         return known[key]
-    kept = [a for a in range(len(node.shape)) if a != axis or bounds[1] - bounds[0] > 1]
+    kept = _axes_of_part(len(node.shape), axis, bounds[1] - bounds[0] > 1)
     sizes = [bounds[1] - bounds[0] if a == axis else node.shape[a] for a in kept]
     known[key] = _again(view, node, [_operand(view, o, axis, bounds, kept, known) for o in node.operands], sizes)
     return known[key]
@@ -193,7 +230,7 @@ def _operand(
     if axis not in own:
         return Ref(edge.coef, edge.nid, ()), tuple(own.get(d) for d in kept)
     part = _part(view, edge.nid, own[axis], bounds, known)
-    has = [a for a in range(len(edge.axes)) if a != own[axis] or axis in kept]
+    has = _axes_of_part(len(edge.axes), own[axis], axis in kept)
     place = {a: d if d >= 0 else None for a, d in zip(has, part.dims, strict=True)}
     return Ref(_times(edge.coef, part.coef), part.nid, ()), tuple(place[own[d]] if d in own else None for d in kept)
 
@@ -223,17 +260,24 @@ def reduced_by_parts(view: View, op: str, whole: Ref, axis: int, reduce: Callabl
     if op not in ("reduce_max", "reduce_sum") or (op == "reduce_sum" and node.op != "exp"):
         return None
     bounds = _bounds(view, whole.nid, axis)
-    widths = sorted(stop - start for start, stop in bounds)
-    if len(widths) != 2 or widths[0] != 1 or widths[1] == 1:
+    if not _is_one_beside_others(bounds):
         return None
     rest = [n for a, n in enumerate(node.shape) if a != axis]
-    terms: list[Aligned] = []
-    for start, stop in bounds:
-        part = _part(view, whole.nid, axis, (start, stop), {})
-        part = Ref(_times(whole.coef, part.coef), part.nid, part.dims)
-        if stop - start > 1:
-            part = reduce(part, axis)
-        terms.append((part, tuple(d if d >= 0 else None for d in part.dims)))
+    terms = [_reduced_part(view, whole, axis, each, reduce) for each in bounds]
     if op == "reduce_sum":
         return total(view, [(ref, al, 1) for ref, al in terms], rest)
     return elementwise(view, "max", (), terms, rest, True)
+
+
+def _is_one_beside_others(bounds: Sequence[Bounds]) -> bool:
+    widths = sorted(stop - start for start, stop in bounds)
+    return len(widths) == 2 and widths[0] == 1 and widths[1] != 1
+
+
+def _reduced_part(view: View, whole: Ref, axis: int, bounds: Bounds, reduce: Callable[[Ref, int], Ref]) -> Aligned:
+    """A part, reduced over the axis along which it is one; a part of one entry has lost that already."""
+    part = _part(view, whole.nid, axis, bounds, {})
+    part = Ref(_times(whole.coef, part.coef), part.nid, part.dims)
+    if bounds[1] - bounds[0] > 1:
+        part = reduce(part, axis)
+    return part, node_axes(part)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..program.ir import Node
 from .algebra import is_float, product, reduced
 from .convolutions import contraction
-from .nodes import Coef, Operand, Ref
+from .nodes import CNode, Coef, Operand, Ref, node_axes
 
 if TYPE_CHECKING:
     from .view import View
@@ -18,31 +20,49 @@ if TYPE_CHECKING:
 def split_rows(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref | None:
     """`(x.reshape(rows) @ w).reshape(x's rows)` as the product of x itself; None where `ref`, a dot, is not reshaped back so."""
     dot = view.nodes[ref.nid]
-    for i, edge in enumerate(dot.operands):
-        merged = view.nodes[edge.nid]
-        if merged.op != "reshape" or min(merged.operands[0].axes, default=0) < 0:
+    for edge, other in zip(dot.operands, dot.operands[::-1], strict=True):
+        names = _unmerged(view, dot, edge, other)
+        if names is None:
             continue
-        inner, other = merged.operands[0], dot.operands[1 - i]
-        source = view.dim_sizes(Ref(1.0, inner.nid, inner.axes))
-        groups = _groups(source, merged.shape)
-        if groups is None or len(inner.axes) != len(view.nodes[inner.nid].shape):
-            continue
-        of_label = dict(zip(edge.axes, groups, strict=True))
-        free = [x for x in dot.params if x in of_label and x not in other.axes]
-        if any(len(g) != 1 for x, g in of_label.items() if x not in free):
-            continue
-        size: dict[Any, int] = {("m", slot): source[slot] for slot in range(len(source))}
+        inner = view.nodes[edge.nid].operands[0]
+        size: dict[Any, int] = {("m", slot): n for slot, n in enumerate(_seen_sizes(view, inner))}
         size |= dict(zip(other.axes, view.nodes[other.nid].shape, strict=True))
-        name = {x: [("m", slot) for slot in g] if x in free else [x] for x, g in of_label.items()}
-        out: list[Any] = [y for d in ref.dims for y in (name.get(dot.params[d], [dot.params[d]]) if d >= 0 else [None])]
+        out = _result_of(dot, ref, names)
         if None in out or tuple(size[y] for y in out) != sizes:
             continue
-        by_slot = {slot: name[x][k] for x, g in of_label.items() for k, slot in enumerate(g)}
-        labels: list[Any] = [None] * len(source)
-        for slot, axis in enumerate(inner.axes):
-            labels[axis] = by_slot[slot]
+        labels = [
+            x for _, x in sorted(zip(inner.axes, itertools.chain(*names.values()), strict=True), key=itemgetter(0))
+        ]
         return _einsum(view, ref.coef * inner.coef, [(inner.nid, labels), (other.nid, list(other.axes))], out, size)
     return None
+
+
+def _unmerged(view: View, dot: CNode, edge: Operand, other: Operand) -> dict[Any, list[Any]] | None:
+    """Of an operand of a product, where it is another array whose free axes a reshape merges: label -> labels of that array's axes, in
+    their order. None where it is not.
+    """
+    merged = view.nodes[edge.nid]
+    if merged.op != "reshape" or min(merged.operands[0].axes, default=0) < 0:
+        return None
+    inner = merged.operands[0]
+    groups = _groups(_seen_sizes(view, inner), merged.shape)
+    if groups is None or len(inner.axes) != len(view.nodes[inner.nid].shape):
+        return None
+    of_label = dict(zip(edge.axes, groups, strict=True))
+    free = set(dot.params).difference(other.axes)
+    if any(len(g) != 1 for x, g in of_label.items() if x not in free):
+        return None
+    return {x: [("m", slot) for slot in g] if x in free else [x] for x, g in of_label.items()}
+
+
+def _seen_sizes(view: View, edge: Operand) -> tuple[int, ...]:
+    return view.dim_sizes(Ref(1.0, edge.nid, edge.axes))
+
+
+def _result_of(dot: CNode, ref: Ref, names: Mapping[Any, list[Any]]) -> list[Any]:
+    """The labels of the axes of `ref`, a product; `names` are others for some of them. None stands for an axis it is broadcast along."""
+    labels = (dot.params[d] if d >= 0 else None for d in ref.dims)
+    return [y for x in labels for y in names.get(x, [x])]
 
 
 def _groups(source: Sequence[int], made: Sequence[int]) -> list[list[int]] | None:
@@ -70,37 +90,50 @@ def dot(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     (lc, rc), (lb, rb) = node.params["dimension_numbers"]
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
     labels = [_labels(shapes[0], lc, lb, "l"), _labels(shapes[1], rc, rb, "r")]
-    size = {label: s for side in (0, 1) for label, s in zip(labels[side], shapes[side], strict=True)}
-    out = [("b", i) for i in range(len(lb))]
-    out += [x for x in labels[0] if x[0] == "l"] + [x for x in labels[1] if x[0] == "r"]
-    out = [x for x in out if size[x] != 1]
-    alone = _sum_of_one(view, ins, [[x for x in side if size[x] != 1] for side in labels], out, size)
+    size = _sizes(labels, shapes)
+    names = [[x for x in side if size[x] != 1] for side in labels]
+    out = _result_labels(names)
+    alone = _sum_of_one(view, ins, names, out, size)
     if alone is not None:
         return [alone]
-    on_axes = [_labels_on_node(view, ins[i], labels[i], shapes[i]) for i in (0, 1)]
-    if on_axes[0] is None or on_axes[1] is None:
+    on_nodes = _labels_on_nodes(view, ins, labels, shapes)
+    if on_nodes is None:
         return view.opaque(node, ins)
     if not len(lc):  # nothing is summed: `einsum("bhts,h->bhts", p, weights)` is a multiplication that broadcasts
         return [_outer(view, ins, labels, shapes, out, [size[x] for x in out])]
-    coef = ins[0].coef * ins[1].coef
-    return [_einsum(view, coef, [(ins[i].nid, axes) for i, axes in enumerate(on_axes) if axes is not None], out, size)]
+    return [_einsum(view, ins[0].coef * ins[1].coef, on_nodes, out, size)]
+
+
+def _sizes(labels: Sequence[Sequence[Any]], shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
+    """Label -> size, of the labels of two operands' axes."""
+    return dict(zip((*labels[0], *labels[1]), (*shapes[0], *shapes[1]), strict=True))
+
+
+def _result_labels(names: Sequence[Sequence[tuple]]) -> list[tuple]:
+    """Of the labels of both operands those that the result has: of batch axes, then of each side's own."""
+    return sorted(x for x in names[0] if x[0] == "b") + [x for side in names for x in side if x[0] in ("l", "r")]
 
 
 def _sum_of_one(view: View, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]) -> Ref | None:
     """A product that is a sum over one value: of what is multiplied by one number everywhere, or of squares, entry by entry."""
-    summed = None
-    for ref, other, mine in ((ins[0], ins[1], names[0]), (ins[1], ins[0], names[1])):
-        if view.is_literal(other) and math.isfinite(other.coef):
-            summed = Ref(ref.coef * other.coef, ref.nid, ref.dims), mine
-    if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
-        al = tuple(d if d >= 0 else None for d in ins[0].dims)
-        summed = product(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
+    summed = _summand(view, ins, names, size)
     if summed is None:
         return None
     ref, mine = summed
     made = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
     at = dict(zip((x for x in mine if x in out), made.dims, strict=True))
     return Ref(made.coef, made.nid, tuple(at.get(x, ~size[x]) for x in out))
+
+
+def _summand(view: View, ins: list[Ref], names: list[list], size: dict[Any, int]) -> tuple[Ref, list] | None:
+    """The value whose sum a product is, and the labels of its axes; None where it is none."""
+    if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
+        al = node_axes(ins[0])
+        return product(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
+    for ref, other, mine in ((ins[1], ins[0], names[1]), (ins[0], ins[1], names[0])):
+        if view.is_literal(other) and math.isfinite(other.coef):
+            return Ref(ref.coef * other.coef, ref.nid, ref.dims), mine
+    return None
 
 
 def convolution(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
@@ -110,27 +143,28 @@ def convolution(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     if found is None:
         return view.opaque(node, ins)
     labels: list[Any] = [[x or ("unit", d) for d, x in enumerate(names)] for names in (found.left, found.right)]
-    size = {label: s for side in (0, 1) for label, s in zip(labels[side], shapes[side], strict=True)}
-    on_axes = [_labels_on_node(view, ins[i], labels[i], shapes[i]) for i in (0, 1)]
-    if on_axes[0] is None or on_axes[1] is None:
+    size = _sizes(labels, shapes)
+    on_nodes = _labels_on_nodes(view, ins, labels, shapes)
+    if on_nodes is None:
         return view.opaque(node, ins)
     out = [x for x in found.out if x is not None and size[x] != 1]
-    coef = ins[0].coef * ins[1].coef
-    return [_einsum(view, coef, [(ins[i].nid, axes) for i, axes in enumerate(on_axes) if axes is not None], out, size)]
+    return [_einsum(view, ins[0].coef * ins[1].coef, on_nodes, out, size)]
 
 
 def _einsum(view: View, coef: Coef, operands: list[tuple[int, list]], out: list, size: dict[Any, int]) -> Ref:
     """`coef` times a dot node over two nodes with a label for each of their axes; `out` are the result's labels in order."""
     first, second = sorted(operands, key=lambda p: (p[0], [str(x) for x in p[1]]))
-    number: dict[Any, int] = {}
-    for _, axes in (first, second):
-        for label in axes:
-            number.setdefault(label, len(number))
+    number = _numbered((*first[1], *second[1]))
     edges = [Operand(1.0, nid, tuple(number[x] for x in axes)) for nid, axes in (first, second)]
-    present = sorted((x for x in number if x in out), key=number.__getitem__)
+    present = [x for x in number if x in out]
     nid = view.node("dot", tuple(number[x] for x in present), edges, [size[x] for x in present])
-    position = {x: i for i, x in enumerate(present)}
+    position = _numbered(present)
     return Ref(coef, nid, tuple(position.get(x, ~size[x]) for x in out))
+
+
+def _numbered(labels: Sequence[Any]) -> dict[Any, int]:
+    """Each label's number, in order of appearance."""
+    return {x: i for i, x in enumerate(dict.fromkeys(labels))}
 
 
 def _outer(view: View, ins: list[Ref], labels: Any, shapes: Any, out: list[tuple], sizes: list[int]) -> Ref:
@@ -161,3 +195,11 @@ def _labels_on_node(view: View, ref: Ref, labels: list[tuple], shape: Sequence[i
         elif label[0] == "c":
             return None
     return out if all(x is not None for x in out) else None
+
+
+def _labels_on_nodes(
+    view: View, ins: list[Ref], labels: Sequence[list[tuple]], shapes: Sequence[Sequence[int]]
+) -> list[tuple[int, list]] | None:
+    """The nodes of two operands, with a label for each of their axes; None as of `_labels_on_node`."""
+    one, two = (_labels_on_node(view, *side) for side in zip(ins, labels, shapes, strict=True))
+    return None if one is None or two is None else [(ins[0].nid, one), (ins[1].nid, two)]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from .algebra import product, total
-from .nodes import ONE, Coef, Operand, Ref, tidy
+from .algebra import compose, product, total
+from .nodes import ONE, Coef, Operand, Ref, node_axes, tidy
 from .view import View
 
 # Coefficient, node, its axis for each axis of the sum, exponent.
@@ -82,14 +82,18 @@ class _Factoring:
         mine = [t for t in terms if t.has(self.about)]
         made = [self.one(t, node.shape) for t in terms if not t.has(self.about)]
         if len(mine) > 1:
-            shared = reduce(_common, (t.factors for t in mine))
-            inner = self.added([self.one(t.without(shared), node.shape) for t in mine], node.shape)
-            made.insert(0, product(self.view, [(inner, _axes(inner), 1.0), *map(_as_factor, shared)], node.shape))
+            made.insert(0, self.together(mine, node.shape))
         elif all(self.of(o.nid).nid == o.nid for o in node.operands):
             return Ref(1.0, nid, tuple(range(len(node.shape))))
         else:
             made += [self.one(t, node.shape) for t in mine]
         return made[0] if len(made) == 1 else self.added(made, node.shape)
+
+    def together(self, terms: Sequence[_Term], sizes: Sequence[int]) -> Ref:
+        """The sum of some terms as what they share times the sum of what is left of them."""
+        shared = reduce(_common, (t.factors for t in terms))
+        inner = self.added([self.one(t.without(shared), sizes) for t in terms], sizes)
+        return product(self.view, [(inner, node_axes(inner), 1.0), *map(_as_factor, shared)], sizes)
 
     def terms(self, nid: int) -> list[_Term]:
         """The terms of a sum, those of sums that it is a sum of among them."""
@@ -105,7 +109,7 @@ class _Factoring:
                     found.append(_Term(coef * term.coef, moved))
             elif inside.op == "prod":
                 parts = zip(inside.operands, inside.params, strict=True)
-                factors = [(tidy(o.coef), o.nid, _composed(o, al), float(e)) for o, e in parts]
+                factors = [(tidy(o.coef), o.nid, compose(o.axes, al), float(e)) for o, e in parts]
                 found.append(_Term(coef, tuple(factors)))
             else:
                 found.append(_Term(coef, () if ref.nid == ONE else ((1.0, ref.nid, al, 1.0),)))
@@ -116,7 +120,7 @@ class _Factoring:
         return Ref(made.coef * term.coef, made.nid, made.dims)
 
     def added(self, refs: Sequence[Ref], sizes: Sequence[int]) -> Ref:
-        return total(self.view, [(r, _axes(r), 1) for r in refs], sizes)
+        return total(self.view, [(r, node_axes(r), 1) for r in refs], sizes)
 
 
 def _common(one: tuple[_Factor, ...], two: tuple[_Factor, ...]) -> tuple[_Factor, ...]:
@@ -129,10 +133,6 @@ def _as_factor(factor: _Factor) -> tuple[Ref, tuple[int | None, ...], float]:
     return Ref(coef, nid, ()), al, exponent
 
 
-def _axes(ref: Ref) -> tuple[int | None, ...]:
-    return tuple(d if d >= 0 else None for d in ref.dims)
-
-
 def _through(inner: tuple[int | None, ...], outer: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Axes given for a sum's own, for those of the sum that it stands in."""
     return tuple(None if axis is None else inner[axis] for axis in outer)
@@ -143,8 +143,3 @@ def _seen(ref: Ref, operand: Operand, rank: int) -> tuple[int | None, ...]:
     position = {slot: axis for axis, slot in enumerate(operand.axes)}
     found = (ref.dims[position[d]] if d in position else None for d in range(rank))
     return tuple(d if d is not None and d >= 0 else None for d in found)
-
-
-def _composed(operand: Operand, al: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    position = {slot: axis for axis, slot in enumerate(operand.axes)}
-    return tuple(position.get(a) if a is not None else None for a in al)

@@ -6,7 +6,7 @@ business: two such nodes are equal where op, traits, operands and labels are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,35 +61,46 @@ def labels_of(node: CNode) -> tuple[int, ...] | None:
 
 def fused(view: View, node: Node, ins: list[Ref]) -> list[Ref] | None:
     """The Refs of a fused op's node; None for any other node, and where a sum runs over an axis no operand has."""
-    form_of = getattr(node.eqn.primitive, "form", None)
-    form: Form | None = form_of(node.params, [a.shape for a in node.inputs]) if form_of is not None else None
+    form = _form_of(node)
     if form is None:
         return None
     number: dict[str, int] = {}
-    edges = [_edge(view, ref, labels, number) for ref, labels in zip(ins, _nonunit(node, form), strict=True)]
+    operands = _nonunit(node, form)
+    edges = [_edge(view, ref, labels, number) for ref, labels in zip(ins, operands, strict=True)]
     made = node.outputs[0]
-    result = [label for label, size in zip(form.result, made.shape, strict=True) if size != 1]
-    summed = {x for labels in _nonunit(node, form) for x in labels} - set(result)
-    if not summed <= number.keys():
+    result = _longer(form.result, made.shape)
+    if not set[str]().union(*operands).difference(result) <= number.keys():
         return None
     size = dict(zip(form.result, made.shape, strict=True))
     own = sorted((x for x in result if x in number), key=number.__getitem__)
     edges += [Operand(value, ONE, ()) for _, value in form.numbers]
-    params = Labelled(
+    nid = view.node(node.primitive, _params(form, number, own), edges, [size[x] for x in own])
+    first = Ref(1.0, nid, tuple(own.index(x) if x in number else ~size[x] for x in result))
+    return [first, *view.opaque(node, ins)[1:]] if len(node.outputs) > 1 else [first]
+
+
+def _form_of(node: Node) -> Form | None:
+    form_of = getattr(node.eqn.primitive, "form", None)
+    return form_of(node.params, [a.shape for a in node.inputs]) if form_of is not None else None
+
+
+def _params(form: Form, number: Mapping[str, int], own: Sequence[str]) -> Labelled:
+    return Labelled(
         form.traits,
         (*form.slots, *(name for name, _ in form.numbers)),
         tuple(x.rstrip("0123456789") for x in number),
         tuple(number[x] for x in own),
     )
-    nid = view.node(node.primitive, params, edges, [size[x] for x in own])
-    first = Ref(1.0, nid, tuple(own.index(x) if x in number else ~size[x] for x in result))
-    return [first, *view.opaque(node, ins)[1:]] if len(node.outputs) > 1 else [first]
 
 
 def _nonunit(node: Node, form: Form) -> list[list[str]]:
     """The labels of each operand's axes that are longer than 1."""
-    pairs = zip(form.axes, node.inputs, strict=True)
-    return [[x for x, size in zip(labels, atom.shape, strict=True) if size != 1] for labels, atom in pairs]
+    return [_longer(labels, atom.shape) for labels, atom in zip(form.axes, node.inputs, strict=True)]
+
+
+def _longer(labels: Sequence[str], shape: Sequence[int]) -> list[str]:
+    """Those labels of axes that are longer than 1."""
+    return [x for x, size in zip(labels, shape, strict=True) if size != 1]
 
 
 def _edge(view: View, ref: Ref, labels: Sequence[str], number: dict[str, int]) -> Operand:

@@ -66,6 +66,11 @@ def nonunit(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(s) for s in shape if s != 1)
 
 
+def node_axes(ref: Ref) -> tuple[int | None, ...]:
+    """For each non-unit axis of a raw value the node's axis; None where the value is broadcast along it."""
+    return tuple(d if d >= 0 else None for d in ref.dims)
+
+
 def tidy(coef: Coef) -> Coef:
     """Removes float64 noise of different orders of folding, so that equal coefficients hash equal."""
     if isinstance(coef, bool | int):

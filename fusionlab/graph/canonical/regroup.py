@@ -46,9 +46,9 @@ def regrouped(view: View, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Se
         if old == new == 1:
             axes.append(("kept", joined[0][0]))
             continue
-        if any(axis != LACKING for axis, _ in joined):
+        if _has_any(joined):
             moved[number] = joined, made
-        axes += [("made", number, i) for i in range(new)]
+        axes += _made_axes(number, new)
     found = _Regrouping(view).of(ref.nid, moved) if moved else None
     if found is None:
         return None
@@ -90,12 +90,7 @@ class _Regrouping:
         return self._of_rows(node, *parts[0]) if node.op in _ROWWISE else self._of_entries(node, groups, parts)
 
     def _of_entries(self, node: CNode, groups: Mapping[int, Group], parts: Sequence[Made]) -> Made:
-        grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
-        axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
-        sizes = [node.shape[d] for _, d in axes]
-        for number, (_, made) in groups.items():
-            axes += [("made", number, i) for i in range(len(made))]
-            sizes += made
+        axes, sizes = _regrouped_axes(node, groups)
         operands = [
             (Ref(o.coef, nid, ()), tuple(where.get(a) for a in axes))
             for o, (nid, where) in zip(node.operands, parts, strict=True)
@@ -122,14 +117,11 @@ class _Regrouping:
         """A node of its own that regroups the axes of another, or that one where there is nothing to regroup."""
         if not groups:
             return node.id, {("kept", d): d for d in range(len(node.shape))}
-        grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
-        axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
-        dims, sizes = [d for _, d in axes], [node.shape[d] for _, d in axes]
-        counts = [(1, 1)] * len(axes)
-        for number, (joined, made) in groups.items():
-            axes += [("made", number, i) for i in range(len(made))]
+        axes, sizes = _regrouped_axes(node, groups)
+        dims = [axis[1] for axis in axes if axis[0] == "kept"]
+        counts = [(1, 1)] * len(dims)
+        for joined, made in groups.values():
             dims += [axis if axis != LACKING else ~size for axis, size in joined]
-            sizes += made
             counts.append((len(joined), len(made)))
         nid = self.view.node("reshape", tuple(counts), (Operand(1.0, node.id, tuple(dims)),), sizes)
         return nid, {a: d for d, a in enumerate(axes)}
@@ -137,7 +129,7 @@ class _Regrouping:
     def _undone(self, node: CNode, groups: Mapping[int, Group]) -> Made | None:
         """The product below a reshape, where the groups are those that it made, made again what they were."""
         (edge,) = node.operands
-        if edge.coef != 1 or self.view.nodes[edge.nid].op != "dot" or min(edge.axes) < 0:
+        if not self._is_whole_product(edge):
             return None
         where: dict[Any, int] = {}
         of_joined = {tuple(axis for axis, _ in joined): (number, made) for number, (joined, made) in groups.items()}
@@ -151,8 +143,32 @@ class _Regrouping:
             number, made = of_joined.pop(after, (None, ()))
             if number is None or tuple(self.view.nodes[edge.nid].shape[d] for d in before) != made:
                 return None
-            where.update({("made", number, i): d for i, d in enumerate(before)})
+            where.update(zip(_made_axes(number, len(made)), before, strict=True))
         return None if of_joined else (edge.nid, where)
+
+    def _is_whole_product(self, edge: Operand) -> bool:
+        return edge.coef == 1 and self.view.nodes[edge.nid].op == "dot" and min(edge.axes) >= 0
+
+
+def _has_any(axes: Sequence[tuple[int, int]]) -> bool:
+    """Whether a node has one of some axes, (axis or LACKING, size) of each."""
+    return any(axis != LACKING for axis, _ in axes)
+
+
+def _regrouped_axes(node: CNode, groups: Mapping[int, Group]) -> tuple[list[Any], list[int]]:
+    """(names, sizes) of the axes of a node that is regrouped: those that are kept, then those that the groups become."""
+    grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
+    axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
+    sizes = [node.shape[d] for _, d in axes]
+    for number, (_, made) in groups.items():
+        axes += _made_axes(number, len(made))
+        sizes += made
+    return axes, sizes
+
+
+def _made_axes(number: int, count: int) -> list[Any]:
+    """The names of the axes that a group becomes."""
+    return [("made", number, i) for i in range(count)]
 
 
 def _on_operand(operand: Operand, groups: Mapping[int, Group]) -> dict[int, Group]:
@@ -163,6 +179,6 @@ def _on_operand(operand: Operand, groups: Mapping[int, Group]) -> dict[int, Grou
         mine = tuple(
             (operand.axes.index(a) if a != LACKING and a in operand.axes else LACKING, size) for a, size in joined
         )
-        if any(axis != LACKING for axis, _ in mine):
+        if _has_any(mine):
             own[number] = mine, made
     return own

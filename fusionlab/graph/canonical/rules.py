@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from .algebra import aligned, compose, elementwise, is_float, placed, product, r
 from .concatenated import concatenate, reduced_by_parts, sliced, split, unstacked
 from .einsum import convolution, dot, split_rows
 from .fused_nodes import fused
-from .nodes import Coef, Operand, Ref, nonunit, tidy
+from .nodes import Coef, Operand, Ref, node_axes, nonunit, tidy
 from .regroup import regrouped
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Rule: TypeAlias = "Callable[[View, Node, list[Ref]], list[Ref]]"
 
 TRANSPARENT = having("copy", "variance") | {"device_put"}
+_NUMBERS: dict[str, type[Any]] = {"b": bool, "i": int, "u": int}  # kind of a dtype -> what a number of it is in Python
 _PLACES = having("layout")  # their own rules keep the shape
 
 
@@ -61,8 +62,7 @@ def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
     value = fold(node.primitive, node.params, operands, out.dtype)
     if value is None:
         return None
-    kind = bool if value.dtype.kind == "b" else int if value.dtype.kind in "iu" else float
-    return view.literal(kind(value), out.shape)
+    return view.literal(_NUMBERS.get(value.dtype.kind, float)(value), out.shape)
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------
@@ -234,21 +234,24 @@ def _unary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [_unary_ref(view, node.primitive, node, ins[0])]
 
 
+_NEUTRAL: dict[str, Coef] = {"max": -math.inf, "min": math.inf, "and": True, "or": False}
+
+
+def _is_number(coef: Coef, number: Coef) -> bool:
+    """Whether both are the same; a boolean is no number: `and` and `or` of integers are bit by bit."""
+    return coef == number and isinstance(coef, bool) == isinstance(number, bool)
+
+
 def _binary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     op, order = node.primitive, [0, 1]
     sizes = nonunit(node.outputs[0].shape)
     edges = [aligned(node, i, ins[i]) for i in order]
-    if op in ("max", "min"):
-        neutral = -math.inf if op == "max" else math.inf
+    if op in _NEUTRAL:
         for i in order:
-            if view.is_literal(ins[i]) and ins[i].coef == neutral:
+            if view.is_literal(ins[i]) and _is_number(ins[i].coef, _NEUTRAL[op]):
                 return [placed(ins[1 - i], edges[1 - i][1], sizes)]
     if op in ("lt", "le"):
         op, edges = {"lt": "gt", "le": "ge"}[op], edges[::-1]
-    if op in ("and", "or"):
-        for i in order:
-            if view.is_literal(ins[i]) and ins[i].coef is (op == "and"):
-                return [placed(ins[1 - i], edges[1 - i][1], sizes)]
     return [elementwise(view, op, (), edges, sizes, op in COMMUTATIVE)]
 
 
@@ -289,18 +292,24 @@ def _reduced_by_law(view: View, op: str, whole: Ref, axis: int) -> Ref | None:
     node = view.nodes[whole.nid]
     if op == "reduce_max" and node.op == "sum" and len(node.operands) == 2:
         for one, other in itertools.permutations(node.operands):
-            if axis not in one.axes or axis in other.axes or view.nodes[other.nid].op not in ("reduce_max", "max"):
-                continue
-            own = {slot: a for a, slot in enumerate(one.axes)}
-            if set(own) != set(range(len(node.shape))):
-                continue
-            top = reduce(Ref(whole.coef * one.coef, one.nid, tuple(own[d] for d in range(len(node.shape)))), axis)
-            place = {slot: a for a, slot in enumerate(other.axes)}
-            rest = tuple(place.get(d) for d in range(len(node.shape)) if d != axis)
-            same = top.nid == other.nid and tidy(top.coef) == tidy(-whole.coef * other.coef)
-            if same and tuple(d if d >= 0 else None for d in top.dims) == rest:
+            below = view.nodes[other.nid].op in ("reduce_max", "max") and axis not in other.axes
+            if below and _is_its_maximum(view, whole, axis, one, other, reduce):
                 return view.literal(0.0, [n for a, n in enumerate(node.shape) if a != axis])
     return reduced_by_parts(view, op, whole, axis, reduce)
+
+
+def _is_its_maximum(
+    view: View, whole: Ref, axis: int, one: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
+) -> bool:
+    """Whether, in a sum of two with all axes of the first, the second is minus the first's maximum over an axis."""
+    every = range(len(view.nodes[whole.nid].shape))
+    own = {slot: a for a, slot in enumerate(one.axes)}
+    if set(own) != set(every):
+        return False
+    top = reduce(Ref(whole.coef * one.coef, one.nid, tuple(own[d] for d in every)), axis)
+    if top.nid != other.nid or tidy(top.coef) != tidy(-whole.coef * other.coef):
+        return False
+    return node_axes(top) == compose(other.axes, tuple(d for d in every if d != axis))
 
 
 def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..jax_compat import has_side_effects
 from ..program.captured import number
 from ..program.identical import made_alike
-from ..program.ir import Atom, Block, Node, Value
+from ..program.ir import Atom, Block, Node, Value, values_in
 from .nodes import ONE, CNode, Coef, Operand, Ref, Tile, as_number, as_scalar, nonunit, tidy
 from .rules import apply_rule, inline, passed_whole
 
@@ -78,9 +78,8 @@ class View:
         part.known_inputs, part.twins = self.known_inputs, self.twins
         for value in leaves:
             part._bind(value, part._given(value))
-        made = {v.id for n in nodes for v in n.outputs}
-        for value in (a for n in nodes for a in n.inputs if isinstance(a, Value)):
-            if value.id in part.ref or value.id in made:
+        for value in _read_beside(nodes):
+            if value.id in part.ref:
                 continue
             known = self.ref[value.id]
             part._bind(value, known if known.nid == ONE else part._given(value))
@@ -243,23 +242,39 @@ def _given_alike(outer: tuple[View, Node] | None) -> dict[int, int]:
     return found
 
 
+def _read_beside(nodes: Sequence[Node]) -> Iterator[Value]:
+    """The values that some nodes read and do not make."""
+    made = {v.id for n in nodes for v in n.outputs}
+    return (v for n in nodes for v in values_in(n.inputs) if v.id not in made)
+
+
 def _is_parameter(block: Block, value: Atom) -> bool:
     """Whether an array of one entry is a weight or a bias, of a product with one feature: it is not a number then."""
     stack = [(block, value)] if value.shape and isinstance(value, Value) else []
     while stack:
         where, read = stack.pop()
         for user in where.users.get(read.id, ()):
-            sources = [m for a in user.inputs if isinstance(a, Value) and (m := where.producer.get(a.id)) is not None]
-            if user.primitive == "dot_general" or user.primitive in ("while", "custom_vjp_call"):
-                return True
-            if user.primitive in ("add", "sub") and any(m.primitive == "dot_general" for m in sources):
+            if _is_of_layer(where, user):
                 return True
             if user.primitive in ("broadcast_in_dim", "reshape", "convert_element_type"):
                 stack += [(where, v) for v in user.outputs]
-            for body in user.blocks:
-                given = zip(body.inputs[::-1], user.inputs[::-1], strict=False)  # a cond has its index before them
-                stack += [(body, mine) for mine, theirs in given if theirs is read]
+            stack += _in_bodies(user, read)
     return False
+
+
+def _is_of_layer(block: Block, node: Node) -> bool:
+    """Whether a node is a product, an addition to one, or may hold one: the body of a `while` or `custom_vjp_call` is not looked into."""
+    if node.primitive == "dot_general" or node.primitive in ("while", "custom_vjp_call"):
+        return True
+    makers = (block.producer.get(v.id) for v in values_in(node.inputs))
+    return node.primitive in ("add", "sub") and any(m is not None and m.primitive == "dot_general" for m in makers)
+
+
+def _in_bodies(node: Node, value: Value) -> list[tuple[Block, Value]]:
+    """(body, input) of each body of a node that is given a value."""
+    # A cond is given its index before what its branches are.
+    given = ((body, zip(body.inputs[::-1], node.inputs[::-1], strict=False)) for body in node.blocks)
+    return [(body, mine) for body, pairs in given for mine, theirs in pairs if theirs is value]
 
 
 def view_node_text(view: View, nid: int) -> str:

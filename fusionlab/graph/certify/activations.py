@@ -30,7 +30,7 @@ from ..primitives import having
 from ..program.boundary import guarded
 from ..program.equations import slice_jaxpr
 from ..program.explicit_axes import sharding_in_type
-from ..program.ir import Literal, Node, Value
+from ..program.ir import Literal, Node, Value, values_in
 from ..program.signature import block_signature, node_signature
 from ..program.trace import block_of_jaxpr
 from ..settings import is_x64, unwrapped
@@ -170,7 +170,7 @@ def _written(view: View, value: Value) -> bool:
         maker = view.block.producer.get(v.id)
         if view.ref[v.id].nid != ONE or (maker is None and v.id not in view.known_inputs):
             return False
-        stack += [a for a in (maker.inputs if maker is not None else ()) if isinstance(a, Value)]
+        stack += values_in(maker.inputs) if maker is not None else []
     return True
 
 
@@ -184,7 +184,7 @@ def between(view: View, start: Value, end: Value) -> list[Node]:
         node = block.producer[value.id]
         if node.id not in nodes:
             nodes[node.id] = node
-            stack.extend(a for a in node.inputs if isinstance(a, Value))
+            stack += values_in(node.inputs)
     return [nodes[i] for i in sorted(nodes)]
 
 
@@ -427,24 +427,30 @@ def profile(fn: Callable[..., Any], like: Value, points: np.ndarray, inline: Inl
 def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
     """Evaluates an elementwise program of one array, and maybe its cotangent, with the points laid along one axis."""
     axis = next((i for i in reversed(range(len(shape))) if shape[i] != 1), None)
-    others = len(closed.in_avals) - 1
     if axis is None:
-        ones = [np.ones(shape)] * others
-        rows = [evaluate(closed, [np.full(shape, p), *ones], None, inline) for p in points]
-        return [np.array([x.item() for x in column]) for column in zip(*rows, strict=True)]
+        return _one_by_one(closed, shape, points, inline)
     # Axes of one real size reduce to one size: with a square shape every chunk of points becomes a square.
     alike = shape.count(shape[axis])
     chunk = len(points) if alike == 1 else max(2, int(_CHUNK_ELEMENTS ** (1 / alike)))
-    made = []
-    for i in range(0, len(points), chunk):
-        part = points[i : i + chunk]
-        sizes = {s: 2 for s in shape if s != 1} | {shape[axis]: len(part)}
-        reduced = tuple(sizes.get(s, s) for s in shape)
-        line = part.reshape([-1 if i == axis else 1 for i in range(len(reduced))])
-        args = [np.broadcast_to(line, reduced), *[np.ones(reduced)] * others]
-        pick = tuple(slice(None) if i == axis else 0 for i in range(len(reduced)))
-        made.append([np.broadcast_to(x, reduced)[pick] for x in evaluate(closed, args, Sizes(sizes), inline)])
+    made = [_along(closed, shape, axis, points[i : i + chunk], inline) for i in range(0, len(points), chunk)]
     return [np.concatenate(column) for column in zip(*made, strict=True)]
+
+
+def _one_by_one(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
+    """As `_on_points`, of an array of one entry."""
+    ones = [np.ones(shape)] * (len(closed.in_avals) - 1)
+    rows = [evaluate(closed, [np.full(shape, p), *ones], None, inline) for p in points]
+    return [np.array([x.item() for x in column]) for column in zip(*rows, strict=True)]
+
+
+def _along(closed: Any, shape: Sequence[int], axis: int, points: np.ndarray, inline: Inline) -> list[np.ndarray]:
+    """As `_on_points`, of as many points as are laid along an axis at once."""
+    sizes = {s: 2 for s in shape if s != 1} | {shape[axis]: len(points)}
+    reduced = tuple(sizes.get(s, s) for s in shape)
+    line = points.reshape([-1 if i == axis else 1 for i in range(len(reduced))])
+    args = [np.broadcast_to(line, reduced), *[np.ones(reduced)] * (len(closed.in_avals) - 1)]
+    pick = tuple(slice(None) if i == axis else 0 for i in range(len(reduced)))
+    return [np.broadcast_to(x, reduced)[pick] for x in evaluate(closed, args, Sizes(sizes), inline)]
 
 
 def _points(switches: Sequence[float]) -> np.ndarray:

@@ -21,7 +21,7 @@ from ..jax_compat import varies
 from ..matching.region import Region, region_signature
 from ..primitives import having
 from ..program.explicit_axes import make_typed_jaxpr, sharding_in_type
-from ..program.ir import Block, Node, Value
+from ..program.ir import Block, Node, values_in
 from ..program.signature import block_signature
 from ..program.trace import FLATTENED, block_of_jaxpr
 
@@ -110,19 +110,21 @@ def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
     """Whether nodes, in order, cannot; `moving` are the values that operands have a part in: a sum of others may count its terms."""
     moving = set(moving)
     for node in nodes:
-        reads = [a.id for a in node.inputs if isinstance(a, Value)]
-        if node.primitive in FLATTENED or is_jax_rule(node):
-            inside = all(_are_blind(b.nodes, {v.id for v in b.inputs}) for b in node.blocks)
-            if not inside or not moving.issuperset(reads):
-                return False
-        elif node.primitive in _SUMS:
-            if not moving.issuperset(reads):
-                return False
-        elif node.primitive not in _OF_ENTRIES | _OF_SHAPES:
+        if not _is_blind_node(node, moving):
             return False
-        if not moving.isdisjoint(reads):
+        if not moving.isdisjoint(_read(node)):
             moving.update(v.id for v in node.outputs)
     return True
+
+
+def _is_blind_node(node: Node, moving: set[int]) -> bool:
+    """Whether one node cannot, `moving` as of several."""
+    if node.primitive in FLATTENED or is_jax_rule(node):
+        inside = all(_are_blind(b.nodes, {v.id for v in b.inputs}) for b in node.blocks)
+        return inside and moving.issuperset(_read(node))
+    if node.primitive in _SUMS:
+        return moving.issuperset(_read(node))
+    return node.primitive in _OF_ENTRIES | _OF_SHAPES
 
 
 def _is_blind_written_out(block: Block, inline: Inline) -> bool:
@@ -143,7 +145,7 @@ def _is_blind_written_out(block: Block, inline: Inline) -> bool:
 
 
 def _read(node: Node) -> list[int]:
-    return [a.id for a in node.inputs if isinstance(a, Value)]
+    return [v.id for v in values_in(node.inputs)]
 
 
 def _stands_alone(block: Block) -> bool:

@@ -130,12 +130,8 @@ def prove_function(
       ordinary: on ordinary numbers only; else as `Certifier.extremes` too.
     """
     outs = [jax.eval_shape(fn, *avals) for fn in (old, new)]
-    if any(not hasattr(o, "shape") for o in outs):
-        return Verdict("structure", "it does not give one array")
-    if (outs[0].shape, outs[0].dtype) != (outs[1].shape, outs[1].dtype):
-        return Verdict(
-            "structure", f"it gives {outs[1].dtype}{list(outs[1].shape)}, needed {outs[0].dtype}{list(outs[0].shape)}"
-        )
+    if (other := _other_type(*outs)) is not None:
+        return other
     given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
     told = ["value", *(f"gradient of {n}" for n in names)]
     tolerance = tolerance_of((*avals, outs[0]))
@@ -145,12 +141,26 @@ def prove_function(
     try:
         programs = Programs(given, new_ones, avals, outs[0], inline)
         found = [programs.results(seed, _REAL) for seed in range(draws)]
-        wrong = next((v for one in found if not (v := agree(tolerance, told, one)).ok), None)
+        wrong = _first_wrong(tolerance, told, found)
     except CannotEvaluate as error:
         return Verdict("uncertified", f"it cannot be told: {error}")
     if wrong is not None or ordinary:
         return wrong or Verdict(None)
     return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(_REAL))
+
+
+def _other_type(old: Any, new: Any) -> Verdict | None:
+    """What is said where results of these types are not of one type, that of an array; None where they are."""
+    if not hasattr(old, "shape") or not hasattr(new, "shape"):
+        return Verdict("structure", "it does not give one array")
+    if (old.shape, old.dtype) == (new.shape, new.dtype):
+        return None
+    return Verdict("structure", f"it gives {new.dtype}{list(new.shape)}, needed {old.dtype}{list(old.shape)}")
+
+
+def _first_wrong(tolerance: float, names: Sequence[str], found: Sequence[Results]) -> Verdict | None:
+    verdicts = (agree(tolerance, names, one) for one in found)
+    return next((verdict for verdict in verdicts if not verdict.ok), None)
 
 
 def _tried(

@@ -54,12 +54,7 @@ def inputs_of(
     Of two booleans or more both kinds are drawn. `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are
     scaled for sums to be of the order of 1.
     """
-    table = dict(reduction.known)
-    used = {int(s) for a in (*avals, out) for s in a.shape if s <= KEPT_SIZES} | set(table.values())
-    sizes = sorted({int(s) for a in (*avals, out) for s in a.shape if s > KEPT_SIZES and s not in table})
-    for size in [] if reduction.real else sizes:
-        table[size] = next(s for s in itertools.count(3) if s not in used)
-        used.add(table[size])
+    table = _reduced_sizes((*avals, out), reduction)
     rng = np.random.default_rng(seed)
     number = itertools.count(seed)
     args = []
@@ -76,6 +71,20 @@ def inputs_of(
         else:
             args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
     return Sizes(table, reduction.parts, reduction.most), args
+
+
+def _reduced_sizes(avals: Sequence[Any], reduction: Reduction) -> dict[int, int]:
+    """Size -> what it is reduced to, of those sizes of some types that are."""
+    table = dict(reduction.known)
+    if reduction.real:
+        return table
+    every = {int(s) for a in avals for s in a.shape}
+    kept = {s for s in every if s <= KEPT_SIZES}
+    used = kept.union(table.values())
+    for size in sorted(every - kept - table.keys()):
+        table[size] = next(s for s in itertools.count(3) if s not in used)
+        used.add(table[size])
+    return table
 
 
 def _keys(aval: Any, rng: np.random.Generator) -> Any:
@@ -106,18 +115,7 @@ def summed_with(closed: Any) -> dict[int, tuple[int, ...]]:
     and hardly hangs on anything: no factor nor mask would be told from another, and gradients would be what rounding leaves of them.
     """
     jaxpr, _ = split_closed(closed)
-    came_from: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
-    reads: Counter[int] = Counter()
-    products: list[tuple[Any, list[int | None]]] = []
-    for eqn in jaxpr.eqns:
-        sources = [None if isinstance(a, jex_core.Literal) else came_from.get(a) for a in eqn.invars]
-        name = eqn.primitive.name
-        if name in _VIEWS and sources[0] is not None:
-            came_from.update((v, sources[0]) for v in eqn.outvars)
-            continue
-        reads.update(s for s in sources if s is not None)
-        if name == "dot_general":
-            products.append((eqn, sources))
+    products, reads = _products_of_inputs(jaxpr)
 
     def order_of(source: int) -> tuple[int, int]:
         return reads[source], len(jaxpr.invars[source].aval.shape)
@@ -132,3 +130,20 @@ def summed_with(closed: Any) -> dict[int, tuple[int, ...]]:
             axes = eqn.params["dimension_numbers"][0][side] if weight else ()  # the first product that reads it counts
             found.setdefault(source, tuple(int(eqn.invars[side].aval.shape[int(d)]) for d in axes))
     return found
+
+
+def _products_of_inputs(jaxpr: Any) -> tuple[list[tuple[Any, list[int | None]]], Counter[int | None]]:
+    """(each product, with the inputs that its operands are views of or None), (input -> how often it or a view of it is read)."""
+    came_from: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+    reads: Counter[int | None] = Counter()
+    products: list[tuple[Any, list[int | None]]] = []
+    for eqn in jaxpr.eqns:
+        sources = [None if isinstance(a, jex_core.Literal) else came_from.get(a) for a in eqn.invars]
+        name = eqn.primitive.name
+        if name in _VIEWS and sources[0] is not None:
+            came_from.update((v, sources[0]) for v in eqn.outvars)
+            continue
+        reads.update(sources)
+        if name == "dot_general":
+            products.append((eqn, sources))
+    return products, reads

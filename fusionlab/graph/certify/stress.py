@@ -100,19 +100,25 @@ def try_out(
     """
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]
     draws = list(_draws(floats, tolerance))
+    dtypes = [a.dtype for a in avals]
     for draw in draws:
         sizes, args = given(draw.seed)
-        drawn = [draw.of(a, np.float64) if i in draw.where else a for i, a in enumerate(args)]
+        drawn = _changed(draw, args, [np.float64] * len(avals))
         want, got = (evaluate(program, drawn, sizes, inline) for program in (old, new))
         for name, a, b in zip(names, want, got, strict=True):
             if wrong := _other(a, b, draw):
                 return f"its {name} is {wrong}"
     for draw in draws:
         sizes, args = given(draw.seed)
-        drawn = [draw.of(a, avals[i].dtype) if i in draw.where else a for i, a in enumerate(args)]
+        drawn = _changed(draw, args, dtypes)
         if wrong := _rounded(old, new, drawn, sizes, avals, inline, names, draw):
             return wrong
     return None
+
+
+def _changed(draw: _Draw, args: Sequence[np.ndarray], dtypes: Sequence[Any]) -> list[np.ndarray]:
+    """Ordinary arguments as a draw has them, for a program that takes them in these dtypes."""
+    return [draw.of(a, dtypes[i]) if i in draw.where else a for i, a in enumerate(args)]
 
 
 def _other(want: np.ndarray, got: np.ndarray, draw: _Draw) -> str | None:
@@ -147,18 +153,28 @@ def _rounded(
     floats = [i for i, v in enumerate(avals) if is_float(v.dtype)]
     dtype = max((np.dtype(avals[i].dtype) for i in floats), key=lambda d: float(jnp.finfo(d).eps))
     for name, t, a, b in zip(names, true, given, made, strict=True):
-        held = np.isfinite(a) & np.isfinite(t)
-        if (bad := held & ~np.isfinite(b)).any():
-            return f"its {name} is {b[bad][0]} in {dtype} for {draw.told}, where it has to be a number"
-        if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
-            continue
-        size = float(np.max(np.abs(t[held])))
-        was, now = (float(np.max(np.abs(x[held] - t[held]))) for x in (a, b))
         # What cancels is as large as the terms were: at most as the inputs or 1, of a gradient as the cotangent.
         terms = args[-1:] if name != "value" else [np.clip(args[i], -1, 1) for i in floats]
-        noise = 8 * float(jnp.finfo(dtype).eps) * max(float(np.max(np.abs(a), initial=0.0)) for a in terms)
-        added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
-        if now > added + _WORSE * was:
-            told = f"its {name}, computed in {dtype}, is {now / (size or 1):.1g} off for {draw.told}"
-            return f"{told}, where it was {was / (size or 1):.1g} off"
+        if wrong := _farther(name, (t, a, b), terms, dtype, draw):
+            return wrong
     return None
+
+
+def _farther(
+    name: str, results: tuple[np.ndarray, ...], terms: Sequence[np.ndarray], dtype: np.dtype, draw: _Draw
+) -> str | None:
+    """What is wrong with a result in rounded arithmetic, of float64's, the old program's and the new one's. `terms`: what may cancel."""
+    true, was, now = results
+    held = np.isfinite(was) & np.isfinite(true)
+    if (bad := held & ~np.isfinite(now)).any():
+        return f"its {name} is {now[bad][0]} in {dtype} for {draw.told}, where it has to be a number"
+    if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
+        return None
+    size = float(np.max(np.abs(true[held])))
+    before, after = (float(np.max(np.abs(x[held] - true[held]))) for x in (was, now))
+    noise = 8 * float(jnp.finfo(dtype).eps) * max(float(np.max(np.abs(a), initial=0.0)) for a in terms)
+    added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
+    if after <= added + _WORSE * before:
+        return None
+    told = f"its {name}, computed in {dtype}, is {after / (size or 1):.1g} off for {draw.told}"
+    return f"{told}, where it was {before / (size or 1):.1g} off"

@@ -83,12 +83,17 @@ class _Walk:
         if pairs is None:
             pairs = [(ins[1], ins[0]), (ins[1], ins[2])] if name == "clamp" else [(ins[0], ins[1])]
         for one, other in pairs:
-            self.crossings |= {(d - b) / (a - c) for a, b in one or () for c, d in other or () if a != c}
+            self.crossings |= _crossings(one, other)
         if name == "abs":
             return _union([ins[0], _scaled(ins[0], -1.0)]), True
         if name == "sign":
             return frozenset({(0.0, -1.0), (0.0, 0.0), (0.0, 1.0)}), True
         return (_union(ins) if name in ("max", "min", "clamp") else _BOOLS), True
+
+
+def _crossings(one: Pieces, other: Pieces) -> set[float]:
+    """The inputs at which a piece of one meets a piece of the other."""
+    return {(d - b) / (a - c) for a, b in one or () for c, d in other or () if a != c}
 
 
 def _union(parts: Sequence[Pieces]) -> Pieces:

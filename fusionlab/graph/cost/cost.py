@@ -282,20 +282,21 @@ class _Counter:
 
     def _children(self, node: Node) -> list[tuple[Block, int | None]]:
         """The blocks of a region and how often each runs for one run of the region; None: unknown."""
-        name, blocks = node.primitive, node.blocks
+        return [(block, self._runs(node, block)) for block in node.blocks]
+
+    def _runs(self, node: Node, block: Block) -> int | None:
+        name = node.primitive
         if name == "scan":
-            return [(b, int(node.params["length"])) for b in blocks]
+            return int(node.params["length"])
         if name == "while":
             n = self.trips.get(node.id)
             # The test runs once more than the body.
-            return [(b, n if n is None else n + b.label.startswith("cond")) for b in blocks]
+            return n if n is None else n + block.label.startswith("cond")
         if name == "custom_linear_solve":
-            return [(b, int(b.label == _SOLVE)) for b in blocks]
+            return int(block.label == _SOLVE)
         if name in COMBINES:
-            return [(b, _combinations(node, b)) for b in blocks]
-        if name == "pallas_call" or _own_arithmetic(node) is not None:
-            return [(b, 0) for b in blocks]
-        return [(b, 1) for b in blocks]
+            return _combinations(node, block)
+        return 0 if name == "pallas_call" or _own_arithmetic(node) is not None else 1
 
 
 def _combinations(node: Node, block: Block) -> int:

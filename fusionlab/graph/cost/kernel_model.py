@@ -16,7 +16,7 @@ others: what it made of a program is in the compiled module, and this is what it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..program.ir import Atom, Block, Node, Value
@@ -73,10 +73,7 @@ class _Flat:
         self._take(block)
         self.producer = {v.id: n for n in self.nodes for v in n.outputs}
         self._transposes()
-        self.users: dict[int, list[Node]] = {}
-        for node in self.nodes:
-            for a in self.operands(node):
-                self.users.setdefault(a.id, []).append(node)
+        self.users = self._readers()
         self.returned = {a.id for a in map(self.of, block.outputs) if isinstance(a, Value)}
         self.roots = self._roots()
 
@@ -84,20 +81,28 @@ class _Flat:
         for node in block.nodes:
             if node.primitive in ONCE and len(node.blocks) == 1 and len(node.blocks[0].inputs) == len(node.inputs):
                 child = node.blocks[0]
-                self.alias.update((v.id, a) for v, a in zip(child.inputs, node.inputs, strict=True))
+                self._rename(child.inputs, node.inputs)
                 self._take(child)
-                self.alias.update((v.id, a) for v, a in zip(node.outputs, child.outputs, strict=True))
+                self._rename(node.outputs, child.outputs)
             elif is_view(node) and node.inputs and len(node.outputs) in (1, len(node.inputs)):
                 self.alias.update((v.id, a) for v, a in zip(node.outputs, node.inputs, strict=False))
             else:
                 self.nodes.append(node)
 
-    def _transposes(self) -> None:
-        """A transpose whose operand a product makes, or that only products read, is no node of its own."""
-        readers: dict[int, list[Node]] = {}
+    def _rename(self, values: Sequence[Value], atoms: Sequence[Atom]) -> None:
+        self.alias.update((v.id, a) for v, a in zip(values, atoms, strict=True))
+
+    def _readers(self) -> dict[int, list[Node]]:
+        """Value id -> the nodes that read it or a view of it."""
+        found: dict[int, list[Node]] = {}
         for node in self.nodes:
             for a in self.operands(node):
-                readers.setdefault(a.id, []).append(node)
+                found.setdefault(a.id, []).append(node)
+        return found
+
+    def _transposes(self) -> None:
+        """A transpose whose operand a product makes, or that only products read, is no node of its own."""
+        readers = self._readers()
         kept = []
         for node in self.nodes:
             made_by = self.producer.get(getattr(self.of(node.inputs[0]), "id", -1)) if node.inputs else None
@@ -128,11 +133,15 @@ class _Flat:
                 vid = node.outputs[0].id
                 users = self.users.get(vid, ())
                 joined = frozenset().union(*(roots[u.id] for u in users)) if users else mine
-                dear = len(joined) > 1 and (node.primitive in _DEAR or self._taken(node) > 1.5 * node.outputs[0].nbytes)
-                if vid not in self.returned and not dear and all(u.primitive in _JOINS | _ENDS for u in users):
+                again = len(joined) < 2 or not self._is_dear(node)
+                if vid not in self.returned and again and all(u.primitive in _JOINS | _ENDS for u in users):
                     mine = joined
             roots[node.id] = mine
         return roots
+
+    def _is_dear(self, node: Node) -> bool:
+        """Whether a node is not computed twice, once for each kernel that reads it."""
+        return node.primitive in _DEAR or self._taken(node) > 1.5 * node.outputs[0].nbytes
 
     def _taken(self, node: Node) -> int:
         """Bytes a node is made of, a broadcast counted as what is broadcast."""

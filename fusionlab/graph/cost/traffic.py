@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..primitives import having
-from ..program.ir import Block, Node, Value
+from ..program.ir import Block, Node, Value, values_in
 from .rules import VIEWS, size
 
 # Blocks that run once for each entry, on numbers that never reach memory: what a reduction or a scatter combines with.
@@ -34,11 +34,16 @@ def is_view(node: Node) -> bool:
     return False
 
 
+def _operands(node: Node) -> dict[int, int]:
+    """Value id -> bytes of each value that a node is given."""
+    return {v.id: v.nbytes for v in values_in(node.inputs)}
+
+
 def reads(node: Node) -> dict[int, int]:
     """Value id -> bytes a node reads of it by itself; each value once, literals not at all."""
     if is_view(node) or is_region(node):
         return {}
-    found = {a.id: a.nbytes for a in node.inputs if isinstance(a, Value)}
+    found = _operands(node)
     first = node.inputs[0] if node.inputs else None
     if not isinstance(first, Value):
         return found
@@ -71,9 +76,9 @@ def _updates(node: Node) -> int:
 def base_of(block: Block, value: Value) -> Value:
     """The value that `value` is a view of, or itself."""
     while (node := block.producer.get(value.id)) is not None and is_view(node):
-        sources = [a for a in node.inputs if isinstance(a, Value)]
+        sources = values_in(node.inputs)
         if node.primitive == "optimization_barrier" and len(node.inputs) == len(node.outputs):
-            sources = [a for a, v in zip(node.inputs, node.outputs, strict=True) if v is value and isinstance(a, Value)]
+            sources = values_in(a for a, v in zip(node.inputs, node.outputs, strict=True) if v is value)
         if len(sources) != 1:
             break
         value = sources[0]
@@ -86,21 +91,32 @@ def ideal_traffic(block: Block, nodes: Mapping[int, Node]) -> tuple[int, int]:
     What comes from outside is read once, and no more of it than the nodes read one by one; what is read outside, or returned, is written.
     Regions count with what they are given and give.
     """
+    return _read_from_outside(block, nodes), sum(_written_outside(block, node, nodes) for node in nodes.values())
+
+
+def _taken(node: Node) -> dict[int, int]:
+    return _operands(node) if is_region(node) else reads(node)
+
+
+def _read_from_outside(block: Block, nodes: Mapping[int, Node]) -> int:
+    """Bytes that nodes read of what they do not make, of a value and its views together no more than it has."""
     made = {v.id for n in nodes.values() for v in n.outputs}
     read: dict[int, int] = {}
     whole: dict[int, int] = {}
     for node in nodes.values():
-        taken = {a.id: a.nbytes for a in node.inputs if isinstance(a, Value)} if is_region(node) else reads(node)
-        for a in {a.id: a for a in node.inputs if isinstance(a, Value)}.values():
+        taken = _taken(node)
+        for a in {v.id: v for v in values_in(node.inputs)}.values():
             base = base_of(block, a)
             if base.id not in made and a.id not in made and a.id in taken:
                 read[base.id] = read.get(base.id, 0) + taken[a.id]
                 whole[base.id] = base.nbytes
-    written = 0
-    for node in nodes.values():
-        given = {v.id: v.nbytes for v in node.outputs} if is_region(node) else writes(node)
-        written += sum(n for i, n in given.items() if _read_outside(block, i, nodes))
-    return sum(min(n, whole[i]) for i, n in read.items()), written
+    return sum(min(n, whole[i]) for i, n in read.items())
+
+
+def _written_outside(block: Block, node: Node, nodes: Mapping[int, Node]) -> int:
+    """Bytes that a node writes of what is read by others than `nodes`."""
+    given = {v.id: v.nbytes for v in node.outputs} if is_region(node) else writes(node)
+    return sum(n for i, n in given.items() if _read_outside(block, i, nodes))
 
 
 def _read_outside(block: Block, value: int, nodes: Mapping[int, Node]) -> bool:

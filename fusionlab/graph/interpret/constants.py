@@ -98,6 +98,7 @@ def _of(fn: Callable[..., Any]) -> Callable[[Any, list[np.ndarray]], np.ndarray]
 def _convert(eqn: Any, ins: list[np.ndarray]) -> np.ndarray:
     (x,), made = ins, np.dtype(eqn.params["new_dtype"])
     if is_float(x.dtype) and not is_float(made):
+        # JAX casts to bool by comparing with 0: NaN is True.
         if made.kind == "b":
             return x != 0
         if made.kind not in "iu" or not np.isfinite(x).all() or (np.abs(x.astype(np.float64)) >= 1 << 31).any():

@@ -133,6 +133,7 @@ class _Run:
         if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape or not eqn.invars:
             return None
         numbers = [self.number(a) for a in eqn.invars]
+        # A PRNG key is no number, whatever it is made of.
         if any(n is None for n in numbers) or any(
             jnp.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in (*eqn.invars, *eqn.outvars)
         ):
@@ -161,6 +162,7 @@ class _Run:
 
     def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
         name = eqn.primitive.name
+        # On several devices at once a collective is not one device's own.
         if self.sums is not None and name in SUMS_OVER_DEVICES:
             return self.sums(eqn, ins)
         if self.sizes.most is not None:
@@ -172,9 +174,11 @@ class _Run:
             known = _JAX_FUNCTIONS.get(_function_name(eqn.params["call_jaxpr"]))
             if known is not None:
                 return [known(*ins)]
+        # JAX keeps what a call runs in `jaxpr`, what a function with a rule of its own runs in `call_jaxpr`.
         if name in FLATTENED or name in _ENTERED:
             child = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             return self.call(child, ins, eqn.invars)
+        # Its results are its operands, which XLA may not move other work across.
         if name == "optimization_barrier":
             return ins
         if name in _CONTROL or name in BOUND:

@@ -172,9 +172,11 @@ def _broadcast_in_dim(run: Any, eqn: Any, ins: list[Array]) -> Array:
 def _reshape(run: Any, eqn: Any, ins: list[Array]) -> Array:
     real_in = [int(s) for s in eqn.invars[0].aval.shape]
     real_out = [int(s) for s in eqn.params["new_sizes"]]
+    # `jax.lax.reshape` with `dimensions` transposes first.
     if (order := eqn.params["dimensions"]) is not None:
         ins, real_in = [np.transpose(ins[0], order)], [real_in[int(i)] for i in order]
     reduced = list(ins[0].shape)
+    # An array without entries may take any shape without entries: no axes belong together.
     if 0 in real_in:
         return ins[0].reshape(run.sizes.shape(real_out))
     out: list[int] = []
@@ -200,6 +202,7 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     if [r for r, _ in big_in] == big_out:
         sizes = iter([s for _, s in big_in])
         return [next(sizes) if r != 1 else 1 for r in real_out]
+    # Axes that are merged into one: it is reduced to what they are.
     if len(big_out) == 1:
         run.sizes.learn(big_out[0], elements)
     shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
@@ -237,9 +240,13 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
             real = eqn.invars[0].aval.shape[int(i)]
             raise SizesDifferError(real, one, other if one == run.sizes(real) else one)
     batch = [left[int(i)] for i in lb]
-    free = [x for d, x in enumerate(left) if d not in lc and d not in lb]
-    free += [x for d, x in enumerate(right) if d not in rc and d not in rb]
+    free = _free(left, lc, lb) + _free(right, rc, rb)
     return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
+
+
+def _free(letters: Sequence[str], contracted: Sequence[int], batch: Sequence[int]) -> list[str]:
+    """The letters of a side's axes that it alone has."""
+    return [x for d, x in enumerate(letters) if d not in contracted and d not in batch]
 
 
 def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
@@ -341,12 +348,14 @@ def bound(eqn: Any, ins: list[Any]) -> list[Any]:
     kinds = [np.dtype(float) if is_float(v.aval.dtype) else v.aval.dtype for v in eqn.invars]
     wide = any(str(kind).endswith("64") for kind in (*kinds, *(v.aval.dtype for v in eqn.outvars)))
     params = dict(eqn.params)
+    # JAX makes 32 bits of 64 unless 64-bit types are on.
     with jax.ensure_compile_time_eval(), enable_x64(wide):
         given = [as_jax(x) if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
         if params.get("update_jaxpr") is not None:  # a scatter's sum, written down for the program's dtype
             number = jax.ShapeDtypeStruct((), kinds[0])
             params["update_jaxpr"] = split_closed(jax.make_jaxpr(jax.lax.add)(number, number))[0]
         outs = eqn.primitive.bind(*given, **params)
+    # A primitive without `multiple_results` gives its one result bare.
     outs = outs if eqn.primitive.multiple_results else [outs]
     return [o if jnp.issubdtype(o.dtype, jax.dtypes.extended) else np.asarray(o) for o in outs]
 

@@ -46,10 +46,12 @@ class _Team:
     def sum(self, device: int, eqn: Any, ins: list[Array]) -> list[Array]:
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         named = frozenset(over if isinstance(over, tuple | list) else (over,))
+        # So JAX names a sum in a shard_map whose types tell what varies (check_vma).
         typed = eqn.primitive.name == "psum_invariant"
         here = named & self.axes if typed else named
         if typed and not here:
             return ins
+        # With groups each of them sums for itself.
         if eqn.params.get("axis_index_groups") is not None or eqn.primitive.name not in _KNOWN or here != self.axes:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} over {', '.join(map(str, over))}")
         self.given[device] = tuple(str(v.aval) for v in eqn.invars), ins

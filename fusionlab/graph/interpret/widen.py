@@ -151,6 +151,7 @@ class Interpreter:
         name = eqn.primitive.name
         kinds = {v.kind for v in vals}
         floats = {v.kind for v, a in zip(vals, eqn.invars, strict=True) if is_inexact(a.aval.dtype)}
+        # Bits of a generator are those of its own dtype.
         if name.startswith(_RANDOM_NAMES):
             return self._own(eqn, vals, PLAIN if PLAIN in floats else RANDOM)
         no_floats = not floats and not any(is_inexact(v.aval.dtype) for v in eqn.outvars)
@@ -163,6 +164,7 @@ class Interpreter:
                 # A draw is compared in its own dtype, or a mask would differ where the threshold was rounded.
                 return self._own(eqn, vals, RANDOM)
             return self._high(eqn, vals)
+        # jax.random makes a draw of bits in the draw's own dtype: in float64 it would be another draw.
         if RANDOM in kinds:
             return self._low(eqn, vals) if name in _DRAW else self._high(eqn, vals)
         if PLAIN in kinds:
@@ -183,12 +185,15 @@ class Interpreter:
     def _high(self, eqn: Any, vals: list[Val]) -> list[Val]:
         name, params = eqn.primitive.name, {k: _wide_param(v) for k, v in eqn.params.items()}
         args = [v.wide for v in vals]
+        # It keeps the bits of a narrower dtype, and float64 is to keep all.
         if name == "reduce_precision":
             return [plain(args[0])]
         if name == "convert_element_type":
             old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+            # A cast from float to float, or from complex to complex: both are one dtype here.
             if is_inexact(old) and wide_dtype(old) == wide_dtype(new):
                 return [plain(args[0])]
+        # What the program asks for may be fewer bits than its dtype has, on devices that have such products.
         if name in _CONTRACTIONS:
             params["precision"] = lax.Precision.HIGHEST
         for key, index, child in child_jaxprs(eqn):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,37 +188,49 @@ class _Matcher:
 
     def axes(self, state: _State) -> Match | Miss:
         """The axis check: every target axis must play a letter's part in every matched node."""
-        pattern, links, sizes = self.pattern, [], {}
-        for pid, order in state.order.items():
-            have = self.view.nodes[state.nodes[pid]]
-            keys: list[Any] = [None] * len(have.operands)
-            for i, j in enumerate(order):
-                keys[j] = pattern.nodes[pid].operands[i].nid
-            links += axis_links(have, pid, keys)
-        classes = axis_classes(links)
-        for (pid, axis), c in classes.items():
-            if isinstance(axis, int):
-                sizes[c] = self.view.nodes[state.nodes[pid]].shape[axis]
+        classes = axis_classes(self._links(state))
+        sizes = self._sizes(state, classes)
         if _meets_itself(classes):
             return self._other_axes(state, "two axes of one value are one axis in it")
         members = places(classes, {pid: self.view.nodes[state.nodes[pid]] for pid in state.order})
-        letters: dict[str, list[int]] = {letter: [] for letter in pattern.letters}
+        letters: dict[str, list[int]] = {letter: [] for letter in self.pattern.letters}
         for c, pids in members.items():
-            played = {
-                x: len(full - pids) for x, full in pattern.letters.items() if self._plays(x, full, frozenset(pids))
-            }
-            # The part that it plays most of.
-            fits = [x for x, missing in played.items() if missing == min(played.values())]
+            fits = self._letters_of(frozenset(pids))
             if len(fits) != 1:
-                names = sorted(pattern.leaf_of[p] for p in pids if p in pattern.leaf_of)
-                owner = " and ".join(names) or "no operand"
-                reason = f"an axis of size {sizes[c]} that {owner} has plays no part in the pattern"
-                return self._other_axes(state, reason, (tuple(names), sizes[c]))
+                return self._no_part(state, pids, sizes[c])
             letters[fits[0]].append(c)
         fixed = {x: tuple(cs) for x, cs in letters.items()}
         if not self._parts_fit(state, classes, fixed):
             return self._other_axes(state, "axes are split or merged in another order than the pattern's")
-        return Match(pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
+        return Match(self.pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
+
+    def _links(self, state: _State) -> list[Any]:
+        """Which axes of matched nodes are one, called as in the pattern."""
+        links = []
+        for pid, order in state.order.items():
+            have = self.view.nodes[state.nodes[pid]]
+            keys: list[Any] = [None] * len(have.operands)
+            for i, j in enumerate(order):
+                keys[j] = self.pattern.nodes[pid].operands[i].nid
+            links += axis_links(have, pid, keys)
+        return links
+
+    def _sizes(self, state: _State, classes: Mapping[Axis, int]) -> dict[int, int]:
+        """Class of axes -> their size."""
+        own = (((pid, axis), c) for (pid, axis), c in classes.items() if isinstance(axis, int))
+        return {c: self.view.nodes[state.nodes[pid]].shape[axis] for (pid, axis), c in own}
+
+    def _letters_of(self, pids: frozenset[Place]) -> list[str]:
+        """The letters whose part axes in these places play, those of which they play most."""
+        played = {x: len(full - pids) for x, full in self.pattern.letters.items() if self._plays(x, full, pids)}
+        return [x for x, missing in played.items() if missing == min(played.values())]
+
+    def _no_part(self, state: _State, pids: Iterable[Place], size: int) -> Miss:
+        """The miss of an axis in these places that plays no letter's part, or several."""
+        names = sorted(self.pattern.leaf_of[p] for p in pids if p in self.pattern.leaf_of)
+        owner = " and ".join(names) or "no operand"
+        reason = f"an axis of size {size} that {owner} has plays no part in the pattern"
+        return self._other_axes(state, reason, (tuple(names), size))
 
     def _other_axes(self, state: _State, reason: str, leaves: tuple[tuple[str, ...], int] | None = None) -> Miss:
         """The miss of a match whose nodes all fit, and whose axes do not."""

@@ -7,14 +7,14 @@ captured scalar (and the power in which it enters is solved for); everything els
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..canonical.axes import Part, Place, axis_classes, axis_links, places, reshape_parts
+from ..canonical.axes import Axis, Part, Place, axis_classes, axis_links, places, reshape_parts
 from ..canonical.nodes import ONE, CNode, Coef
 from ..canonical.view import View
 from ..program.ir import Block
@@ -133,20 +133,32 @@ def pattern_of(example: Example) -> Pattern:
     leaf_of = {first.ref[v.id].nid: name for v, name in zip(first.block.inputs, example.leaves, strict=False)}
     (root, scale), (_, other) = ((ref.nid, ref.coef) for ref in (v.read(v.block.outputs[0]) for v in (first, second)))
     factor = scale if scale == other else _solve(example, scale, other)
+    edges = _scalar_edges(example, first, second)
+    needed = _reachable(first, root)
+    gauged = frozenset() if example.bare else _gauged(first, leaf_of)
+    letters, parts = _letters(first, example, leaf_of, needed)
+    may_lack = _lacking(example, first, leaf_of)
+    size = sum(n not in leaf_of and n != ONE for n in needed)
+    _as_written(example, first, root)
+    return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)
+
+
+def _scalar_edges(example: Example, first: View, second: View) -> dict[tuple[int, int], ScalarEdge]:
+    """(node, number of its operand) -> the scalar that an edge carries, told by the two views."""
     edges = {}
     for a, b in zip(first.nodes, second.nodes, strict=True):
         for i, (x, y) in enumerate(zip(a.operands, b.operands, strict=True)):
             if x.coef != y.coef:
                 edges[a.id, i] = _solve(example, x.coef, y.coef)
-    needed = _reachable(first, root)
-    gauged = frozenset() if example.bare else _gauged(first, leaf_of)
-    letters, parts = _letters(first, example, leaf_of, needed)
-    may_lack = {x: _may_lack(first, leaf_of, names) for x, names in example.optional.items()}
+    return edges
+
+
+def _lacking(example: Example, view: View, leaf_of: Mapping[int, str]) -> dict[str, frozenset[int]]:
+    """Axis letter -> the nodes that need not have it."""
+    found = {x: _may_lack(view, leaf_of, names) for x, names in example.optional.items()}
     for x, names in example.shared.items():
-        may_lack[x] = may_lack.get(x, frozenset()) | {nid for nid, name in leaf_of.items() if name in names}
-    size = sum(n not in leaf_of and n != ONE for n in needed)
-    _as_written(example, first, root)
-    return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)
+        found[x] = found.get(x, frozenset()) | {nid for nid, name in leaf_of.items() if name in names}
+    return found
 
 
 def _as_written(example: Example, view: View, root: int) -> None:
@@ -234,19 +246,11 @@ def _letters(
     length of several axes, the further ones are called "f'", "f''", ...
     """
     inner = sorted(nid for nid in needed if nid not in leaf_of)
-    links = [
-        link for nid in inner for link in axis_links(view.nodes[nid], nid, [o.nid for o in view.nodes[nid].operands])
-    ]
-    classes = axis_classes(links)
-    by_class = places(classes, {nid: view.nodes[nid] for nid in inner})
-    name_of: dict[int, str] = {}
-    for value, axes in zip(view.block.inputs, example.leaves.values(), strict=False):  # the scalars come last
-        nid = view.ref[value.id].nid
-        for axis, letter in enumerate(axes):
-            if (c := classes.get((nid, axis))) is not None and name_of.setdefault(c, letter) != letter:
-                raise ValueError(f"example {example.name}: letters {name_of[c]} and {letter} name one axis")
-    reshapes = [view.nodes[nid] for nid in inner if view.nodes[nid].op == "reshape"]
-    parts = {part: classes[axis] for n in reshapes for part, axis in reshape_parts(n, n.id, n.operands[0].nid)}
+    nodes = [view.nodes[nid] for nid in inner]
+    classes = axis_classes([link for n in nodes for link in axis_links(n, n.id, [o.nid for o in n.operands])])
+    by_class = places(classes, dict(zip(inner, nodes, strict=True)))
+    name_of = _names_of(view, example, classes)
+    parts = _parts_of(nodes, classes)
     split = set(parts.values())
     letters: dict[str, frozenset[Place]] = {}
     for c in sorted(by_class):
@@ -257,3 +261,20 @@ def _letters(
             name_of[c] += "'"
         letters[name_of[c]] = frozenset(by_class[c])
     return letters, {part: name_of[c] for part, c in parts.items()}
+
+
+def _names_of(view: View, example: Example, classes: Mapping[Axis, int]) -> dict[int, str]:
+    """Class of an axis that a leaf has -> its letter."""
+    name_of: dict[int, str] = {}
+    for value, axes in zip(view.block.inputs, example.leaves.values(), strict=False):  # the scalars come last
+        nid = view.ref[value.id].nid
+        for axis, letter in enumerate(axes):
+            if (c := classes.get((nid, axis))) is not None and name_of.setdefault(c, letter) != letter:
+                raise ValueError(f"example {example.name}: letters {name_of[c]} and {letter} name one axis")
+    return name_of
+
+
+def _parts_of(nodes: Sequence[CNode], classes: Mapping[Axis, int]) -> dict[Part, int]:
+    """An axis that a reshape merges or splits, by its part in it -> its class."""
+    reshapes = [n for n in nodes if n.op == "reshape"]
+    return {part: classes[axis] for n in reshapes for part, axis in reshape_parts(n, n.id, n.operands[0].nid)}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from ..canonical.nodes import ONE
+from ..canonical.nodes import ONE, CNode
 from ..canonical.rules import passed_whole
 from ..canonical.view import View
 from ..dtypes import is_float, narrows
@@ -21,7 +21,7 @@ from ..program.captured import read, readable
 from ..program.equations import slice_jaxpr
 from ..program.identical import made_alike
 from ..program.in_shard_map import Sums, make_jaxpr
-from ..program.ir import Block, Node, Value
+from ..program.ir import Block, Node, Value, values_in
 from ..program.order import waits_for_itself
 from ..program.signature import Memo, Size, as_it_is, node_signature, type_key
 
@@ -84,14 +84,7 @@ class Region:
         if not self.others:
             return self
         made = {v.id: n for n in (*self.nodes, *self.support) for v in n.outputs}
-        stop = {v.id for v in self.inputs}
-        wanted: set[int] = set()
-        stack = [root.id]
-        while stack:
-            node = made.get(stack.pop())
-            if node is not None and node.id not in wanted:
-                wanted.add(node.id)
-                stack += [a.id for a in node.inputs if isinstance(a, Value) and a.id not in stop]
+        wanted = _makers(made, root, {v.id for v in self.inputs})
         nodes, support = (tuple(n for n in ns if n.id in wanted) for ns in (self.nodes, self.support))
         return replace(self, root=root, others=(), nodes=nodes, support=support, whole=self)
 
@@ -100,6 +93,17 @@ class Region:
         nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
         instead = {n.id: _relu_in_place_of(n) for n in nodes if n.id in self.relus}
         return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
+
+
+def _makers(made: Mapping[int, Node], root: Value, stop: Set[int]) -> set[int]:
+    """The ids of those nodes of `made` (by the ids of their results) that a value is made by, of the values `stop` at last."""
+    wanted, stack = set[int](), [root.id]
+    while stack:
+        node = made.get(stack.pop())
+        if node is not None and node.id not in wanted:
+            wanted.add(node.id)
+            stack += [v.id for v in values_in(node.inputs) if v.id not in stop]
+    return wanted
 
 
 def _relu_in_place_of(node: Node) -> Any:
@@ -184,14 +188,14 @@ class _Cut:
             raise NotARegion(f"{node!r} inside the site has effects beside its results")
         target = self.support if is_constant(view, value) else self.inner
         target[node.id] = node
-        return [a for a in node.inputs if isinstance(a, Value)]
+        return values_in(node.inputs)
 
     def bind(self, value: Value, nid: int) -> list[Value]:
         """What the views between a leaf and where it is read take beside it: numbers."""
         base, crossed = self.binding.bound(self.view, value, self.names_of[nid])
         self.bound[nid][base.id] = base
         self.support.update((n.id, n) for n in crossed)
-        return [a for n in crossed for a in n.inputs if isinstance(a, Value) and self.view.ref[a.id].nid == ONE]
+        return [v for n in crossed for v in values_in(n.inputs) if self.view.ref[v.id].nid == ONE]
 
 
 def _no_operand(value: Value) -> NotARegion:
@@ -231,24 +235,41 @@ def cut(
     """
     block = view.block
     leaves = {name: shown_below(view, nid) for name, nid in leaves.items()}
-    names_of: dict[int, list[str]] = {}
-    for name, nid in leaves.items():
-        names_of.setdefault(nid, []).append(name)
-    walk = _Cut(view, (root, *others), names_of, _Binding(through_scale, as_read, through_casts, shapes or {}))
+    walk = _Cut(view, (root, *others), _names_of(leaves), _Binding(through_scale, as_read, through_casts, shapes or {}))
     chosen = {name: _one(view, walk.bound[nid], name) for name, nid in leaves.items()}
     inner = walk.inner | dead_with(block, walk.inner, walk.support, chosen.values())
     support = {i: n for i, n in walk.support.items() if i not in inner}
     support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], walk.bound[nid]))
     if others and (why := waits_for_itself(block, chosen.values(), (root, *others))) is not None:
         raise NotARegion(why)
-    nodes, kept = (tuple(found[i] for i in sorted(found)) for found in (inner, support))
-    return Region(block, root, chosen, nodes, kept, view.known_inputs, tuple(others))
+    return Region(block, root, chosen, _by_id(inner), _by_id(support), view.known_inputs, tuple(others))
+
+
+def _names_of(leaves: Mapping[str, int]) -> dict[int, list[str]]:
+    """Canonical node -> the names of the leaves that it is."""
+    found: dict[int, list[str]] = {}
+    for name, nid in leaves.items():
+        found.setdefault(nid, []).append(name)
+    return found
+
+
+def _by_id(nodes: Mapping[int, Node]) -> tuple[Node, ...]:
+    return tuple(nodes[i] for i in sorted(nodes))
 
 
 def shown_below(view: View, nid: int) -> int:
     """A canonical node that a raw value shows: the node itself, or what it is a reshape of that the program does elsewhere."""
     node = view.nodes[nid]
     return node.operands[0].nid if node.op == "reshape" and nid not in view.values_of else nid
+
+
+# (through literal factors, through casts) -> the primitives that are passed.
+_PASSED = {
+    (False, False): VIEWS | IDENTITIES,
+    (True, False): VIEWS | IDENTITIES | SCALINGS,
+    (False, True): VIEWS | IDENTITIES | CASTS,
+    (True, True): VIEWS | IDENTITIES | SCALINGS | CASTS,
+}
 
 
 def look_through(
@@ -262,9 +283,7 @@ def look_through(
     one of the shapes.
     """
     crossed = []
-    allowed = (
-        VIEWS | IDENTITIES | (SCALINGS if through_scale else frozenset()) | (CASTS if through_casts else frozenset())
-    )
+    allowed = _PASSED[through_scale, through_casts]
     while (node := view.block.producer.get(value.id)) is not None and node.primitive in allowed:
         if value.shape in shapes and node.primitive in VIEWS:
             break
@@ -278,12 +297,12 @@ def look_through(
 
 def _shown_again(view: View, node: Node, value: Value) -> Value | None:
     """The one operand of a node that its result `value` is of the same canonical node as, where the others are numbers."""
-    read = [a for a in node.inputs if isinstance(a, Value)]
+    read = values_in(node.inputs)
     if any(a.id not in view.ref for a in read):
         return None
     ref = view.ref[value.id]
     sources = [a for a in read if view.ref[a.id].nid == ref.nid]
-    if len(sources) != 1 or any(a is not sources[0] and view.ref[a.id].nid != ONE for a in read):
+    if len(sources) != 1 or any(view.ref[a.id].nid not in (ref.nid, ONE) for a in read):
         return None
     if node.primitive in IDENTITIES and view.ref[sources[0].id].coef != ref.coef:
         return None  # 0 - x
@@ -318,15 +337,14 @@ def dead_with(
     block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]
 ) -> dict[int, Node]:
     """Support nodes nobody else reads: they disappear with the region."""
-    leaf_ids = {v.id for v in leaves}
+    kept = block.returned.union(v.id for v in leaves)
     dead: dict[int, Node] = {}
     for nid in sorted(support, reverse=True):
         node = support[nid]
         outs = [v.id for v in node.outputs]
-        if nid < 0 or any(i in block.returned or i in leaf_ids for i in outs):
+        if nid < 0 or not kept.isdisjoint(outs):
             continue
-        users = [u for i in outs for u in block.users.get(i, ())]
-        if all(u.id in inner or u.id in dead for u in users):
+        if all(u.id in inner or u.id in dead for i in outs for u in block.users.get(i, ())):
             dead[nid] = node
     return dead
 
@@ -344,10 +362,8 @@ def _constant_node(view: View, nid: int, known: dict[int, bool]) -> bool:
         node = view.nodes[top]
         if top in known:
             stack.pop()
-        elif node.op in ("one", "iota"):
-            known[top] = True
-        elif not node.operands or node.op == "dot":
-            known[top] = False
+        elif (alone := _constant_alone(node)) is not None:
+            known[top] = alone
         elif pending := [o.nid for o in node.operands if o.nid not in known]:
             if any(known.get(o.nid) is False for o in node.operands):
                 known[top] = False
@@ -356,6 +372,13 @@ def _constant_node(view: View, nid: int, known: dict[int, bool]) -> bool:
         else:
             known[top] = all(known[o.nid] for o in node.operands)
     return known[nid]
+
+
+def _constant_alone(node: CNode) -> bool | None:
+    """Whether a canonical node is a constant, where its operands do not count; None where they do."""
+    if node.op in ("one", "iota"):
+        return True
+    return False if not node.operands or node.op == "dot" else None
 
 
 def escapes(region: Region) -> list[Escape]:
@@ -379,12 +402,15 @@ def shared_casts(region: Region) -> Region:
     """
     leaves = {v.id for v in region.leaves.values()}
     read = {e.node.id for e in escapes(region)}
-    casts = [n for n in region.nodes if n.id in read and n.primitive in CASTS]
-    shared = [n for n in casts if isinstance(a := n.inputs[0], Value) and a.id in leaves]
+    shared = [n for n in region.nodes if n.id in read and _is_cast_of(n, leaves)]
     if not shared:
         return region
     support = sorted((*region.support, *shared), key=lambda n: n.id)
     return replace(region, nodes=tuple(n for n in region.nodes if n not in shared), support=tuple(support))
+
+
+def _is_cast_of(node: Node, values: Set[int]) -> bool:
+    return node.primitive in CASTS and isinstance(a := node.inputs[0], Value) and a.id in values
 
 
 def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
@@ -405,11 +431,22 @@ def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) 
             return made.given[value.id][1]
         return read(consts[value.id]) if value.id in consts else None
     ordered = [made.nodes[i] for i in sorted(made.nodes)]
+    key = _constant_key(view, ordered, value, consts, made.given)
+    return memo.once(key, lambda: _compute(view, ordered, value, tuple(made.given.values())))
+
+
+def _constant_key(
+    view: View,
+    nodes: Sequence[Node],
+    value: Value,
+    consts: Mapping[int, Any],
+    given: Mapping[int, tuple[Value, np.ndarray]],
+) -> Any:
+    """Equal for constants that are made the same way."""
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((i, ("const", id(c))) for i, c in consts.items())
-    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in made.given.items())
-    key = ("constant", tuple(node_signature(n, number) for n in ordered), number[value.id])
-    return memo.once(key, lambda: _compute(view, ordered, value, tuple(made.given.values())))
+    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in given.items())
+    return "constant", tuple(node_signature(n, number) for n in nodes), number[value.id]
 
 
 @dataclass(frozen=True)
@@ -441,7 +478,7 @@ def _made_of_constants(
             if not _runs_alone(node):
                 return None
             nodes[node.id] = node
-            stack.extend(a for a in node.inputs if isinstance(a, Value))
+            stack += values_in(node.inputs)
     return _Makers(nodes, given)
 
 

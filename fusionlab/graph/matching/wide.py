@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..dtypes import is_float, narrows
-from ..program.ir import Block, Node, Value
+from ..program.ir import Block, Node, Value, values_in
 from .region import CASTS, VIEWS, Region
 
 
@@ -33,17 +33,28 @@ def computed_wider(nodes: Iterable[Node], inputs: Iterable[Value], dtype: Any) -
     """
     given = {v.id for v in inputs}
     for node in nodes:
-        if not any(isinstance(a, Value) and a.id in given for a in node.inputs):
+        if given.isdisjoint(v.id for v in values_in(node.inputs)):
             continue
         given.update(v.id for v in node.outputs)
         if node.primitive in CASTS | VIEWS:
             continue
-        if any(is_float(v.dtype) and narrows(dtype, v.dtype) for v in node.outputs):
+        if _is_wider(node, dtype):
             return node
-        inner = next((n for b in node.blocks if (n := _inside(b, node, given, dtype)) is not None), None)
+        inner = _first_inside(node, given, dtype)
         if inner is not None:
             return inner
     return None
+
+
+def _first_inside(node: Node, given: set[int], dtype: Any) -> Node | None:
+    """As `computed_wider`, in the blocks of a node."""
+    found = (_inside(b, node, given, dtype) for b in node.blocks)
+    return next((n for n in found if n is not None), None)
+
+
+def _is_wider(node: Node, dtype: Any) -> bool:
+    """Whether a node makes a float that a dtype does not hold."""
+    return any(is_float(v.dtype) and narrows(dtype, v.dtype) for v in node.outputs)
 
 
 def _inside(block: Block, node: Node, given: set[int], dtype: Any) -> Node | None:

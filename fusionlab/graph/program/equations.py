@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ..jax_compat import split_closed, varying_axes
+from ..jax_compat import split_closed, variables_in, varying_axes
 from .explicit_axes import placeless, sharding_in_type
 from .in_shard_map import make_jaxpr
-from .ir import Atom, Block, Literal, Node, Value
+from .ir import Atom, Block, Literal, Node, Value, values_in
 from .scopes import traceback_of
 from .trace import FLATTENED
 
@@ -23,9 +23,15 @@ Env = dict[Any, Any]  # value id -> variable; whoever emits a block may keep fur
 def copied(node: Node, env: Env) -> Any:
     """The node's own equation on the variables of `env`, which gets new ones for its results."""
     invars = [atom_in(env, a) for a in node.inputs]
-    outvars = [jex_core.Var(v.aval) for v in node.outputs]
-    env.update((v.id, var) for v, var in zip(node.outputs, outvars, strict=True))
+    outvars = _bound(node.outputs, env)
     return node.eqn.replace(invars=invars, outvars=outvars, source_info=source_info(node))
+
+
+def _bound(values: Sequence[Value], env: Env) -> list:
+    """New variables for some values, which `env` gets."""
+    variables = [jex_core.Var(v.aval) for v in values]
+    env.update((v.id, var) for v, var in zip(values, variables, strict=True))
+    return variables
 
 
 def slice_jaxpr(
@@ -47,39 +53,48 @@ def slice_jaxpr(
     """
     eqns: list[Any] = []
     outputs = (output,) if isinstance(output, Value) else output
-    read = {a.id for n in nodes for a in n.inputs if isinstance(a, Value)} | {v.id for v in outputs}
-    env = _literals(block, {i: c for i, c in (known or {}).items() if i in read}, eqns, constant)
-    env.update((v.id, jex_core.Var(v.aval)) for v in inputs)
-    consts = [(v, c) for v, c in block.consts if v.id in read and v.id not in env]
-    env.update((v.id, jex_core.Var(v.aval)) for v, _ in consts)
+    read = {v.id for n in nodes for v in values_in(n.inputs)} | {v.id for v in outputs}
+    env = _literals(block, known or {}, read, eqns, constant)
+    invars = _bound(inputs, env)
+    captured, consts = _captured(block, read - env.keys())
+    constvars = _bound(captured, env)
     for node in nodes:
-        # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.
-        if node.id < 0 or (constant and node.primitive == "pvary"):
-            env.update((v.id, atom_in(env, a)) for v, a in zip(node.outputs, node.inputs, strict=True))
-        elif instead and node.id in instead:
-            made, outs = inlined(instead[node.id], [atom_in(env, a) for a in node.inputs], source_info(node), None)
-            eqns += made
-            env.update((v.id, atom) for v, atom in zip(node.outputs, outs, strict=True))
-        else:
-            eqn = copied(node, env)
-            eqns.append(eqn.replace(params=placeless(eqn.params)) if constant else eqn)
+        eqns += _emitted(node, env, constant, instead or {})
     base, _ = split_closed(block.jaxpr)
     debug = base.debug_info._replace(arg_names=None, result_paths=None)
-    new = jex_core.Jaxpr(
-        [env[v.id] for v, _ in consts],
-        [env[v.id] for v in inputs],
-        [env[v.id] for v in outputs],
-        eqns,
-        debug_info=debug,
-    )
-    return jex_core.ClosedJaxpr(new, [c for _, c in consts])
+    new = jex_core.Jaxpr(constvars, invars, [env[v.id] for v in outputs], eqns, debug_info=debug)
+    return jex_core.ClosedJaxpr(new, consts)
 
 
-def _literals(block: Block, known: Mapping[int, Any], eqns: list, constant: bool) -> dict[int, Any]:
-    """An atom for each known value; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless `constant`)."""
+def _captured(block: Block, wanted: Set[int]) -> tuple[list[Value], list]:
+    """(values bound to arrays that a block captured, those arrays), of the values wanted (by id)."""
+    found = [(v, c) for v, c in block.consts if v.id in wanted]
+    return [v for v, _ in found], [c for _, c in found]
+
+
+def _emitted(node: Node, env: Env, constant: bool, instead: Mapping[int, Any]) -> list:
+    """The equations that a node becomes in a slice; `env` gets its results."""
+    # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.
+    if node.id < 0 or (constant and node.primitive == "pvary"):
+        made, outs = [], [atom_in(env, a) for a in node.inputs]
+    elif node.id in instead:
+        made, outs = inlined(instead[node.id], [atom_in(env, a) for a in node.inputs], source_info(node), None)
+    else:
+        eqn = copied(node, env)
+        return [eqn.replace(params=placeless(eqn.params)) if constant else eqn]
+    env.update((v.id, atom) for v, atom in zip(node.outputs, outs, strict=True))
+    return made
+
+
+def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list, constant: bool) -> dict[int, Any]:
+    """An atom for each known value that is read; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless
+    `constant`).
+    """
     avals = {v.id: v.aval for v in block.inputs}
     env: dict[int, Any] = {}
     for i, value in known.items():
+        if i not in read:
+            continue
         aval = avals[i]
         scalar = np.asarray(value, aval.dtype)[()]
         typed = not constant and bool(varying_axes(aval) or sharding_in_type(aval))
@@ -111,10 +126,14 @@ def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | Non
         inner[var] = jex_core.Literal(const, var.aval) if extra is None else jex_core.Var(var.aval)
         if extra is not None:
             extra.append((inner[var], const))
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, jex_core.Literal) else inner.get(atom, atom)
+
     eqns = []
     for eqn in jaxpr.eqns:
         outvars = [jex_core.Var(v.aval) for v in eqn.outvars]
-        invars = [inner.get(v, v) if not isinstance(v, jex_core.Literal) else v for v in eqn.invars]
+        invars = list(map(read, eqn.invars))
         inner.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
     return eqns, [v if isinstance(v, jex_core.Literal) else inner[v] for v in jaxpr.outvars]
@@ -142,10 +161,10 @@ def source_info(node: Node) -> Any:
 
 def live(eqns: list, outvars: list) -> list:
     """Drops equations a replacement has left without readers."""
-    wanted = {v for v in outvars if not isinstance(v, jex_core.Literal)}
+    wanted = set(variables_in(outvars))
     kept = []
     for eqn in reversed(eqns):
         if eqn.effects or any(v in wanted for v in eqn.outvars):
             kept.append(eqn)
-            wanted.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+            wanted.update(variables_in(eqn.invars))
     return kept[::-1]

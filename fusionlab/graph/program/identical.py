@@ -38,12 +38,11 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
     stack: list[tuple[Atom, Atom]] = [(value, program.outputs[0])]
     while stack:
         mine, other = stack.pop()
-        if mine.shape != other.shape or mine.dtype != other.dtype:
+        if (mine.shape, mine.dtype) != (other.shape, other.dtype):
             return None
         number = theirs.of(other)
         if number is not None:
-            own = ours.of(mine)
-            if own is None or own.tobytes() != number.tobytes():
+            if not _same_bits(ours.of(mine), number):
                 return None
             continue
         if not isinstance(mine, Value) or not isinstance(other, Value) or same.setdefault(other.id, mine.id) != mine.id:
@@ -51,12 +50,10 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
         if other.id in inputs:
             bound[inputs[other.id]] = mine
             continue
-        made, wanted = block.producer.get(mine.id), program.producer.get(other.id)
-        if made is None or wanted is None or not _alike(made, wanted):
+        operands = _made_of(block, mine, program, other)
+        if operands is None:
             return None
-        if made.outputs.index(mine) != wanted.outputs.index(other):
-            return None
-        stack += zip(made.inputs, wanted.inputs, strict=True)
+        stack += operands
     return bound
 
 
@@ -70,25 +67,40 @@ def made_alike(block: Block, one: Atom, two: Atom, twins: Mapping[int, int] | No
     known: set[tuple[int, int]] = set()
     while stack:
         mine, other = stack.pop()
-        if isinstance(mine, Value) and isinstance(other, Value):
-            if given.get(mine.id, mine.id) == given.get(other.id, other.id) or (mine.id, other.id) in known:
-                continue
-            known.add((mine.id, other.id))
-            made, wanted = block.producer.get(mine.id), block.producer.get(other.id)
-            if made is None or wanted is None or has_side_effects(made.eqn) or not _alike(made, wanted):
+        if isinstance(mine, Literal) or isinstance(other, Literal):
+            if not _same_literal(mine, other):
                 return False
-            if made.outputs.index(mine) != wanted.outputs.index(other):
-                return False
-            stack += zip(made.inputs, wanted.inputs, strict=True)
-        elif isinstance(mine, Literal) and isinstance(other, Literal):
-            numbers = [np.asarray(a.val).astype(a.dtype) for a in (mine, other)]
-            if numbers[0].shape != numbers[1].shape or numbers[0].dtype != numbers[1].dtype:
-                return False
-            if numbers[0].tobytes() != numbers[1].tobytes():
-                return False
-        else:
+            continue
+        if given.get(mine.id, mine.id) == given.get(other.id, other.id) or (mine.id, other.id) in known:
+            continue
+        known.add((mine.id, other.id))
+        operands = _made_of(block, mine, block, other)
+        if operands is None:
             return False
+        stack += operands
     return True
+
+
+def _same_literal(one: Atom, two: Atom) -> bool:
+    if not isinstance(one, Literal) or not isinstance(two, Literal):
+        return False
+    return _same_bits(np.asarray(one.val).astype(one.dtype), np.asarray(two.val).astype(two.dtype))
+
+
+def _same_bits(one: np.ndarray | None, two: np.ndarray) -> bool:
+    if one is None or (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    return one.tobytes() == two.tobytes()
+
+
+def _made_of(block: Block, mine: Value, program: Block, other: Value) -> list[tuple[Atom, Atom]] | None:
+    """What two values are made of, in pairs, where they are the same result of the same equation; None where they are not."""
+    made, wanted = block.producer.get(mine.id), program.producer.get(other.id)
+    if made is None or wanted is None or not _alike(made, wanted):
+        return None
+    if made.outputs.index(mine) != wanted.outputs.index(other):
+        return None
+    return list(zip(made.inputs, wanted.inputs, strict=True))
 
 
 class _Numbers:

@@ -34,13 +34,23 @@ class Sums:
     axes: frozenset[str] = frozenset()
     mesh: Any = None
 
+    @property
+    def axis_env(self) -> list[tuple[str, int]]:
+        """The axes as `jax.make_jaxpr` takes them outside a mesh."""
+        return [(axis, _ANY) for axis in sorted(self.axes)]
+
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Sums:
         """Those of some nodes."""
         all_of = list(nodes)
         axes = frozenset(axis for node in all_of for axis in summed_axes(node))
         values = (v.aval for node in all_of for v in node.outputs) if axes else ()
-        return cls(axes, next((a.sharding.mesh for a in values if varies(a)), None))
+        return cls(axes, _mesh_in(values))
+
+
+def _mesh_in(avals: Iterable[Any]) -> Any:
+    """The mesh that types name of which one varies; None where none does."""
+    return next((a.sharding.mesh for a in avals if varies(a)), None)
 
 
 def make_jaxpr(
@@ -67,15 +77,13 @@ def make_jaxpr(
         return [as_typed(x, aval) for x, aval in zip(given, result, strict=True)]
 
     types = (*avals, *results)
-    mesh = next((a.sharding.mesh for a in types if varies(a)), None) or (sums and sums.mesh)
+    over = sums or Sums()
+    mesh = _mesh_in(types) or over.mesh
     if mesh is None:
-        bound = [(axis, _ANY) for axis in sorted(sums.axes if sums else ())]
         with mesh_of(types):
-            return jax.make_jaxpr(call, axis_env=bound)(*(as_argument(a, weak and is_weak(a)) for a in avals))
+            return jax.make_jaxpr(call, axis_env=over.axis_env)(*(as_argument(a, weak and is_weak(a)) for a in avals))
     # `jax.make_jaxpr` takes no ShapeDtypeStruct that varies.
-    plain = [
-        a.update(weak_type=weak and is_weak(a), sharding=sharding_in_type(a) or _unsharded(mesh, a)) for a in avals
-    ]
+    plain = [a.update(weak_type=weak and is_weak(a), sharding=_sharding_on(mesh, a)) for a in avals]
     return _inside(mesh, lambda: jax.make_jaxpr(call)(*plain))
 
 
@@ -106,8 +114,9 @@ def has_mesh(aval: Any) -> bool:
     return not varies(aval) or varying_axes(aval) <= set(aval.sharding.mesh.manual_axes)
 
 
-def _unsharded(mesh: Any, aval: Any) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*(None for _ in aval.shape)))
+def _sharding_on(mesh: Any, aval: Any) -> Any:
+    """The explicit sharding of a type; of one without, that of a value that is whole on every device."""
+    return sharding_in_type(aval) or NamedSharding(mesh, PartitionSpec(*(None for _ in aval.shape)))
 
 
 def _inside(mesh: Any, call: Callable[[], Any]) -> Any:

@@ -70,6 +70,11 @@ class Literal:
 Atom = Value | Literal
 
 
+def values_in(atoms: Iterable[Atom]) -> list[Value]:
+    """Those atoms that are values, in order, each as often as it occurs."""
+    return [a for a in atoms if isinstance(a, Value)]
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A straight list of nodes: the whole program, a scan body, one branch of a cond, ...
@@ -121,7 +126,7 @@ class Block:
     @functools.cached_property
     def returned(self) -> frozenset[int]:
         """Ids of the values this block returns."""
-        return frozenset(a.id for a in self.outputs if isinstance(a, Value))
+        return frozenset(v.id for v in values_in(self.outputs))
 
 
 @dataclass(frozen=True, eq=False)

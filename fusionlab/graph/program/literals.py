@@ -37,26 +37,35 @@ def fold(primitive: str, params: Any, operands: Sequence[tuple[Any, Any]], dtype
     if any(np.dtype(d).kind == "c" for d in (dtype, *(d for _, d in operands))):
         return None  # whoever reads a literal reads a real number
     values = [np.asarray(number).astype(d) for number, d in operands]
-    integers = any(v.dtype.kind in "iu" for v in values)
     with np.errstate(all="ignore"):
-        if primitive == "convert_element_type":
-            result = _convert(values[0], np.dtype(dtype))
-        elif primitive == "integer_pow":
-            result = None if integers else np.power(values[0], values[0].dtype.type(params["y"]))
-        elif primitive in ("broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "stop_gradient"):
-            result = values[0]
-        elif primitive not in _OPERATIONS or (integers and primitive in ("div", "pow", "rsqrt")):
-            return None
-        else:
-            result = _OPERATIONS[primitive](*values)
+        result = _computed(primitive, params, values, dtype)
     if result is None:
         return None
     result = np.asarray(result).astype(dtype)
-    floats = jnp.issubdtype(result.dtype, jnp.floating)
-    became = floats and not np.isfinite(result) and all(np.isfinite(v.astype(np.float64)) for v in values)
-    if became and primitive != "convert_element_type":  # -1e9 as a float16 is minus infinity, and fills scores as that
-        return None  # an overflow or a division by zero is left where it happens
+    # An overflow or a division by zero is left where it happens; -1e9 as a float16 is minus infinity, and fills scores as that.
+    if _became_infinite(result, values) and primitive != "convert_element_type":
+        return None
     return result
+
+
+def _computed(primitive: str, params: Any, values: Sequence[np.ndarray], dtype: Any) -> Any:
+    """What numpy makes of the operands, in its own dtype; None where that is not what the program makes of them."""
+    integers = any(v.dtype.kind in "iu" for v in values)
+    if primitive == "convert_element_type":
+        return _convert(values[0], np.dtype(dtype))
+    if primitive == "integer_pow":
+        return None if integers else np.power(values[0], values[0].dtype.type(params["y"]))
+    if primitive in ("broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "stop_gradient"):
+        return values[0]
+    if primitive not in _OPERATIONS or (integers and primitive in ("div", "pow", "rsqrt")):
+        return None
+    return _OPERATIONS[primitive](*values)
+
+
+def _became_infinite(result: np.ndarray, values: Sequence[np.ndarray]) -> bool:
+    """Whether a float is infinite or NaN that is made of numbers."""
+    floats = jnp.issubdtype(result.dtype, jnp.floating)
+    return floats and not np.isfinite(result) and all(np.isfinite(v.astype(np.float64)) for v in values)
 
 
 def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray | None:

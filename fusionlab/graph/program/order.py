@@ -6,11 +6,12 @@ and what a backward pass reads, where its first gradient is made. Nodes with eff
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from ...errors import RewriteError
-from .ir import Block, Node, Value
+from .ir import Block, Node, Value, values_in
 
 
 class Joint(Protocol):
@@ -67,7 +68,7 @@ def in_order(block: Block, waiting: Waiting, sites: Sequence[Joint] = ()) -> lis
       PairsWaitError: pairs wait for each other.
       SitesWaitError: a site of several results waits for what is made of one of them, by way of other sites or of pairs.
     """
-    if not waiting and all(len(s.roots) < 2 for s in sites):
+    if not waiting and not any(map(_is_joint, sites)):
         return list(block.nodes)
     before = _Before(block, waiting, sites)
     done: set[int] = set()
@@ -86,11 +87,15 @@ def in_order(block: Block, waiting: Waiting, sites: Sequence[Joint] = ()) -> lis
                 order.append(node)
                 continue
             if node.id in under_way:
-                path = [n for n in stack if n.id in under_way and n.id not in done]
-                raise before.error(path[[n.id for n in path].index(node.id) :])
+                raise before.error(stack, under_way - done)
             under_way.add(node.id)
             stack += makers
     return order
+
+
+def _is_joint(site: Joint) -> bool:
+    """Whether a site has several results: only then may something of it be read before it is called."""
+    return len(site.roots) > 1
 
 
 class _Before:
@@ -99,12 +104,12 @@ class _Before:
     def __init__(self, block: Block, waiting: Waiting, sites: Sequence[Joint]) -> None:
         self.block, self.waiting = block, waiting
         self.site_at = {last_of(block, s.roots).id: (i, s) for i, s in enumerate(sites)}
-        joint = [s for s in sites if len(s.roots) > 1]
+        joint = [s for s in sites if _is_joint(s)]
         self.maker = {v.id: last_of(block, s.roots) for s in joint for v in s.roots}
         self.gone = {n.id for s in joint for n in s.nodes}
 
     def __call__(self, node: Node) -> list[Node]:
-        read = [] if node.id in self.gone else [a for a in node.inputs if isinstance(a, Value)]
+        read = [] if node.id in self.gone else values_in(node.inputs)
         if node.id in self.site_at:
             read += self.site_at[node.id][1].leaves
         read += [v for _, part in self.waiting.get(node.id, ()) for v in part.read()]
@@ -112,10 +117,11 @@ class _Before:
         effect = self.block.effect_before.get(node.id)
         return [m for m in (*made, effect) if m is not None]
 
-    def error(self, path: Sequence[Node]) -> RewriteError:
-        """For nodes that wait for each other all round."""
+    def error(self, stack: Sequence[Node], under_way: Set[int]) -> RewriteError:
+        """For the node on top of a stack, which waits for itself by way of nodes under way (ids)."""
+        path = list(itertools.dropwhile(lambda n: n.id != stack[-1].id, (n for n in stack if n.id in under_way)))
         at = [self.site_at[n.id] for n in path if n.id in self.site_at]
-        joint = [i for i, s in at if len(s.roots) > 1]
+        joint = [i for i, s in at if _is_joint(s)]
         pairs = (number for n in path for number, _ in self.waiting.get(n.id, ()))
         return SitesWaitError(joint) if joint else PairsWaitError(next(pairs))
 
@@ -124,27 +130,45 @@ def waits_for_itself(block: Block, leaves: Iterable[Value], roots: Sequence[Valu
     """Why no one call can take `leaves` and give `roots`: a leaf is made of a root, or after effects that follow from one. None where
     one can.
     """
-    makers = {block.producer[v.id].id for v in roots if v.id in block.producer}
+    makers = (block.producer[v.id].id for v in roots if v.id in block.producer)
     made = {v.id for v in roots}
     first = min((block.position[i] for i in makers), default=len(block.nodes))
     for effects in (False, True):
         for leaf in leaves:
-            stack, seen, passed = [leaf], {leaf.id}, set[int]()
-            while stack:
-                value = stack.pop()
-                maker = block.producer.get(value.id)
-                if maker is None or block.position[maker.id] < first:
-                    continue
-                if value.id in made:
-                    after = "made after effects that follow from it" if effects else "computed from it"
-                    return f"{value!r} is a result of the site, and {leaf!r}, which the site reads, is {after}"
-                read = [a for a in maker.inputs if isinstance(a, Value)]
-                last = block.effect_before.get(maker.id) if effects else None
-                while last is not None and block.position[last.id] > first and last.id not in passed:
-                    passed.add(last.id)
-                    read += [a for a in last.inputs if isinstance(a, Value)]
-                    last = block.effect_before.get(last.id)
-                fresh = [v for v in read if v.id not in seen]
-                seen.update(v.id for v in fresh)
-                stack += fresh
+            value = _met(block, leaf, made, first, effects)
+            if value is not None:
+                after = "made after effects that follow from it" if effects else "computed from it"
+                return f"{value!r} is a result of the site, and {leaf!r}, which the site reads, is {after}"
     return None
+
+
+def _met(block: Block, leaf: Value, made: Set[int], first: int, effects: bool) -> Value | None:
+    """The first value of `made` (ids) that is met on the way from a leaf back to what it is made of, no farther than position `first`.
+    With `effects` what comes before these in the order of side effects is followed as well.
+    """
+    stack, seen, passed = [leaf], {leaf.id}, set[int]()
+    while stack:
+        value = stack.pop()
+        maker = block.producer.get(value.id)
+        if maker is None or block.position[maker.id] < first:
+            continue
+        if value.id in made:
+            return value
+        read = values_in(maker.inputs)
+        if effects:
+            read += _read_by_effects(block, maker, first, passed)
+        fresh = [v for v in read if v.id not in seen]
+        seen.update(v.id for v in fresh)
+        stack += fresh
+    return None
+
+
+def _read_by_effects(block: Block, node: Node, first: int, passed: set[int]) -> list[Value]:
+    """What the nodes read whose side effects come before a node's, behind position `first`. `passed` (node ids) are looked at no more."""
+    read: list[Value] = []
+    last = block.effect_before.get(node.id)
+    while last is not None and block.position[last.id] > first and last.id not in passed:
+        passed.add(last.id)
+        read += values_in(last.inputs)
+        last = block.effect_before.get(last.id)
+    return read

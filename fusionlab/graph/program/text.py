@@ -103,15 +103,22 @@ def params_text(node: Node) -> str:
         return text + (f", batch {_axes(lb)}x{_axes(rb)}" if lb else "")
     parts = [mesh] if (mesh := region_mesh_text(node)) else []
     for key in sorted(node.params):
-        val = node.params[key]
-        if key in _HIDDEN or val is None or is_jaxpr(val) or hasattr(val, "jaxpr") or callable(val):
-            continue
-        if isinstance(val, tuple | list) and any(is_jaxpr(v) or hasattr(v, "jaxpr") for v in val):
-            continue
-        if key == "preferred_element_type" and node.outputs and val == node.outputs[0].dtype:
-            continue
-        parts.append(f"{key}={_plain(val)}")
+        if _changes_meaning(node, key, node.params[key]):
+            parts.append(f"{key}={_plain(node.params[key])}")
     return ", ".join(parts)
+
+
+def _changes_meaning(node: Node, key: str, val: Any) -> bool:
+    """Whether a param of a node is written: what is shown as a child block, and a dtype that the result's type says, is not."""
+    if key in _HIDDEN or val is None or _holds_jaxpr(val) or callable(val):
+        return False
+    if isinstance(val, tuple | list) and any(map(_holds_jaxpr, val)):
+        return False
+    return not (key == "preferred_element_type" and node.outputs and val == node.outputs[0].dtype)
+
+
+def _holds_jaxpr(val: Any) -> bool:
+    return is_jaxpr(val) or hasattr(val, "jaxpr")
 
 
 def _axes(axes: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from ..jax_compat import has_pending_sums
+from ..jax_compat import has_pending_sums, variables_read
 from ..program.equations import kind
 from ..program.explicit_axes import is_split_in_type
 
@@ -25,24 +25,28 @@ def with_row_sums(eqns: list, outvars: list) -> list:
     if not readers:
         return eqns
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-    read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)}
-    read.update(v for v in outvars if not isinstance(v, jex_core.Literal))
+    read = set(variables_read(eqns, outvars))
     changed: dict[int, Any] = {}
     for eqn in readers:
-        found = eqn.primitive.row_sum(eqn.params)
-        if found is None or eqn.outvars[found[1]] not in read:
-            continue
-        operand, result, params = found
-        array, total = _rows_of(eqn.invars[operand], maker), eqn.outvars[result]
-        by = maker.get(array)
-        if by is None or not _fits(array.aval, total.aval):
-            continue
-        summing = _summing(changed.get(id(by), by), array, total)
-        if summing is not None:
-            changed[id(by)] = summing
-            changed[id(eqn)] = _without(eqn, result, params)
+        changed |= _with_row_sum(eqn, maker, read, changed)
     done = (changed.get(id(eqn), eqn) for eqn in eqns)
     return [eqn for eqn in done if eqn is not None]
+
+
+def _with_row_sum(eqn: Any, maker: dict[Any, Any], read: set[Any], changed: dict[int, Any]) -> dict[int, Any]:
+    """What a reader, and what makes the array that it sums, become (by id of the equation) where that can give the sum; else nothing.
+    `changed` is what equations have become so far.
+    """
+    found = eqn.primitive.row_sum(eqn.params)
+    if found is None or eqn.outvars[found[1]] not in read:
+        return {}
+    operand, result, params = found
+    array, total = _rows_of(eqn.invars[operand], maker), eqn.outvars[result]
+    by = maker.get(array)
+    if by is None or not _fits(array.aval, total.aval):
+        return {}
+    summing = _summing(changed.get(id(by), by), array, total)
+    return {} if summing is None else {id(by): summing, id(eqn): _without(eqn, result, params)}
 
 
 def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:

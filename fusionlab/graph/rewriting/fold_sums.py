@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jax.extend import core as jex_core
-
+from ..jax_compat import variables_in, variables_read
 from ..primitives import having
 from ..program.equations import kind
 from ..program.explicit_axes import is_split_in_type
@@ -25,8 +24,7 @@ def without_sums(eqns: list, outvars: list) -> list:
     takers = [eqn for eqn in eqns if getattr(eqn.primitive, "addends", None) is not None]
     if not takers:
         return eqns
-    reads = Counter(v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal))
-    reads.update(v for v in outvars if not isinstance(v, jex_core.Literal))
+    reads = Counter(variables_read(eqns, outvars))
     sums = {eqn.outvars[0]: eqn for eqn in eqns if _is_sum(eqn) and reads[eqn.outvars[0]] == 1}
     changed, gone = dict[int, Any](), set[int]()
     for eqn in takers:
@@ -38,7 +36,7 @@ def _is_sum(eqn: Any) -> bool:
     """Whether an equation adds two arrays of its result's own type."""
     if eqn.primitive.name not in _ADDS or eqn.effects or is_split_in_type(eqn.outvars[0].aval):
         return False
-    given = [v for v in eqn.invars if not isinstance(v, jex_core.Literal)]
+    given = variables_in(eqn.invars)
     return len(given) == 2 and all(kind(v.aval) == kind(eqn.outvars[0].aval) for v in given)
 
 

@@ -119,16 +119,21 @@ class _Emitter:
         given = self.imports.get(block.path, ())
         env.update((key, jex_core.Var(self.types[block.path, key])) for key in given)
         eqns, extra = self._equations(block, env)
-        leaving = []
+        leaving = self._leaving(block, env)
+        outvars = [*(atom_in(env, a) for a in block.outputs), *leaving]
+        invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
+        captured = [(env[v.id], c) for v, c in block.consts] if closed else []
+        constvars, consts = _apart(captured, extra)
+        return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
+
+    def _leaving(self, block: Block, env: Env) -> list:
+        """What travels out of a block, whose types are known now where it enters another."""
+        found = []
         for key in self.exports.get(block.path, ()):
             atom = env[key] if key in env else env[key[1]]
             self.types[self.way[block.path, key], key] = atom.aval
-            leaving.append(atom)
-        outvars = [*(atom_in(env, a) for a in block.outputs), *leaving]
-        invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
-        captured = [(env[v.id], c) for v, c in block.consts] + (extra or []) if closed else []
-        constvars, consts = [v for v, _ in captured], [c for _, c in captured]
-        return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
+            found.append(atom)
+        return found
 
     def _may_capture(self, block: Block) -> bool:
         """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""
@@ -138,8 +143,7 @@ class _Emitter:
     def _equations(self, block: Block, env: Env) -> tuple[list, Constants | None]:
         sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
         at_node = {last_of(block, r.roots).id: (i, r) for i, r in sites}
-        # With a backward pass the site's own nodes are left to die: until it is replaced as well something reads them.
-        gone = {n.id for _, r in sites if r.backward is None for n in r.nodes}
+        gone = _gone(r for _, r in sites)
         claims, waiting = claims_of(pairs), first_gradients(block, pairs)
         eqns: list[Any] = []
         extra: Constants | None = [] if self._may_capture(block) else None
@@ -199,16 +203,33 @@ class _Emitter:
         return params
 
 
+def _apart(captured: Constants, extra: Constants | None) -> tuple[list, list]:
+    """(variables, arrays) of what a block captured, and of what equations written into it did."""
+    both = [*captured, *(extra or ())]
+    return [v for v, _ in both], [c for _, c in both]
+
+
+def _gone(sites: Iterable[Replacement]) -> set[int]:
+    """The nodes that are not written again. With a backward pass the site's own are left to die: until it is replaced as well something
+    reads them.
+    """
+    return {n.id for r in sites if r.backward is None for n in r.nodes}
+
+
+def _program_of(r: Replacement) -> Any:
+    """A closed jaxpr of the leaves that makes the roots, and the residuals of the backward pass."""
+    if r.backward is not None:
+        return r.backward.split.forward
+    types = [v.aval for v in r.roots] if r.others else r.root.aval
+    return make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
+
+
 def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants | None) -> list:
     """The equations of the fused function, with the source information of the site's root."""
-    if r.backward is not None:
-        closed = r.backward.split.forward
-    else:
-        types = [v.aval for v in r.roots] if r.others else r.root.aval
-        closed = make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
     info = source_info(at)
+    program = _program_of(r)
     eqns, given = _strong([env[v.id] for v in r.leaves], r.weak, info)
-    more, made = inlined(closed, given, info, extra)
+    more, made = inlined(program, given, info, extra)
     residuals = made[len(r.roots) :]
     if len(made) < len(r.roots) or (residuals and r.backward is None):
         raise RewriteError(f"the replacement for {r.roots!r} gives {len(made)} arrays; this is a bug")

@@ -103,6 +103,7 @@ def parse_hlo(text: str) -> Module:
     name, tables = "", {}
     computations: dict[str, list[Instruction]] = {}
     entry = table = current = ""
+    # XLA writes the module's name, then tables of stack frames, then computations, each between its head and a "}" alone.
     for line in map(str.strip, text.splitlines()):
         if line.startswith("HloModule "):
             name = line.split()[1].rstrip(",")
@@ -132,8 +133,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     end = _closing(rest, opcode.end() - 1)
     attributes = rest[end + 1 :]
-    found = _METADATA.search(attributes)
-    metadata = found.group(1) if found else ""
+    metadata = _told(_METADATA.search(attributes))
     attributes = _METADATA.sub("", attributes)
     kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
     target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
@@ -144,15 +144,20 @@ def _instruction(line: str) -> Instruction | None:
         opcode=opcode.group(1),
         operands=_operands(rest[opcode.end() : end]),
         called={key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
-        fusion_kind=kind.group(1) if kind else "",
-        target=target.group(1) if target else "",
+        fusion_kind=_told(kind),
+        target=_told(target),
         op_name=_quoted(metadata, "op_name"),
         frame=int(numbers.get("stack_frame_id", 0)),
         file=_quoted(metadata, "source_file"),
         line=int(numbers.get("source_line", 0)),
         type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
-        trips=int(trips.group(1)) if trips else 0,
+        trips=int(_told(trips) or 0),
     )
+
+
+def _told(match: re.Match[str] | None) -> str:
+    """What an attribute says that is there; "" where it is not."""
+    return match.group(1) if match else ""
 
 
 def _after_type(text: str) -> str:
@@ -242,6 +247,10 @@ _NO_KERNEL = frozenset(
     }
 )
 CONTROL = "loop control"
+_TARGETED = {
+    "fusion": "fusion",
+    "custom-call": "custom",
+}  # what runs a target, which may be a library's -> its kind else
 
 
 def kind_of(instruction: Instruction) -> str:
@@ -254,10 +263,8 @@ def kind_of(instruction: Instruction) -> str:
     if opcode in _CONTROL:
         return CONTROL
     base = opcode.removesuffix("-start")
-    if base == "fusion":
-        return "library" if target.startswith(_LIBRARIES) else "fusion"
-    if base == "custom-call":
-        return "library" if target.startswith(_LIBRARIES) else "custom"
+    if base in _TARGETED:
+        return "library" if target.startswith(_LIBRARIES) else _TARGETED[base]
     if base in _LIBRARY_OPS:
         return "library"
     if base in _COPIES:

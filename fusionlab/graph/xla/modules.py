@@ -231,15 +231,18 @@ class _Reader:
         inferred = not nodes
         if inferred:
             nodes = self.around(instruction, self.readers) or self.around(instruction, self.read)
-        known = (self.graph.node_by_id[i].source for i in sorted(nodes))
-        sources = dict.fromkeys(s for s in known if s is not None)
-        if not sources:
-            told = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
-            sources = dict.fromkeys(s for s in told if s is not None)
         target = instruction.target or instruction.fusion_kind or instruction.opcode
-        return Kernel(
-            instruction.name, kind, target, tuple(sorted(nodes)), tuple(sources), computation, inferred and bool(nodes)
-        )
+        ids, sources = tuple(sorted(nodes)), self.sources(instruction, nodes)
+        return Kernel(instruction.name, kind, target, ids, sources, computation, inferred and bool(nodes))
+
+    def sources(self, instruction: Instruction, nodes: Iterable[int]) -> tuple[Source, ...]:
+        """The lines of an instruction's nodes, each once; those that the metadata says where the nodes have none."""
+        known = (self.graph.node_by_id[i].source for i in sorted(nodes))
+        found = dict.fromkeys(s for s in known if s is not None)
+        if not found:
+            told = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
+            found = dict.fromkeys(s for s in told if s is not None)
+        return tuple(found)
 
     def nodes(self, instruction: Instruction) -> frozenset[int]:
         """Those of an instruction and of all it calls. A loop's body is no part of the loop, which has kernels of its own there."""
