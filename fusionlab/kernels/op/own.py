@@ -25,7 +25,7 @@ from ...graph.settings import matmul_precision
 from ..launch.compile import refuses_device
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
-from .arrays import check_dtypes, is_explicitly_sharded
+from .arrays import check_dtypes, refuses_shardings
 from .implementation import Implementation
 from .op import Op
 
@@ -302,8 +302,8 @@ class _Kernel:
             return reason
         if role != "call":
             return None  # the gradient is plain JAX code
-        if any(is_explicitly_sharded(a) for a in shapes.values()):
-            return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+        if reason := refuses_shardings(shapes):
+            return reason
         dtype = jnp.dtype(next(iter(shapes.values())).dtype).name
         if dtype not in self.kernel.dtypes:
             return f"the operands are {dtype}, the kernel is written for {', '.join(self.kernel.dtypes)}"

@@ -77,7 +77,7 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
 # Attributes.
 
 
-def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
+def _check_choices(full: Mapping[str, Any]) -> None:
     for name, valid in (
         ("qkv", LAYOUTS),
         ("norm", KINDS),
@@ -86,17 +86,24 @@ def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
     ):
         if not isinstance(full[name], str) or full[name] not in valid:
             raise unknown_name(f"multi_transformer {name}", full[name], valid)
+
+
+def _turned(slots: Any) -> tuple[str, ...]:
+    """The slots whose weights are [out, in], always in the same order."""
+    if not isinstance(slots, tuple | list) or not set(slots) <= set(TURNED):
+        raise refused(f"turned is {slots!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]")
+    return tuple(slot for slot in TURNED if slot in slots)
+
+
+def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
+    _check_choices(full)
     if full["cache"] is not None and full["cache"] not in CACHES:
         raise unknown_name("multi_transformer cache", full["cache"], CACHES)
     _check_part(full)
     for name in ("pre_norm", "gated", "is_causal", "gives_keys"):
         if not isinstance(full[name], bool):
             raise refused(f"{name} is {full[name]!r}, needed True or False")
-    if not isinstance(full["turned"], tuple | list) or not set(full["turned"]) <= set(TURNED):
-        raise refused(
-            f"turned is {full['turned']!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]"
-        )
-    full["turned"] = tuple(slot for slot in TURNED if slot in full["turned"])
+    full["turned"] = _turned(full["turned"])
     full["layers"] = _count("layers", full["layers"])
     for name in ("heads", "kv_heads"):
         full[name] = None if full[name] is None else _count(name, full[name])
@@ -325,9 +332,8 @@ def _kv_heads(given: Mapping[str, Any], full: Mapping[str, Any], e: int, h: int,
 def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes) -> None:
     b, s, h, t = sizes.b, sizes.s, sizes.h, sizes.seen(full["cache"])
     if "mask" in given:
-        shape = tuple(given["mask"].shape)
-        fits = len(shape) == 4 and shape[0] in (1, b) and shape[1] in (1, h) and shape[2] in (1, s) and shape[3] == t
-        if not fits:
+        shape, full_shape = tuple(given["mask"].shape), (b, h, s, t)
+        if not (len(shape) == 4 and shape[3] == t and all(n in (1, m) for n, m in zip(shape, full_shape, strict=True))):
             raise refused(
                 f"mask has shape {shape}, needed [1 or {b}, 1 or {h}, 1 or {s}, {t}]: batch, heads, queries, keys"
             )
@@ -338,15 +344,19 @@ def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Size
     if "lengths" in given and tuple(given["lengths"].shape) != (b,):
         raise refused(f"lengths has shape {tuple(given['lengths'].shape)}, needed ({b},): one for each of the batch")
     for name in ("cos", "sin"):
-        if name not in given:
-            continue
-        shape, pieces = tuple(given[name].shape), 2 * full["rotary"]
-        fits = len(shape) in (2, 3) and shape[-2] == s and 0 < shape[-1] <= sizes.d and shape[-1] % pieces == 0
-        if not fits or shape != tuple(given["cos"].shape) or (len(shape) == 3 and shape[0] not in (1, b)):
-            raise refused(
-                f"{name} has shape {shape}, needed [{s}, W] or [1 or {b}, {s}, W], alike for cos and sin, with W a multiple "
-                f"of {pieces} up to the {sizes.d} of a head"
-            )
+        if name in given:
+            _check_rotary(name, given, 2 * full["rotary"], sizes)
+
+
+def _check_rotary(name: str, given: Mapping[str, Any], pieces: int, sizes: Sizes) -> None:
+    """Of a table for the turns of so many pieces of a head."""
+    b, s, shape = sizes.b, sizes.s, tuple(given[name].shape)
+    fits = len(shape) in (2, 3) and shape[-2] == s and 0 < shape[-1] <= sizes.d and shape[-1] % pieces == 0
+    if not fits or shape != tuple(given["cos"].shape) or (len(shape) == 3 and shape[0] not in (1, b)):
+        raise refused(
+            f"{name} has shape {shape}, needed [{s}, W] or [1 or {b}, {s}, W], alike for cos and sin, with W a multiple "
+            f"of {pieces} up to the {sizes.d} of a head"
+        )
 
 
 def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes, i: int) -> None:
