@@ -144,13 +144,7 @@ class DotProductAttention(Op):
         if scores or "value" in wanted:
             names |= {"factors", "dropout_key"}
         if saves == "probabilities":
-            other = {"query": "key", "key": "query"}
-            factors = {other[slot] for slot in wanted if slot in other}
-            names |= factors | {"probabilities"}
-            if softcap is not None and factors:
-                names.add("tanh")
-            if scores and "sink" in present:
-                names.add("sink_weight")
+            names |= _read_beside_probabilities(wanted, softcap is not None, scores and "sink" in present)
             return frozenset(names).intersection((*present, "probabilities", "tanh", "sink_weight"))
         names |= {"query", "key", "bias", "mask", "sink", *reference.statistics(saves)} | (
             {"out", "rounded_off"} if scores else set()
@@ -189,14 +183,7 @@ class DotProductAttention(Op):
         group = attrs["group"]
         batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
         axes = _labels(batch, attrs["layout"], "h" if group == 1 else "g")
-        of_operand = (
-            ("mask", "mask_value"),
-            ("factors", "factors_scale"),
-            ("dropout_key", "factors_scale"),
-            ("dropout_key", "keep"),
-        )
-        known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
-        numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
+        numbers = _numbers(shapes, attrs)
         drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
         shared = (("group", group),) if group > 1 else ()
         local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
@@ -279,6 +266,30 @@ def _with_batch_axis(names: tuple[str, ...], values: list[Array], dims: list[int
     whole = [i for i, one in enumerate(zip(names, dims, strict=True)) if not _keeps_axes(*one)]
     moved = dict(zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True))
     return [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
+
+
+def _read_beside_probabilities(wanted: tuple[str, ...], capped: bool, sums_sink: bool) -> set[str]:
+    """What the gradients wanted read of what is saved where probabilities are kept: query's and key's read the other one."""
+    other = {"query": "key", "key": "query"}
+    factors = {other[slot] for slot in wanted if slot in other}
+    names = factors | {"probabilities"}
+    if capped and factors:
+        names.add("tanh")
+    if sums_sink:
+        names.add("sink_weight")
+    return names
+
+
+def _numbers(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The numbers of a call with these operands that mean something to it, by name."""
+    of_operand = (
+        ("mask", "mask_value"),
+        ("factors", "factors_scale"),
+        ("dropout_key", "factors_scale"),
+        ("dropout_key", "keep"),
+    )
+    known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
+    return tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
 
 
 def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:

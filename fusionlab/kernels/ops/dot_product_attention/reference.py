@@ -178,6 +178,13 @@ def near(shape: tuple[int, ...], form: Form, first: Any = 0, at: Any = 0) -> Arr
     return functools.reduce(jnp.logical_and, seen)
 
 
+def _softmax(scores: Array, sink: Array | None) -> tuple[Array, Array, Array | None, Array | None]:
+    """The probabilities, the maximum of each row, and with a sink the sum of its exponentials and the sink's own weight."""
+    if sink is not None:
+        return _softmax_with_sink(scores, sink.astype(scores.dtype))
+    return jax.nn.softmax(scores, axis=-1), lax.stop_gradient(jnp.max(scores, axis=-1)), None, None
+
+
 def forward(
     query: Array,
     key: Array,
@@ -194,10 +201,7 @@ def forward(
     """[out], and what is saved for the backward if asked for."""
     form = Form.of(attrs)
     scores, tanh = _scores(query, key, bias, mask, form)
-    if sink is not None:
-        p, top, total, weight = _softmax_with_sink(scores, sink.astype(scores.dtype))
-    else:
-        p, top, total, weight = jax.nn.softmax(scores, axis=-1), lax.stop_gradient(jnp.max(scores, axis=-1)), None, None
+    p, top, total, weight = _softmax(scores, sink)
     can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
     blind = top == -jnp.inf if can_be_blind else None
     if blind is not None:
@@ -210,9 +214,16 @@ def forward(
         return [out]
     if saves == "probabilities":
         return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
-    log_sum = jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1) if total is None else total)
+    if total is None:
+        total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
+    return [out, *_kept_of_rows(top, total, blind, saves), *off]
+
+
+def _kept_of_rows(top: Array, total: Array, blind: Array | None, saves: str) -> list[Array]:
+    """The statistics that are saved of rows with this maximum and this sum of exponentials below it; 0 of rows that see nothing."""
+    log_sum = jnp.log(total)
     kept = [top + log_sum] if len(statistics(saves)) == 1 else [top, log_sum]
-    return [out, *(kept if blind is None else [jnp.where(blind, 0, a) for a in kept]), *off]
+    return kept if blind is None else [jnp.where(blind, 0, a) for a in kept]
 
 
 def _softmax_with_sink(scores: Array, sink: Array) -> tuple[Array, Array, Array, Array]:

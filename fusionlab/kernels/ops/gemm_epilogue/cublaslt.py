@@ -52,7 +52,11 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
         return "it writes its results in the dtype of its operands"
     if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
         return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
-    if precision is not None and lax.Precision.HIGH in precisions(precision):
+    return _refuses_precision(precision)
+
+
+def _refuses_precision(precision: Any) -> str | None:
+    if lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
     if any(not isinstance(one, lax.Precision) for one in precisions(precision)):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"

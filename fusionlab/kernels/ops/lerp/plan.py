@@ -141,17 +141,17 @@ def tiled_pass(chosen: Tiling) -> Pass:
     call = chosen.call
     partial = tuple(slot for slot in call.grads if chosen.parts(slot) > 1)
     scratch = tuple((chosen.parts(slot), call.sizes[slot]) for slot in partial)
-    results = {slot: call.grads.index(slot) for slot in call.grads}
-    results |= {slot: len(call.grads) + i for i, slot in enumerate(partial)}
-    addresses = tuple(("result", results[s]) if s in results else ("null", 0) for s in SLOTS)
+    # Of a gradient that several tiles have a part in, the kernel writes the parts.
+    numbers = dict(zip((*call.grads, *partial), itertools.count(), strict=False))
+    addresses = tuple(("result", numbers[s]) if s in numbers else ("null", 0) for s in SLOTS)
     block = (call.lanes, chosen.threads_y, 1)
     launches = [Launch("lerp_backward", (chosen.blocks, 1, 1), block, 0, (*call.operands, *addresses), early=True)]
     options = _tile_options(chosen, partial, max(call.elements, *(math.prod(s) for s in scratch), 0))
     if partial:
         sums = [PartSum(*shape) for shape in scratch]
-        pairs = [(results[slot], call.grads.index(slot)) for slot in partial]
+        pairs = [(numbers[slot], call.grads.index(slot)) for slot in partial]
         launches.append(_sum_launch(sums, pairs))
-        options = (*options, "-DFL_SUMS=" + ",".join(f"{{{s.parts},{s.size},{s.width}}}" for s in sums))
+        options = (*options, "-DFL_SUMS=" + ",".join(map(str, sums)))
     return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), call.reads, call.grads, scratch)
 
 

@@ -295,6 +295,10 @@ class PartSum:
     parts: int
     size: int
 
+    def __str__(self) -> str:
+        """As the kernel is told it."""
+        return f"{{{self.parts},{self.size},{self.width}}}"
+
     @property
     def width(self) -> int:
         """Threads of a block along a row of parts: as many of its threads as parts or columns leave idle otherwise serve the other."""

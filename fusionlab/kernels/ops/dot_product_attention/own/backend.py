@@ -216,9 +216,10 @@ def _described(
         if given[slot] is not None:
             arrays.append(_with_whole_batch(given[slot], q.batch))
             scores[slot] = np.dtype(arrays[-1].dtype).name, _score_strides(arrays[-1].shape)
-    by_key = given["dropout_key"] is not None
+    by_key, drawn = given["dropout_key"] is not None, {}
     if by_key:
         arrays.append(given["dropout_key"])
+        drawn = {"dropout": _score_strides(attrs["dropout_shape"]), "keep": attrs["keep"]}
     call = Attention(
         dtype=np.dtype(query.dtype).name,
         batch=math.prod(q.batch),
@@ -239,8 +240,7 @@ def _described(
         mask_value=attrs["mask_value"],
         factors_scale=attrs["factors_scale"] if "factors" in scores or by_key else 1.0,
         terms=_terms(attrs["precision"]) if query.dtype == np.float32 else 1,
-        dropout=_score_strides(attrs["dropout_shape"]) if by_key else None,
-        keep=attrs["keep"] if by_key else 1.0,
+        **drawn,
         **scores,
     )
     return call, arrays
