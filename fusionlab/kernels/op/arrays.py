@@ -36,6 +36,7 @@ def batch_of_rows(
     """
     if any(d is not None and n not in rows for n, d in zip(names, dims, strict=True)):
         return None
+    # All gradients but the first slot's are sums over rows: each of the batch has its own, more rows would have one together.
     if role == "cotangent" and any(live[1:]):
         return None
     at = [i for i, n in enumerate(names) if n in rows]

@@ -179,6 +179,7 @@ def _normal(
     found = {name: [_axis(x) for x in said.labels[name]] for name in shapes if name in said.labels}
     pairs = [pair for name, axes in found.items() for pair in zip(axes, shapes[name], strict=True)]
     sizes: dict[str, int] = {}
+    # A label is as long as its longest axis with an entry for each index; only where there is none does a packed axis tell.
     for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
         sizes[axis.label] = (
             max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)

@@ -130,6 +130,7 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     """
     sides, made = axes.replace(".", "").split("->")
     mine, theirs = sides.split(",")
+    # Where the operands change places, the result needs no transpose.
     if made != "n" + "".join(x for x in mine + theirs if x != "n" and x in made):
         a, b, mine, theirs = b, a, theirs, mine
     free = a.ndim - len(mine)
@@ -138,6 +139,7 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     batch = [(*range(free), n) for n in heads]
     numbers = ((at[:1], at[1:]), (batch[0], batch[1]))
     out = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
+    # `dot_general` puts the batch first, then what is left of its first operand, then of its second.
     found = "n" + "".join(x for x in mine + theirs if x not in ("n", summed))
     if found == made:
         return out
@@ -204,6 +206,7 @@ def forward(
     p, top, total, weight = _softmax(scores, sink)
     can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
     blind = top == -jnp.inf if can_be_blind else None
+    # Softmax makes NaN of a row of nothing but -inf.
     if blind is not None:
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)

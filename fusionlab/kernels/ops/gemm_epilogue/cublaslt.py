@@ -50,6 +50,7 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
         return f"neither an epilogue nor a kernel for the derivative of {activation}"
     if attrs.get("out") is not None:
         return "it writes its results in the dtype of its operands"
+    # gelu_tanh saves the product itself, in the dtype of the result; relu's mask, which is bits, loses nothing by that.
     if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
         return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
     return _refuses_precision(precision)

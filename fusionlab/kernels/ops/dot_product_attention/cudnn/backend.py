@@ -120,12 +120,14 @@ def _refuses_form(
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
     if "sink" in present:
         return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
+    # JAX's call of cuDNN has no parameter for one.
     if softcap is not None:
         return "a softcap on the scores"
     if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):
         return refusal
     if scale <= 0:
         return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
+    # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode.
     if role == "tangent":
         return "forward mode"
     has_backward = residuals or role != "call"

@@ -210,6 +210,7 @@ class _Call:
         if form.qkv == "separate":
             columns, turned = (heads * size, groups * size, groups * size), "q" in form.turned
         else:
+            # Packed weights, [3, H, D, E], are [out, in] as they lie.
             columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
         norms = tuple(None if e is None else form.norm for e in form.epsilons)
         fused = form.pre_norm and fuses_norm(rows, width)
