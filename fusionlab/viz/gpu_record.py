@@ -10,7 +10,7 @@ from typing import Any
 from fusionlab.evidence.instruments.timing import ratio_interval, seconds
 
 from .markup import table
-from .plots import AFTER, AS_IT_IS, BEFORE, figure_svg, new_axes
+from .plots import AFTER, AS_IT_IS, BEFORE, axes_or_new, figure_svg
 
 BASE, BOUND = "jax.jit", "bare products"
 RIVALS = {
@@ -76,7 +76,7 @@ def plot_record(record: Mapping[str, Any], ax: Any = None) -> Any:
       The Axes.
     """
     found = ratios(record)
-    ax = ax if ax is not None else new_axes(7.2, 1.2 + 0.5 * len(found))
+    ax = axes_or_new(ax, 7.2, 1.2 + 0.5 * len(found))
     for i, (rival, label) in enumerate(RIVALS.items()):
         rows = [(row, rivals[rival]) for row, (_, rivals) in enumerate(found.values()) if rival in rivals]
         if not rows:

@@ -44,7 +44,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     if not timings:
         raise ArgumentError(f"evidence: nothing was timed ({_why_not(evidence)}), so there is no timing to plot")
     runs = [(timing, run) for timing in timings for run in (timing.before, timing.after)]
-    ax = ax if ax is not None else new_axes(7.2, 1.3 + 0.62 * len(runs))
+    ax = axes_or_new(ax, 7.2, 1.3 + 0.62 * len(runs))
     for row, (timing, run) in enumerate(runs):
         _draw_runs(ax, row, run, AFTER if run is timing.after else BEFORE, kwargs)
     ax.set_yticks(range(len(runs)), [_row_name(t, r, len(timings) > 1) for t, r in runs], **AS_IT_IS)
@@ -103,7 +103,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
     if numerics is None or not numerics.leaves:
         raise ArgumentError("evidence: no errors were measured, so there are none to plot")
     leaves = _worst(numerics.leaves, measure)
-    ax = ax if ax is not None else new_axes(7.2, 1.4 + 0.3 * len(leaves))
+    ax = axes_or_new(ax, 7.2, 1.4 + 0.3 * len(leaves))
     rows = range(len(leaves))
     for name, colour, marker in (("before", BEFORE, "o"), ("after", AFTER, "D")):
         values = [_on_log(getattr(getattr(leaf, name), measure)) for leaf in leaves]
@@ -117,8 +117,15 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
         }
         ax.plot(values, rows, **(style | kwargs))
     if measure == "max_abs":
-        limits = [_on_log(leaf.atol) if math.isfinite(leaf.atol) and leaf.atol > 0 else math.nan for leaf in leaves]
-        ax.plot(limits, rows, linestyle="", marker="|", markersize=14, color=LIMIT, label="tolerance")
+        ax.plot(
+            [_tolerance(leaf) for leaf in leaves],
+            rows,
+            linestyle="",
+            marker="|",
+            markersize=14,
+            color=LIMIT,
+            label="tolerance",
+        )
     ax.set_xscale("log")
     ax.set_yticks(rows, [_leaf_name(leaf) for leaf in leaves], **AS_IT_IS)
     ax.set_ylim(len(leaves) - 0.5, -0.5)
@@ -149,11 +156,10 @@ def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: 
     """
     if kind not in ("output", "gradient"):
         raise ArgumentError(f"kind: got {kind!r}, needed 'output' or 'gradient'")
-    numerics = numerics_of(evidence)
-    leaves = [leaf for leaf in (numerics.leaves if numerics else ()) if leaf.kind == kind and leaf.after.ulp_histogram]
+    leaves = _counted_in_ulp(evidence, kind)
     if not leaves:
         raise ArgumentError(f"evidence: no errors of {kind}s were counted in ulp, so there are none to plot")
-    ax = ax if ax is not None else new_axes(7.2, 3.2)
+    ax = axes_or_new(ax, 7.2, 3.2)
     places = np.arange(len(ULP_EDGES) + 1)
     for name, colour, aside in (("before", BEFORE, -0.2), ("after", AFTER, 0.2)):
         counts = np.sum([getattr(leaf, name).ulp_histogram for leaf in leaves], axis=0)
@@ -185,6 +191,17 @@ def _plain(value: float, _: Any = None) -> str:
 
 def _on_log(value: float) -> float:
     return max(value, _SMALLEST) if math.isfinite(value) else math.nan
+
+
+def _tolerance(leaf: LeafNumerics) -> float:
+    """Where a log axis shows what a leaf may be off by; nowhere if it must be exact, or is not compared."""
+    return _on_log(leaf.atol) if leaf.atol > 0 else math.nan
+
+
+def _counted_in_ulp(evidence: Any, kind: str) -> list[LeafNumerics]:
+    """The leaves of a kind whose errors were counted in units in the last place."""
+    numerics = numerics_of(evidence)
+    return [leaf for leaf in (numerics.leaves if numerics else ()) if leaf.kind == kind and leaf.after.ulp_histogram]
 
 
 def _printable(name: str) -> str:
@@ -225,6 +242,11 @@ def figure_svg(figure: Any) -> str:
     with mpl.rc_context({"svg.hashsalt": "fusionlab", "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
     return text.getvalue()
+
+
+def axes_or_new(ax: Any, width: float, height: float) -> Any:
+    """The Axes given; where there are none, those of a figure of their own, sizes in inches."""
+    return ax if ax is not None else new_axes(width, height)
 
 
 def new_axes(width: float, height: float) -> Any:

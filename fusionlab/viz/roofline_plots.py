@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.roofline import Point, Roofline
+from fusionlab.evidence.roofline import Point, Prediction, Roofline
 
 from .markup import short
 from .palette import INK, QUIET, colour_of
-from .plots import AFTER, AS_IT_IS, BEFORE, LIMIT, new_axes
+from .plots import AFTER, AS_IT_IS, BEFORE, LIMIT, axes_or_new
 
 _NAMED = 6  # kernels with a name beside them
 _PREDICTED = 24
@@ -35,7 +36,7 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
     points = [p for p in roofline.points if p.operations and p.bytes_moved]
     if not points:
         raise ArgumentError(f"roofline: no kernel of {roofline.name} computes anything, so there is nothing to plot")
-    ax = ax if ax is not None else new_axes(7.2, 4.4)
+    ax = axes_or_new(ax, 7.2, 4.4)
     rate, peak = float(roofline.device.copy_bytes_per_s or 0), float(roofline.device.gemm_flop_per_s or 0)
     ridge = peak / rate
     marks = [*(p.intensity for p in points), ridge]
@@ -43,19 +44,8 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
     x = np.geomspace(low, high, 200)
     ax.plot(x, np.minimum(peak, x * rate) / 1e9, color=INK, linewidth=1.5)
     ax.axvline(ridge, color="#e4e9ee", linewidth=1, zorder=0)
-    longest = max(p.attainable_s for p in points)
-    for bound, colour in (("memory", AFTER), ("compute", LIMIT)):
-        for p in (p for p in points if p.bound == bound):
-            style = {"marker": "o", "linestyle": "", "color": colour, "alpha": 0.7, "markeredgewidth": 0}
-            dot = {"markersize": 3 + 9 * math.sqrt(p.attainable_s / longest)}
-            ax.plot([p.intensity], [p.attainable / 1e9], **(style | dot | kwargs))
-        ax.plot([], [], marker="o", linestyle="", color=colour, label=f"bound by {bound}")
-    for p in (p for p in (*points, roofline.whole) if p.measured_s is not None):
-        ax.plot([p.intensity], [(p.attained or 0) / 1e9], marker="D", linestyle="", color=BEFORE, markersize=7)
-        told = {"textcoords": "offset points", "fontsize": 7, "color": QUIET, "ha": "right"}
-        ax.annotate(
-            f"{short(p.name, 24)}, measured", (p.intensity, (p.attained or 0) / 1e9), (-9, 7), **told, **AS_IT_IS
-        )
+    _draw_attainable(ax, points, kwargs)
+    _draw_measured(ax, (*points, roofline.whole))
     _name_longest(ax, points)
     ax.set(xscale="log", yscale="log", xlim=(low, high))
     ax.set_xlabel("operations a byte of memory traffic (flop/byte)")
@@ -66,6 +56,26 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
     ax.grid(color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
+
+
+def _draw_attainable(ax: Any, points: list[Point], kwargs: dict[str, Any]) -> None:
+    """A dot on the roof for each kernel, the larger the longer it takes at best."""
+    longest = max(p.attainable_s for p in points)
+    for bound, colour in (("memory", AFTER), ("compute", LIMIT)):
+        for p in (p for p in points if p.bound == bound):
+            style = {"marker": "o", "linestyle": "", "color": colour, "alpha": 0.7, "markeredgewidth": 0}
+            dot = {"markersize": 3 + 9 * math.sqrt(p.attainable_s / longest)}
+            ax.plot([p.intensity], [p.attainable / 1e9], **(style | dot | kwargs))
+        ax.plot([], [], marker="o", linestyle="", color=colour, label=f"bound by {bound}")
+
+
+def _draw_measured(ax: Any, points: Iterable[Point]) -> None:
+    """Diamonds under the roof for what was measured, with names."""
+    for p in (p for p in points if p.measured_s is not None):
+        x, y = p.intensity, (p.attained or 0) / 1e9
+        ax.plot([x], [y], marker="D", linestyle="", color=BEFORE, markersize=7)
+        told = {"textcoords": "offset points", "fontsize": 7, "color": QUIET, "ha": "right"}
+        ax.annotate(f"{short(p.name, 24)}, measured", (x, y), (-9, 7), **told, **AS_IT_IS)
 
 
 def _name_longest(ax: Any, points: list[Point]) -> None:
@@ -114,14 +124,10 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
         )
     ranked = sorted(roofline.predictions, key=lambda p: -max(abs(p.saved_s), abs(p.measured_saved_s or 0)))
     kept = [p for p in roofline.predictions if p in ranked[:_PREDICTED]]
-    ax = ax if ax is not None else new_axes(7.2, 1.4 + 0.32 * len(kept))
+    ax = axes_or_new(ax, 7.2, 1.4 + 0.32 * len(kept))
     rows = np.arange(len(kept))
     for y, p in zip(rows, kept, strict=True):
-        ax.barh(y, p.saved_s * 1e3, height=0.5, color=colour_of(p.pass_name), alpha=0.55, linewidth=0)
-        if p.measured_saved_s is not None:
-            ax.plot([p.measured_saved_s * 1e3], [y], marker="D", markersize=6, color=INK, linestyle="")
-        elif p.before == p.after:
-            ax.annotate("the same code", (0, y), (6, -3), textcoords="offset points", fontsize=7, color=QUIET)
+        _draw_prediction(ax, y, p)
     ax.barh([math.nan], [math.nan], color=QUIET, alpha=0.55, label="predicted, at best")
     if any(p.measured_saved_s is not None for p in kept):
         ax.plot([], [], marker="D", linestyle="", color=INK, label="measured")
@@ -136,3 +142,12 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
     ax.grid(axis="x", color="#e4e9ee")
     ax.set_axisbelow(True)
     return ax
+
+
+def _draw_prediction(ax: Any, y: np.integer, p: Prediction) -> None:
+    """A bar for what is predicted, a diamond for what was measured."""
+    ax.barh(y, p.saved_s * 1e3, height=0.5, color=colour_of(p.pass_name), alpha=0.55, linewidth=0)
+    if p.measured_saved_s is not None:
+        ax.plot([p.measured_saved_s * 1e3], [y], marker="D", markersize=6, color=INK, linestyle="")
+    elif p.before == p.after:
+        ax.annotate("the same code", (0, y), (6, -3), textcoords="offset points", fontsize=7, color=QUIET)

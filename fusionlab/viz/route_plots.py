@@ -10,7 +10,7 @@ from fusionlab.fusers.passes.matmul.route_table import TAGS, ProductRoute, Route
 from fusionlab.kernels.ops.matmul.routes import ROUTES
 
 from .markup import short
-from .plots import AFTER, AS_IT_IS, BEFORE, new_axes
+from .plots import AFTER, AS_IT_IS, BEFORE, axes_or_new
 
 # Okabe and Ito's hues, pale: each cell is written in as well.
 FILLS = {"evaluate": "#cfe8dc", "kernel": "#fbe3c8", "xla": "#e8ebef", "": "#ffffff"}
@@ -31,28 +31,14 @@ def plot_routes(*tables: Routes, ax: Any = None) -> Any:
     Raises:
       ArgumentError: there is no product in it, or the tables are not of the same products.
     """
-    if not tables or not tables[0].rows:
-        raise ArgumentError(
-            "plot_routes: no product to draw; needed findings.routes() of a program with a matrix product"
-        )
-    names = [[(row.value, row.shape) for row in table] for table in tables]
-    if any(one != names[0] for one in names):
-        raise ArgumentError(
-            "plot_routes: the tables are not of the same products; needed those of one program on several devices"
-        )
+    _check_products(tables)
     first, *_ = tables
     rows = first.rows
     several = len(tables) > 1
     heads = [_short_device(t.device) for t in tables] if several else [r.name for r in ROUTES]
     cells = [[_tag_cell(t[i]) for t in tables] if several else _route_cells(row) for i, row in enumerate(rows)]
-    ax = ax if ax is not None else new_axes(3.2 + (1.0 if several else 1.5) * len(heads), 0.9 + 0.38 * len(rows))
-    for y, told in enumerate(cells):
-        for x, (text, tag) in enumerate(told):
-            ax.fill_between([x - 0.5, x + 0.5], y - 0.46, y + 0.46, color=FILLS[tag], linewidth=0)
-            weight = "bold" if tag else "normal"
-            ax.text(
-                x, y, text, ha="center", va="center", fontsize=8, fontweight=weight, color="black" if tag else _QUIET
-            )
+    ax = axes_or_new(ax, 3.2 + (1.0 if several else 1.5) * len(heads), 0.9 + 0.38 * len(rows))
+    _draw_cells(ax, cells)
     ax.set_xticks(range(len(heads)), heads, fontsize=8)
     ax.xaxis.tick_top()
     ax.set_yticks(
@@ -63,6 +49,28 @@ def plot_routes(*tables: Routes, ax: Any = None) -> Any:
     ax.spines[:].set_visible(False)
     ax.set_title("route of each product" if several else f"routes on {first.device}", fontsize=9, loc="left")
     return ax
+
+
+def _check_products(tables: Sequence[Routes]) -> None:
+    """Raises where there is no product, or where the tables are not of the same ones."""
+    if not tables or not tables[0].rows:
+        raise ArgumentError(
+            "plot_routes: no product to draw; needed findings.routes() of a program with a matrix product"
+        )
+    names = [[(row.value, row.shape) for row in table] for table in tables]
+    if any(one != names[0] for one in names):
+        raise ArgumentError(
+            "plot_routes: the tables are not of the same products; needed those of one program on several devices"
+        )
+
+
+def _draw_cells(ax: Any, cells: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """Rows of (text, tag): filled in the tag's colour, quiet where there is no tag."""
+    for y, row in enumerate(cells):
+        for x, (text, tag) in enumerate(row):
+            ax.fill_between([x - 0.5, x + 0.5], y - 0.46, y + 0.46, color=FILLS[tag], linewidth=0)
+            look = {"fontweight": "bold", "color": "black"} if tag else {"fontweight": "normal", "color": _QUIET}
+            ax.text(x, y, text, ha="center", va="center", fontsize=8, **look)
 
 
 def _short_device(text: str) -> str:
@@ -102,7 +110,7 @@ def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequen
       The Axes.
     """
     cases = {name: c for name, c in record["cases"].items() if not only or name in only}
-    ax = ax if ax is not None else new_axes(7.2, 1.2 + 0.24 * len(cases))
+    ax = axes_or_new(ax, 7.2, 1.2 + 0.24 * len(cases))
     colours = {"evaluate": "#009e73", "kernel": "#d55e00", "xla": BEFORE}
     for y, found in enumerate(cases.values()):
         one = found["fusionlab"]

@@ -223,16 +223,21 @@ class _Matmul:
             (b, plan.dtype, plan.leading[1], plan.strides[1]),
             ((plan.m, plan.n), plan.made, 0, plan.m * plan.n),
         ):
-            self._layouts.append(lt.matrix_layout_create(_TYPES[dtype], *shape, leading or shape[0]))
-            if plan.batch > 1:
-                _set_attribute(lt, "layout", self._layouts[-1], "BATCH_COUNT", plan.batch)
-                _set_attribute(lt, "layout", self._layouts[-1], "STRIDED_BATCH_OFFSET", stride)
+            self._add_layout(shape, dtype, leading or shape[0], stride)
         number = np.float64 if plan.compute == "f64" else np.float32
         self._alpha, self._beta = np.full(1, plan.alpha, number), np.full(1, plan.beta, number)
         self._algorithm = self._picked() if pick else np.zeros(8, np.uint64)
         numbers = (one.ctypes.data for one in (self._alpha, self._beta, self._algorithm))
         self._pointers = (self._handle, self._desc, *self._layouts, *numbers)
         self._places = _places(plan)
+
+    def _add_layout(self, shape: tuple[int, int], dtype: str, leading: int, stride: int) -> None:
+        """Of one matrix, or of each of a batch, `stride` entries apart."""
+        layout = self._lt.matrix_layout_create(_TYPES[dtype], *shape, leading)
+        self._layouts.append(layout)
+        if self._plan.batch > 1:
+            _set_attribute(self._lt, "layout", layout, "BATCH_COUNT", self._plan.batch)
+            _set_attribute(self._lt, "layout", layout, "STRIDED_BATCH_OFFSET", stride)
 
     def run(self, stream: int, operands: Sequence[int], results: Sequence[int]) -> None:
         buffers = {"operand": operands, "result": results}

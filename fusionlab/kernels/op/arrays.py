@@ -36,6 +36,7 @@ def batch_of_rows(
     """
     if any(d is not None and n not in rows for n, d in zip(names, dims, strict=True)):
         return None
+    # All gradients but the first slot's are sums over rows: each of the batch has its own, more rows would have one together.
     if role == "cotangent" and any(live[1:]):
         return None
     at = [i for i, n in enumerate(names) if n in rows]
@@ -68,6 +69,11 @@ def precisions(precision: Any) -> tuple[Any, ...]:
     if precision is None:
         return ()
     return precision if isinstance(precision, tuple) else (precision,)
+
+
+def names_algorithm(precision: Any) -> bool:
+    """Whether it asks for a dot algorithm by name (`DotAlgorithmPreset`, say), for one operand or for both."""
+    return any(p is not None and not isinstance(p, lax.Precision) for p in precisions(precision))
 
 
 def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
@@ -116,6 +122,31 @@ def explicit_sharding(value: Any) -> Any:
 def is_explicitly_sharded(value: Any) -> bool:
     """Whether an axis of an array, or of a shape, is sharded over an explicit mesh axis."""
     return is_split_in_type(jax.typeof(value) if isinstance(value, jax.Array) else value)
+
+
+def refuses_shardings(shapes: Mapping[str, Any]) -> str | None:
+    """Why an implementation that has no rule for explicit mesh axes cannot take these operands, or None."""
+    if any(is_explicitly_sharded(a) for a in shapes.values()):
+        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    return None
+
+
+def first_given(shapes: Mapping[str, Any], *names: str) -> Any:
+    """The first of these that there is; None where there is none."""
+    return next((a for name in names if (a := shapes.get(name)) is not None), None)
+
+
+def check_vectors(op: str, given: Mapping[str, Any], slots: Sequence[str], size: int, entries: str) -> None:
+    """Those of the slots that are given have one axis, of `size`; `entries` names what each entry is for.
+
+    Raises:
+      ArgumentError: names the slot, its shape and what was needed.
+    """
+    for slot in slots:
+        if slot in given and (found := tuple(given[slot].shape)) != (size,):
+            raise ArgumentError(
+                f"{op}: {slot} has shape {found}, needed ({size},): one entry for {entries}; multiply or add any other {slot} outside"
+            )
 
 
 def zero_tangent(value: Any) -> Any:

@@ -124,21 +124,13 @@ def labels_of(
     op, attrs, role = primitive.op, attributes_of(params), primitive.role
     wanted = () if role == "call" else wanted_of(params)
     reads = [_plain(n) for n in primitive.operand_names(params)]
-    if role == "call":
-        gives = (*op.results(**attrs), *op.residual_names(**attrs))
-    else:
-        gives = primitive.results_given(params) if role == "tangent" else wanted
+    gives = _results_of(primitive, params)
     named = [*zip(reads, operands, strict=True), *zip(gives, results, strict=False)]
     shapes = {name: tuple(value.shape) for name, value in named}
     shapes.setdefault("out", tuple(params.get("shape", ())))
     said = op.axes(shapes, **attrs)
     by_name, sizes, broken = _normal(shapes, said)
-    summed = {}
-    for slot in wanted:
-        moved = "out" if role == "cotangent" else slot
-        given = slot if role == "cotangent" else "out"
-        read = _labels(by_name, moved, *op.saved_names((slot,), attrs))
-        summed[slot] = tuple(label for label in read if label not in _labels(by_name, given))
+    summed = {slot: _summed_for(primitive, slot, by_name, attrs) for slot in wanted}
     contracted = frozenset(_labels(by_name, *reads)) - set(_labels(by_name, "out")) if role == "call" else frozenset()
     unsplit = contracted if contracted and op.summed_call(params) is None else frozenset()
     return Labels(
@@ -150,6 +142,23 @@ def labels_of(
         contracted,
         said.whole | unsplit | broken,
     )
+
+
+def _results_of(primitive: FusedPrimitive, params: Mapping[str, Any]) -> Sequence[str]:
+    """What each result of an equation is: a result or residual of the op, or the slot whose gradient it is."""
+    if primitive.role == "call":
+        op, attrs = primitive.op, attributes_of(params)
+        return (*op.results(**attrs), *op.residual_names(**attrs))
+    return primitive.results_given(params) if primitive.role == "tangent" else wanted_of(params)
+
+
+def _summed_for(
+    primitive: FusedPrimitive, slot: str, by_name: Mapping[str, Tensor], attrs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The labels that a slot's gradient, or the term of its tangent, is summed over."""
+    moved, given = ("out", slot) if primitive.role == "cotangent" else (slot, "out")
+    read = _labels(by_name, moved, *primitive.op.saved_names((slot,), attrs))
+    return tuple(label for label in read if label not in _labels(by_name, given))
 
 
 def _plain(name: str) -> str:
@@ -170,6 +179,7 @@ def _normal(
     found = {name: [_axis(x) for x in said.labels[name]] for name in shapes if name in said.labels}
     pairs = [pair for name, axes in found.items() for pair in zip(axes, shapes[name], strict=True)]
     sizes: dict[str, int] = {}
+    # A label is as long as its longest axis with an entry for each index; only where there is none does a packed axis tell.
     for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
         sizes[axis.label] = (
             max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)

@@ -165,11 +165,7 @@ class _Parts:
 
     def _where(self, mesh: Mesh, tensors: Sequence[Any]) -> dict[str, tuple[str, ...]]:
         """Which mesh axes each label is split over: as XLA has them, and of those in conflict the ones most bytes already are on."""
-        votes: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for axes, t in zip(self.labels.tensors, tensors, strict=False):
-            for axis, names in zip(axes, _placing(t, mesh), strict=True):
-                if names and axis is not None:
-                    votes[axis.label, names] += math.prod(t.shape) * np.dtype(t.dtype).itemsize
+        votes = self._votes(mesh, tensors)
         where: dict[str, tuple[str, ...]] = {}
         taken: set[str] = set()
         for (label, names), _ in votes.most_common():
@@ -210,14 +206,25 @@ class _Parts:
 
         return call
 
+    def _votes(self, mesh: Mesh, tensors: Sequence[Any]) -> Counter[tuple[str, tuple[str, ...]]]:
+        """(label, the mesh axes it is split over) -> bytes that XLA has so."""
+        votes: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for axes, t in zip(self.labels.tensors, tensors, strict=False):
+            for axis, names in zip(axes, _placing(t, mesh), strict=True):
+                if names and axis is not None:
+                    votes[axis.label, names] += math.prod(t.shape) * np.dtype(t.dtype).itemsize
+        return votes
+
+    def _shard_shape(self, where: Where, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of the part of out that one device has."""
+        return tuple(
+            size // math.prod(mesh.shape[n] for n in _names(axis, where))
+            for axis, size in zip(self.labels.by_name["out"], self.params["shape"], strict=True)
+        )
+
     def _linear(self, where: Where, mesh: Mesh, *operands: Array) -> list[Array]:
         """Tangent or cotangent of one shard, and the sums over devices that each result needs."""
-        out = self.labels.by_name["out"]
-        shape = tuple(
-            size // math.prod(mesh.shape[n] for n in _names(axis, where))
-            for axis, size in zip(out, self.params["shape"], strict=True)
-        )
-        params = {**self.params, "shape": shape}
+        params = {**self.params, "shape": self._shard_shape(where, mesh)}
         sums = {slot: _axes_of(labels, where) for slot, labels in self.labels.summed.items()}
         if self.primitive.role == "cotangent":
             grads = self.body(params, *operands)
@@ -253,13 +260,19 @@ def _spec(axes: Sequence[Any], where: Where) -> PartitionSpec:
     return PartitionSpec(*(_names(axis, where) or None for axis in axes))
 
 
+def _axes_of_entry(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`: None, a name or several."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def _placing(tensor: Any, mesh: Mesh) -> list[tuple[str, ...]]:
     """For each axis of a tensor the mesh axes it is split over, the one of the longest stride first."""
     rank = len(tensor.shape)
     spec = getattr(tensor.sharding, "spec", None)
     if spec is not None:
-        entries = [*spec, *(None,) * (rank - len(spec))]
-        return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+        return [_axes_of_entry(e) for e in (*spec, *(None,) * (rank - len(spec)))]
     if tensor.sharding is None:
         return [()] * rank
     held = _held(tensor)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -324,17 +325,17 @@ class Op(abc.ABC):
             return self._jvp_of_reference(primals, tangents, attrs)
         live = tuple(type(t) is not ad.Zero for t in tangents)
         slots = attrs["present"]
-        wanted = tuple(slot for slot, moves in zip(slots, live, strict=True) if moves)
+        wanted = tuple(itertools.compress(slots, live))
         saved = self.saved_names(wanted, attrs)
         results, names = self.results(**attrs), self.residual_names(**attrs)
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
         known = dict(zip(slots, primals, strict=True)) | dict(zip((*results, *names), outs, strict=False))
-        moving = [t for t, moves in zip(tangents, live, strict=True) if moves]
+        moving = list(itertools.compress(tangents, live))
         linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, (*primals, outs[0])))}
         if len(results) > 1:
             linear["given"] = (True,) * len(results)
         operands, linear = (*(known[n] for n in saved), *moving), linear | attrs
-        self._tangent.tell([jax.typeof(x) for x in operands], linear, [jax.typeof(x) for x in outs[: len(results)]])
+        self._tangent.tell(list(map(jax.typeof, operands)), linear, [jax.typeof(x) for x in outs[: len(results)]])
         moved = self._tangent.bind(*operands, **linear)
         if not residuals:
             return outs[: len(results)], moved
@@ -439,7 +440,7 @@ class Op(abc.ABC):
         asked, _ = _asked(operands[split:])
         # Where the linear operands lie among the results.
         places = [r for r, n in enumerate(given_of(params)) for _ in range(n)]
-        wanted = {r for r, a in zip(places, asked, strict=True) if a}
+        wanted = set(itertools.compress(places, asked))
         if "given" in params:
             params = params | {"given": tuple(r in wanted for r in range(len(params["given"])))}
         moved = dict(

@@ -25,7 +25,7 @@ from ...graph.settings import matmul_precision
 from ..launch.compile import refuses_device
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
-from .arrays import check_dtypes, is_explicitly_sharded
+from .arrays import check_dtypes, refuses_shardings
 from .implementation import Implementation
 from .op import Op
 
@@ -302,8 +302,8 @@ class _Kernel:
             return reason
         if role != "call":
             return None  # the gradient is plain JAX code
-        if any(is_explicitly_sharded(a) for a in shapes.values()):
-            return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+        if reason := refuses_shardings(shapes):
+            return reason
         dtype = jnp.dtype(next(iter(shapes.values())).dtype).name
         if dtype not in self.kernel.dtypes:
             return f"the operands are {dtype}, the kernel is written for {', '.join(self.kernel.dtypes)}"
@@ -326,14 +326,17 @@ class _Kernel:
         at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
         rng = np.random.default_rng(0)
         try:
+            # It is asked while a program is traced: outside this, JAX would record the calls instead of running them.
             with jax.ensure_compile_time_eval():
                 run = jax.jit(lambda given: self.forward(residuals=False, **given, **numbers)[0])
                 plain = jax.jit(lambda given: op.reference(*given.values(), **numbers))
                 for size in _MAGNITUDES:
+                    # float16 holds numbers up to 65504.
                     drawn = {slot: np.clip(size * rng.normal(size=shape), -3e4, 3e4) for slot, shape in shapes.items()}
                     operands = {slot: jnp.asarray(a, dtype) for slot, a in drawn.items()}
                     known = {slot: np.array(a) for slot, a in operands.items()}
                     got = np.asarray(run(operands), np.float64)
+                    # The kernel is given the operands' own buffers, which XLA takes to stay as they are.
                     if any(np.asarray(a).tobytes() != known[slot].tobytes() for slot, a in operands.items()):
                         return f"it writes to its operands at {at}"
                     true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)

@@ -145,9 +145,7 @@ def _box(box: Mapping[str, Any], id_prefix: str) -> str:
     attrs: dict[str, Any] = {
         "label": [marker + box["lines"][0], *box["lines"][1:]],
         "id": id_prefix + dom_id(box["id"]),
-        "class": " ".join(
-            ["box", kind, *(w for w in (state, box["fused"] and "fused", box["quiet"] and "quiet") if w)]
-        ),
+        "class": " ".join(_classes(box)),
         "tooltip": box["tooltip"],
     }
     if box["quiet"]:
@@ -165,6 +163,12 @@ def _box(box: Mapping[str, Any], id_prefix: str) -> str:
     if box["fused"]:
         attrs |= {"fillcolor": box["tint"], "color": box["colour"], "penwidth": 2.5, "fontname": f"{_FONT}-Bold"}
     return f"{quote(dom_id(box['id']))} {_attrs(attrs)};"
+
+
+def _classes(box: Mapping[str, Any]) -> list[str]:
+    """What style sheets know a box by."""
+    states = [box["state"]] if box["state"] else []
+    return ["box", box["kind"], *states, *(word for word in ("fused", "quiet") if box[word])]
 
 
 def _attrs(attrs: Mapping[str, Any]) -> str:

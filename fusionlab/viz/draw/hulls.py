@@ -6,12 +6,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape, unescape
 from typing import Any
 
 from fusionlab.graph.xla.modules import CONTROL, Compiled, Kernel
 
-from ..markup import short
+from ..markup import plural, short
 from ..palette import QUIET
 from .dot import dom_id
 from .layered import text_width
@@ -40,23 +41,49 @@ def hulls(compiled: Compiled, view: Mapping[str, Any]) -> list[dict[str, Any]]:
       Dicts `{"id", "kernel", "label", "boxes"}`: the id that, behind the picture's prefix, the hull has in the SVG; the kernel's name;
       what to say of it; the ids of its boxes in the view model. Larger hulls come first, so that smaller ones lie on top.
     """
-    boxes = {b["id"]: b for b in view["boxes"] if b["members"]}
-    box_of = {nid: b["id"] for b in boxes.values() for first, last in b["members"] for nid in range(first, last + 1)}
-    sizes = {name: sum(last - first + 1 for first, last in b["members"]) for name, b in boxes.items()}
+    boxes = _Boxes.of(view)
     found = []
     for kernel in compiled.kernels:
         if kernel.kind == CONTROL or kernel.inferred:
             continue
-        held = Counter(box_of[nid] for nid in kernel.nodes if nid in box_of)
-        inside = [name for name, n in held.items() if 2 * n > sizes[name]]
-        if len(inside) > 1 or any(boxes[name]["closed"] and held[name] < sizes[name] for name in inside):
+        if inside := boxes.held_by(kernel):
             found.append(_hull(kernel, inside))
     return sorted(found, key=lambda h: -len(h["boxes"]))
 
 
+@dataclass(frozen=True)
+class _Boxes:
+    """The boxes of a picture.
+
+    Attributes:
+      box_of: node id -> the id of its box.
+      sizes: id of a box -> how many nodes it stands for.
+      closed: ids of the closed groups.
+    """
+
+    box_of: Mapping[int, str]
+    sizes: Mapping[str, int]
+    closed: frozenset[str]
+
+    @classmethod
+    def of(cls, view: Mapping[str, Any]) -> _Boxes:
+        nodes = {b["id"]: [n for first, last in b["members"] for n in range(first, last + 1)] for b in view["boxes"]}
+        box_of = {nid: name for name, ids in nodes.items() for nid in ids}
+        closed = frozenset(b["id"] for b in view["boxes"] if b["closed"])
+        return cls(box_of, {name: len(ids) for name, ids in nodes.items()}, closed)
+
+    def held_by(self, kernel: Kernel) -> list[str]:
+        """Ids of the boxes of which a kernel holds more than half, if there are two, or one is a group that it does not hold all of."""
+        held = Counter(self.box_of[nid] for nid in kernel.nodes if nid in self.box_of)
+        inside = [name for name, n in held.items() if 2 * n > self.sizes[name]]
+        if len(inside) > 1 or any(name in self.closed and held[name] < self.sizes[name] for name in inside):
+            return inside
+        return []
+
+
 def _hull(kernel: Kernel, boxes: list[str]) -> dict[str, Any]:
     n = len(kernel.nodes)
-    label = f"{kernel.name}: {kernel.kind} ({kernel.target}), {n} op{'s' if n != 1 else ''}"
+    label = f"{kernel.name}: {kernel.kind} ({kernel.target}), {n} {plural('op', n)}"
     return {"id": dom_id(f"xla {kernel.name}"), "kernel": kernel.name, "label": label, "boxes": boxes}
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape as xml
+from operator import attrgetter
 from typing import Any
 
 from fusionlab.errors import ArgumentError
@@ -210,21 +211,22 @@ def _size(box: Box, links: dict[Box, set[tuple[Box, Box]]], sideways: bool) -> N
 
 def _place_rows(rows: list[list[Box]], left: float, top: float, sideways: bool) -> tuple[float, float]:
     """Stacks layers along the flow, centres each across it; returns the far corner."""
-    along = (lambda b: b.width) if sideways else (lambda b: b.height)
-    across = (lambda b: b.height) if sideways else (lambda b: b.width)
+    width, height = attrgetter("width"), attrgetter("height")
+    along, across = (width, height) if sideways else (height, width)
+    first, side = (left, top) if sideways else (top, left)
     spans = [sum(across(b) + _GAP_X for b in row) - _GAP_X for row in rows]
     widest = max(spans, default=0.0)
-    start = left if sideways else top
+    start = first
     for row, span in zip(rows, spans, strict=True):
         thick = max(along(b) for b in row)
-        offset = (top if sideways else left) + (widest - span) / 2
+        offset = side + (widest - span) / 2
         for b in row:
             middle = start + (thick - along(b)) / 2
             b.x, b.y = (middle, offset) if sideways else (offset, middle)
             offset += across(b) + _GAP_X
         start += thick + _GAP_Y
-    end = max(start - _GAP_Y, left if sideways else top)
-    return (end, top + widest) if sideways else (left + widest, end)
+    end = max(start - _GAP_Y, first)
+    return (end, side + widest) if sideways else (side + widest, end)
 
 
 def _rows(boxes: list[Box], links: set[tuple[Box, Box]]) -> list[list[Box]]:
@@ -237,16 +239,25 @@ def _rows(boxes: list[Box], links: set[tuple[Box, Box]]) -> list[list[Box]]:
     rows: list[list[Box]] = [[] for _ in range(max(rank.values(), default=-1) + 1)]
     for b in boxes:
         rows[rank[b]].append(b)
-    above: dict[Box, list[Box]] = {b: [] for b in boxes}
+    above = _turned_round(below)
+    for near in (above, below, above, below):
+        _sort_by_neighbours(rows, near)
+    return [row for row in rows if row]
+
+
+def _turned_round(below: dict[Box, list[Box]]) -> dict[Box, list[Box]]:
+    above: dict[Box, list[Box]] = {b: [] for b in below}
     for a, targets in below.items():
         for b in targets:
             above[b].append(a)
-    for sweep in range(4):
-        near = above if sweep % 2 == 0 else below
-        place = {b: (i + 0.5) / len(row) for row in rows for i, b in enumerate(row)}
-        for row in rows:
-            row.sort(key=lambda b, near=near, place=place: _mean([place[n] for n in near[b]], place[b]))
-    return [row for row in rows if row]
+    return above
+
+
+def _sort_by_neighbours(rows: list[list[Box]], near: dict[Box, list[Box]]) -> None:
+    """Orders each layer by the mean place of its boxes' neighbours, places being those before any is moved."""
+    place = {b: (i + 0.5) / len(row) for row in rows for i, b in enumerate(row)}
+    for row in rows:
+        row.sort(key=lambda b: _mean([place[n] for n in near[b]], place[b]))
 
 
 def _ranks(boxes: list[Box], below: dict[Box, list[Box]]) -> dict[Box, int]:

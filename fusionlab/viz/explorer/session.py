@@ -6,7 +6,7 @@ The widget (`widget.py`) mirrors what these methods give; a script, a test or an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusionlab.device import Device
@@ -152,12 +152,13 @@ class Session:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
         choices = known[option]["choices"]
-        if choices is not None and not any(value is c or (value == c and type(value) is type(c)) for c in choices):
+        if not _is_one_of(value, choices):
             raise ArgumentError(f"{name}.{option}: got {value!r}, needed one of {', '.join(map(repr, choices))}")
         strategy = with_option(self.setting.strategy, self.findings.passes, name, option, value)
         found = self._findings(strategy)
         new = {c.id for c in found.select()} - {c.id for c in self.findings.candidates}
-        enabled = frozenset(c.id for c in found.candidates if c.id in self.enabled or c.id in new)
+        on = self.enabled | new
+        enabled = frozenset(c.id for c in found.candidates if c.id in on)
         return self.decide(f"{name}: {option}={value!r}", Setting(enabled, strategy))
 
     def restore(self, saved: Saved) -> str:
@@ -360,9 +361,7 @@ class Session:
 
         While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites.
         """
-        after = self._fused.get(self.setting)
-        if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
-            after = self.fused_graph()
+        after = self._fused_soon()
         shares, under = self.shares.get(self.setting), self._under()
         key = self.setting, id(self.evidence), id(shares), id(under), id(after)
         if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
@@ -373,16 +372,25 @@ class Session:
         if self.evidence is not None:
             self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
         elif awaited and self._last_tabs:
-            shown = [
-                tab | {"html": _stale(self._last_tabs[name])} if (name := tab["name"]) in _MEASURED else tab
-                for tab in shown
-            ]
+            shown = [self._awaited(tab) for tab in shown]
         told = [{"name": "Ledger", "html": self.ledger.html()}]
         return shown + told + ([{"name": "Code", "html": code(script)}] if script else [])
 
     def _own_code(self) -> int:
         """How many sites are on that run anything but what XLA runs anyway."""
         return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
+
+    def _fused_soon(self) -> Graph | None:
+        """The fused graph, if it is there or soon made."""
+        after = self._fused.get(self.setting)
+        if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
+            return self.fused_graph()
+        return after
+
+    def _awaited(self, tab: dict[str, str]) -> dict[str, str]:
+        """A tab while its measurement is awaited: dimmed, with what the last one showed; what is not measured as it is."""
+        name = tab["name"]
+        return tab | {"html": _stale(self._last_tabs[name])} if name in _MEASURED else tab
 
     def _under(self) -> Roofline | None:
         """The findings under the roof of the device, once its rates were measured."""
@@ -422,6 +430,13 @@ class Session:
         )
 
 
+def _is_one_of(value: Any, choices: Sequence[Any] | None) -> bool:
+    """Whether an option takes a value: any where there are no choices, else an equal one of the same type (True is no 1)."""
+    if choices is None:
+        return True
+    return any(value is c or (value == c and type(value) is type(c)) for c in choices)
+
+
 def _stale(html: str) -> str:
     """A tab of another setting, while that of this one is measured."""
     return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
@@ -429,18 +444,21 @@ def _stale(html: str) -> str:
 
 def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) -> str:
     """What changed between two sets of sites: a site, a whole pass, or how many."""
-    parts = []
-    for word, changed in (("off", before - after), ("on", after - before)):
-        if not changed:
-            continue
-        of = {c.pass_name for c in findings.candidates if c.id in changed}
-        whole = {c.id for c in findings.candidates if c.pass_name in of}
-        if len(changed) == 1:
-            parts.append(f"{min(changed)} {word}")
-        elif len(of) == 1 and (changed == whole or not (after if word == "off" else before) & whole):
-            parts.append(f"{min(of)} {word} ({len(changed)} sites)")
-        elif len(of) == 1 and changed < whole:
-            parts.append(f"{min(of)}: {len(changed)} of {len(whole)} sites {word}")
-        else:
-            parts.append(f"{len(changed)} sites {word}")
-    return ", ".join(parts)
+    off, on = before - after, after - before
+    changes = ("off", off, after), ("on", on, before)
+    return ", ".join(_change(findings, word, changed, others) for word, changed, others in changes if changed)
+
+
+def _change(findings: Findings, word: str, changed: frozenset[str], others: frozenset[str]) -> str:
+    """Which sites are off now, where `others` are still on; or on now, where `others` were on already."""
+    if len(changed) == 1:
+        return f"{min(changed)} {word}"
+    of = {c.pass_name for c in findings.candidates if c.id in changed}
+    whole = {c.id for c in findings.candidates if c.pass_name in of}
+    if len(of) != 1:
+        return f"{len(changed)} sites {word}"
+    if changed == whole or others.isdisjoint(whole):
+        return f"{min(of)} {word} ({len(changed)} sites)"
+    if changed < whole:
+        return f"{min(of)}: {len(changed)} of {len(whole)} sites {word}"
+    return f"{len(changed)} sites {word}"

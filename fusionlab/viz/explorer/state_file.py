@@ -62,18 +62,7 @@ class Saved:
         Raises:
           ArgumentError: it is anything else, or of a newer version.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ArgumentError(
-                f"got no state of an explorer, needed what lab.save('x.json') writes (format {FORMAT!r})"
-            )
-        if data.get("version") != VERSION:
-            raise ArgumentError(
-                f"version: got {data.get('version')!r:.40}, needed {VERSION}: save it again with this FusionLab"
-            )
-        if set(data) != _KEYS:
-            raise ArgumentError(
-                f"got the keys {', '.join(sorted(map(str, data)))!r:.200}, needed {', '.join(sorted(_KEYS))}"
-            )
+        _check_format(data)
         texts = {k: data[k] for k in ("function", "program", "device")}
         bad = [k for k, v in texts.items() if not isinstance(v, str)]
         bad += [k for k in ("decisions", "measured") if not isinstance(data[k], list)]
@@ -126,3 +115,16 @@ def saved_text(session: Session) -> str:
 def digest(graph: Graph) -> str:
     """Tells programs apart: of their equations, shapes and dtypes, not of source lines."""
     return hashlib.sha256(graph_text(graph).encode()).hexdigest()[:16]
+
+
+def _check_format(data: Any) -> None:
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise ArgumentError(f"got no state of an explorer, needed what lab.save('x.json') writes (format {FORMAT!r})")
+    if data.get("version") != VERSION:
+        raise ArgumentError(
+            f"version: got {data.get('version')!r:.40}, needed {VERSION}: save it again with this FusionLab"
+        )
+    if set(data) != _KEYS:
+        raise ArgumentError(
+            f"got the keys {', '.join(sorted(map(str, data)))!r:.200}, needed {', '.join(sorted(_KEYS))}"
+        )

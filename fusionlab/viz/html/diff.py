@@ -32,7 +32,7 @@ def diff_html(
     sites = _sites_html([c for c in found if is_applied(c, enabled)])
     if after is None:
         return quiet("The fused program was not made.") + sites
-    was, now = (Counter(n.primitive for n in g.nodes()) for g in (before, after))
+    was, now = _primitives(before), _primitives(after)
     changed = sorted((p for p in was | now if was[p] != now[p]), key=lambda p: (-abs(now[p] - was[p]), p))
     total = f"<p><b>{before.node_count:,} → {after.node_count:,} nodes</b></p>"
     if not changed:
@@ -41,6 +41,10 @@ def diff_html(
     more = len(changed) - _ROWS
     left = quiet(f"{more} more primitives change, each by less.") if more > 0 else ""
     return total + table(["primitive", "before", "after", "change", ""], rows, (1, 2, 3)) + left + sites
+
+
+def _primitives(graph: Graph) -> Counter[str]:
+    return Counter(n.primitive for n in graph.nodes())
 
 
 def _note(primitive: str, was: int, now: int) -> str:

@@ -23,6 +23,7 @@ from fusionlab.graph.cost.cost import Cost, Costs, cost_of, quantity, trips_text
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value, literal_text, type_text
 from fusionlab.graph.program.meshes import collective_axes, collective_bytes, region_mesh_text, sharding_text
+from fusionlab.graph.program.scopes import Source
 from fusionlab.graph.xla.modules import CONTROL, Compiled, Kernel
 
 from ..markup import (
@@ -35,12 +36,14 @@ from ..markup import (
     pick_node,
     pick_nodes,
     picks,
+    plural,
     quiet,
     section,
     source_line,
     text,
 )
 from ..model.node_data import find_node
+from ..model.selection import kernel_named, record_named
 from .inspector_sites import site_html, structure_html, summed, touching_html, xla_html
 
 _LINE = re.compile(r".+:\d+")
@@ -148,9 +151,8 @@ class _Inspector:
         if node.blocks:
             inside = [n for b in node.blocks for n in b.nodes]
             body.append(section("Inside", pick_nodes(self.graph, (n.id for n in inside))))
-        near = dict.fromkeys(i for s in touching if isinstance(s, Rejection) for i in s.node_ids)
         title = f"{node.primitive} {' '.join(v.name for v in node.outputs)}".strip()
-        return Inspected(title, "".join(body), tuple(near), _nodes_of(kernels))
+        return Inspected(title, "".join(body), _nearest_misses(touching), _nodes_of(kernels))
 
     def results(self, node: Node, block: Block) -> list[Fact]:
         return [("result", f"{_typed(v)}<br>{self.readers(v, block)}") for v in node.outputs]
@@ -208,7 +210,7 @@ class _Inspector:
         rows: list[Fact] = []
         for k in kernels:
             others = [i for i in k.nodes if i != node.id]
-            ops = f"{len(k.nodes)} op{'s' if len(k.nodes) != 1 else ''}"
+            ops = f"{len(k.nodes)} {plural('op', len(k.nodes))}"
             said = f"{pick(k.name)} {text(f'{k.kind}, {k.target}')}, {ops}"
             beside = f"<br>with {pick_nodes(self.graph, others)}" if others else ""
             rows.append(
@@ -245,10 +247,7 @@ class _Inspector:
     def site(self, name: str) -> Inspected | None:
         if self.findings is None or "@" not in name:
             return None
-        records = (*self.findings.candidates, *self.findings.rejections)
-        record = next((r for r in records if r.id == name), None)
-        if record is None:
-            record = next((s for s in self.findings.structures if s.id == name), None)
+        record = record_named(self.findings, name)
         if isinstance(record, Structure):
             html = structure_html(record, self.graph, self.findings, self.costs, self.compiled)
             return Inspected(name, html, (), tuple(sorted(record.node_ids)))
@@ -280,7 +279,7 @@ class _Inspector:
         return self.compiled.kernels_of(*ids) if self.compiled is not None else ()
 
     def kernel(self, name: str) -> Inspected | None:
-        kernel = next((k for k in self.compiled.kernels if k.name == name), None) if self.compiled is not None else None
+        kernel = kernel_named(self.compiled, name)
         if kernel is None:
             return None
         ids = [i for i in kernel.nodes if i in self.graph.node_by_id]
@@ -288,12 +287,12 @@ class _Inspector:
         rows: list[Fact] = [
             ("kind", text(f"{kernel.kind}, {kernel.target}")),
             ("in", text(kernel.computation)),
-            (f"{made} {len(ids)} op{'s' if len(ids) != 1 else ''}", pick_nodes(self.graph, ids)),
-            ("computes", text(", ".join(_counted(self.graph.node_by_id[i].primitive for i in ids)))),
+            (f"{made} {len(ids)} {plural('op', len(ids))}", pick_nodes(self.graph, ids)),
+            ("computes", _primitives(self.graph.node_by_id[i] for i in ids)),
             *self.traffic(kernel, ids),
         ]
         lines = "<br>".join(map(source_line, kernel.sources[:12]))
-        sites = section("Sites", picks([pick(s.id) for s in self.sites_in(ids)]))
+        sites = section("Sites", _pick_sites(self.sites_in(ids)))
         return Inspected(name, facts(rows) + section("Source lines", lines) + sites, (), tuple(ids))
 
     def traffic(self, kernel: Kernel, ids: list[int]) -> list[Fact]:
@@ -308,7 +307,22 @@ class _Inspector:
     def line(self, name: str) -> Inspected | None:
         if not _LINE.fullmatch(name):
             return None
-        same = {}
+        nodes, sources = self.at_line(name)
+        if not nodes:
+            return None
+        ids = tuple(n.id for n in nodes)
+        rows: list[Fact] = [
+            ("line", "<br>".join(map(source_line, sources[:4]))),
+            ("equations", f"{len(nodes):,}: {pick_nodes(self.graph, ids)}"),
+            ("computes", _primitives(nodes)),
+            *cost_rows(summed(self.costs, ids)),
+            ("sites", _pick_sites(self.sites_in(ids))),
+        ]
+        return Inspected(name, facts(rows) + section("XLA", xla_html(ids, self.compiled)), (), ids)
+
+    def at_line(self, name: str) -> tuple[list[Node], list[Source]]:
+        """The nodes on a source line, and what it is in full: two files may have the same short name."""
+        same: dict[Source, bool] = {}
         nodes = []
         for node in self.graph.nodes():
             if node.source is None:
@@ -317,18 +331,7 @@ class _Inspector:
                 same[node.source] = node.source.short == name
             if same[node.source]:
                 nodes.append(node)
-        if not nodes:
-            return None
-        ids = tuple(n.id for n in nodes)
-        sources = [s for s, here in same.items() if here]
-        rows: list[Fact] = [
-            ("line", "<br>".join(map(source_line, sources[:4]))),
-            ("equations", f"{len(nodes):,}: {pick_nodes(self.graph, ids)}"),
-            ("computes", text(", ".join(_counted(n.primitive for n in nodes)))),
-            *cost_rows(summed(self.costs, ids)),
-            ("sites", picks([pick(s.id) for s in self.sites_in(ids)])),
-        ]
-        return Inspected(name, facts(rows) + section("XLA", xla_html(ids, self.compiled)), (), ids)
+        return nodes, [source for source, here in same.items() if here]
 
     def group(self, ids: tuple[int, ...]) -> Inspected:
         nodes = [self.graph.node_by_id[i] for i in ids if i in self.graph.node_by_id]
@@ -337,21 +340,20 @@ class _Inspector:
         known = [n.id for n in nodes]
         rows: list[Fact] = [
             ("nodes", f"{len(nodes):,}"),
-            ("computes", text(", ".join(_counted(n.primitive for n in nodes)))),
+            ("computes", _primitives(nodes)),
             *cost_rows(summed(self.costs, known)),
             ("scopes", text(", ".join(_counted((n.scope or "(top)" for n in nodes), 6)))),
-            ("lines", picks([pick(s) for s in dict.fromkeys(n.source.short for n in nodes if n.source)], 8)),
+            ("lines", _pick_lines(nodes)),
         ]
         sites = self.sites_in(known)
-        applied = _counted(f"{s.pass_name}{', declined' if isinstance(s, Rejection) else ''}" for s in sites)
-        body = [facts(rows), section("Sites", text("; ".join(applied)) + "<br>" + picks([pick(s.id) for s in sites]))]
-        body += [
+        body = [
+            facts(rows),
+            *([section("Sites", _tell_sites(sites))] if sites else []),
             section("XLA", xla_html(known, self.compiled)),
             folded("all nodes", pick_nodes(self.graph, known, 100)),
         ]
-        near = [i for s in sites if isinstance(s, Rejection) for i in s.node_ids]
-        title = f"{len(nodes):,} node{'s' if len(nodes) != 1 else ''}"
-        return Inspected(title, "".join(body if sites else [body[0], *body[2:]]), tuple(dict.fromkeys(near)))
+        title = f"{len(nodes):,} {plural('node', len(nodes))}"
+        return Inspected(title, "".join(body), _nearest_misses(sites))
 
     def sites_in(self, ids: Iterable[int]) -> list[Candidate | Rejection]:
         """The sites that hold some of the nodes."""
@@ -396,6 +398,29 @@ def _around(node: Node, block: Block) -> list[Fact]:
 
 def _nodes_of(kernels: Iterable[Kernel]) -> tuple[int, ...]:
     return tuple(sorted({i for k in kernels if not k.inferred for i in k.nodes}))
+
+
+def _nearest_misses(sites: Iterable[Candidate | Rejection]) -> tuple[int, ...]:
+    """Ids of the nodes that stopped the match of the declined ones, each once."""
+    return tuple(dict.fromkeys(i for s in sites if isinstance(s, Rejection) for i in s.node_ids))
+
+
+def _pick_lines(nodes: Iterable[Node]) -> str:
+    return picks([pick(line) for line in dict.fromkeys(n.source.short for n in nodes if n.source)], 8)
+
+
+def _pick_sites(sites: Iterable[Candidate | Rejection]) -> str:
+    return picks([pick(s.id) for s in sites])
+
+
+def _tell_sites(sites: list[Candidate | Rejection]) -> str:
+    """How many of each pass, then each of them."""
+    counts = _counted(f"{s.pass_name}{', declined' if isinstance(s, Rejection) else ''}" for s in sites)
+    return text("; ".join(counts)) + "<br>" + _pick_sites(sites)
+
+
+def _primitives(nodes: Iterable[Node]) -> str:
+    return text(", ".join(_counted(n.primitive for n in nodes)))
 
 
 def _counted(names: Iterable[str], most: int = 8) -> list[str]:

@@ -119,21 +119,28 @@ def _cost(c: Candidate, costs: Costs) -> str:
 
 
 def _gain(c: Candidate, shares: SiteShares | None, roofline: Roofline | None) -> str:
-    measured = next((s for s in shares.sites if s.site == c.id), None) if shares is not None else None
+    return facts([*_measured_gain(c, shares), *_predicted_gain(c, roofline)])
+
+
+def _measured_gain(c: Candidate, shares: SiteShares | None) -> list[Fact]:
+    if shares is None:
+        return []
+    measured = next((s for s in shares.sites if s.site == c.id), None)
+    if measured is None:
+        alike = c.id in shares.same_code
+        return [("measured", "not toggled: it runs what XLA runs anyway")] if alike else []
+    said = f"{measured}".removeprefix(f"{c.id}: ")
+    rows: list[Fact] = [("measured", text(f"saves {said} (without / with this site, 95 %)"))]
+    if measured.is_clear and measured.saved_s < 0:
+        rows.append(("losing", '<span class="warn">⚠ the program is slower with it</span>'))
+    return rows
+
+
+def _predicted_gain(c: Candidate, roofline: Roofline | None) -> list[Fact]:
     predicted = next((p for p in roofline.predictions if p.site == c.id), None) if roofline is not None else None
-    rows: list[Fact] = []
-    if measured is not None:
-        said = f"{measured}".removeprefix(f"{c.id}: ")
-        rows.append(("measured", text(f"saves {said} (without / with this site, 95 %)")))
-        if measured.is_clear and measured.saved_s < 0:
-            rows.append(("losing", '<span class="warn">⚠ the program is slower with it</span>'))
-    elif shares is not None and c.id in shares.same_code:
-        rows.append(("measured", "not toggled: it runs what XLA runs anyway"))
     if predicted is not None:
-        rows.append(("predicted", text(str(predicted).removeprefix(f"{c.id}: "))))
-    elif c.same_code:
-        rows.append(("predicted", "nothing: it is what XLA runs anyway"))
-    return facts(rows)
+        return [("predicted", text(str(predicted).removeprefix(f"{c.id}: ")))]
+    return [("predicted", "nothing: it is what XLA runs anyway")] if c.same_code else []
 
 
 def _backends(c: Candidate) -> str:

@@ -81,14 +81,7 @@ def report_html(
             f'<div class="fl-graph">{slim(draw(later[1], AFTER))}</div></section>'
         ]
     named = _evidence(view, evidence)
-    if findings is not None:
-        named += [
-            ("Sites", candidates_html(view)),
-            ("Passes", passes_html(view)),
-            ("Declined", "<h2>Declined</h2>" + declined_html(view)),
-            ("Structures", structures_html(view)),
-            ("Residuals", residuals_html(view)),
-        ]
+    named += _found(view, findings)
     named += [("GPU record", record_html(record))] if record is not None else []
     named += [("Environment", _environment({**environment_dict(evidence), **(environment or {})}, findings))]
     body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
@@ -226,6 +219,19 @@ def _pictures(measured: _Same) -> dict[str, str]:
         name: f'<figure aria-label="{_e(name)}">{inline_svg(figure_svg(figure))}</figure>'
         for name, figure in evidence_figures(measured.value)
     }
+
+
+def _found(view: Mapping[str, Any], findings: Findings | None) -> list[tuple[str, str]]:
+    """What was found, as (name, HTML); nothing of a graph that was not searched."""
+    if findings is None:
+        return []
+    return [
+        ("Sites", candidates_html(view)),
+        ("Passes", passes_html(view)),
+        ("Declined", "<h2>Declined</h2>" + declined_html(view)),
+        ("Structures", structures_html(view)),
+        ("Residuals", residuals_html(view)),
+    ]
 
 
 def _evidence(view: Mapping[str, Any], evidence: Any) -> list[tuple[str, str]]:

@@ -88,18 +88,19 @@ def candidates_html(view: Mapping[str, Any]) -> str:
         "backends",
         "paired",
     )
-    cards = []
-    for group in alike([s | {"paired": _backward_text(s)} for s in sites], keys):
-        s = group[0]
-        state = "applied" if s["state"] == "applied" else "not applied"
-        inside = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
-        inside += [_e(line) for line in [_backward_text(s)] if line]
-        told = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
-        inside += [f'<span class="quiet">{_e(n)}</span>' for n in told]
-        rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
-        inside += [table(["backend", "verdict", "reason"], rows)] if rows else []
-        cards.append(_card(group, _colours(view), inside))
-    return "<h2>Candidates</h2>" + "".join(cards)
+    groups = alike([s | {"paired": _backward_text(s)} for s in sites], keys)
+    return "<h2>Candidates</h2>" + "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
+
+
+def _candidate(s: Mapping[str, Any]) -> list[str]:
+    """What a card says of a candidate, a line each."""
+    state = "applied" if s["state"] == "applied" else "not applied"
+    lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
+    lines += [_e(s["paired"])] if s["paired"] else []
+    told = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
+    lines += [f'<span class="quiet">{_e(n)}</span>' for n in told]
+    rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
+    return lines + ([table(["backend", "verdict", "reason"], rows)] if rows else [])
 
 
 def _backward_text(site: Mapping[str, Any]) -> str:

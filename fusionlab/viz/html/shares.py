@@ -23,10 +23,10 @@ def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
       ax: where to draw; None makes new Axes.
       **kwargs: for `Axes.barh`.
     """
-    from ..plots import new_axes
+    from ..plots import axes_or_new
 
     rows = list(reversed(shares.sites))
-    ax = new_axes(7.0, 1.2 + 0.34 * len(rows)) if ax is None else ax
+    ax = axes_or_new(ax, 7.0, 1.2 + 0.34 * len(rows))
     names = [_label(s) for s in rows]
     colours = [colour_of(s.site.partition("@")[0]) for s in rows]
     bars = ax.barh(range(len(rows)), [1e6 * s.saved_s for s in rows], color=colours, **kwargs)

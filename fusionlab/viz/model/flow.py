@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fusionlab.graph.cost.traffic import COMBINES
 from fusionlab.graph.program.graph import Graph
-from fusionlab.graph.program.ir import Block, Node, Value
+from fusionlab.graph.program.ir import Atom, Block, Node, Value
 
 Key = int | tuple[str, int]
 
@@ -53,11 +53,20 @@ def _flow_block(block: Block, origin: dict[int, tuple[Key, ...]], edges: Flow) -
         if node.blocks and node.primitive not in COMBINES:
             _flow_region(node, origin, edges)
             continue
-        for atom in node.inputs:
-            if isinstance(atom, Value):
-                edges.add(origin.get(atom.id, ()), node.id, atom)
+        _flow_into(node, node.inputs, origin, edges)
         for value in node.outputs:
             origin[value.id] = (node.id,)
+
+
+def _flow_into(node: Node, atoms: Iterable[Atom], origin: Mapping[int, tuple[Key, ...]], edges: Flow) -> None:
+    for atom in atoms:
+        if isinstance(atom, Value):
+            edges.add(origin.get(atom.id, ()), node.id, atom)
+
+
+def _makers(atom: Atom, origin: Mapping[int, tuple[Key, ...]]) -> tuple[Key, ...]:
+    """Who makes what an atom holds; nobody makes a literal."""
+    return origin.get(atom.id, ()) if isinstance(atom, Value) else ()
 
 
 def _flow_region(node: Node, origin: dict[int, tuple[Key, ...]], edges: Flow) -> None:
@@ -68,13 +77,11 @@ def _flow_region(node: Node, origin: dict[int, tuple[Key, ...]], edges: Flow) ->
         # constants of a while loop's other block.
         operands = node.inputs[max(0, len(node.inputs) - len(block.inputs)) :]
         for inner, outer in zip(block.inputs, operands, strict=False):
-            origin[inner.id] = origin.get(outer.id, ()) if isinstance(outer, Value) else ()
+            origin[inner.id] = _makers(outer, origin)
         _flow_block(block, origin, edges)
         if len(block.outputs) == len(node.outputs):
             for result, atom in zip(results, block.outputs, strict=True):
-                result.update(origin.get(atom.id, ()) if isinstance(atom, Value) else ())
-    for atom in node.inputs[: max(0, len(node.inputs) - taken)]:
-        if isinstance(atom, Value):
-            edges.add(origin.get(atom.id, ()), node.id, atom)
+                result.update(_makers(atom, origin))
+    _flow_into(node, node.inputs[: max(0, len(node.inputs) - taken)], origin, edges)
     for value, result in zip(node.outputs, results, strict=True):
         origin[value.id] = tuple(sorted(result, key=str)) or (node.id,)

@@ -218,16 +218,22 @@ class _Builder:
         for node in block.nodes:
             item_of[node.id] = (self.known.below(node.scope, outer_scope), self.item(node))
         for site in sites:  # small ones first: a larger one takes the finished group in
-            last = max(site.members, key=order.__getitem__)
-            inside = [nid for nid in sorted(site.members, key=order.__getitem__) if nid in item_of]
-            if len(site.members) == 1 and isinstance(item_of[last][1], Leaf):
+            *_, last = ids = sorted(site.members, key=order.__getitem__)
+            if len(ids) == 1 and isinstance(item_of[last][1], Leaf):
                 item_of[last][1].site = site
                 continue
-            heavy = [n for n in inside if block.nodes[order[n]].primitive not in LAYOUT_OPS]
-            path = _common([item_of[n][0] for n in heavy or inside])
-            group = Group(self.fresh(site.id), "site", site.pass_name, [item_of.pop(n)[1] for n in inside], site=site)
-            item_of[last] = (path, group)
+            inside = [block.nodes[order[nid]] for nid in ids if nid in item_of]
+            item_of[last] = self.site_group(site, inside, item_of)
         return [item_of[nid] for nid in sorted(item_of, key=order.__getitem__)]
+
+    def site_group(
+        self, site: Site, nodes: list[Node], item_of: dict[int, tuple[tuple[str, ...], Item]]
+    ) -> tuple[tuple[str, ...], Group]:
+        """A site as a group that takes its nodes' items in, and the scope that they share; layout ops may come from others."""
+        heavy = [n for n in nodes if n.primitive not in LAYOUT_OPS]
+        path = _common([item_of[n.id][0] for n in heavy or nodes])
+        inside = [item_of.pop(n.id)[1] for n in nodes]
+        return path, Group(self.fresh(site.id), "site", site.pass_name, inside, site=site)
 
     def item(self, node: Node) -> Item:
         if not node.blocks:

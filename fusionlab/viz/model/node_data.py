@@ -129,9 +129,12 @@ def find_node(graph: Graph, wanted: object) -> Node | None:
     if isinstance(wanted, int):
         return graph.node_by_id.get(wanted)
     text = wanted.name if isinstance(wanted, Value) else str(wanted)
-    if text[:1] == "n" and text[1:].isdecimal():
-        return graph.node_by_id.get(int(text[1:]))
-    if text[:1] == "%" and text[1:].isdecimal():
-        vid = int(text[1:])
+    sign, digits = text[:1], text[1:]
+    if not digits.isdecimal():
+        return None
+    if sign == "n":
+        return graph.node_by_id.get(int(digits))
+    if sign == "%":
+        vid = int(digits)
         return next((n for n in graph.nodes() if any(v.id == vid for v in n.outputs)), None)
     return None

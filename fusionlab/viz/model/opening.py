@@ -101,17 +101,14 @@ class Tree:
                 start: Key = twins.get(producer, producer)
             else:
                 start = producer
-                if there and any(there.values()):
-                    runs = frozenset(run for run, k in there.items() if k)
+                if there:
+                    runs = _runs_of_copy(there)
             end: Key = twins.get(reader, reader) if isinstance(reader, int) else reader
             known = found.get((start, end, runs))
             if known is not None:
                 known.count += 1
             elif start != end:
-                told = types.get(id(value.aval))
-                if told is None:
-                    told = types[id(value.aval)] = type_text(value.aval)
-                found[start, end, runs] = Link(start, end, runs, told)
+                found[start, end, runs] = Link(start, end, runs, _type_once(value, types))
         return iter(found.values())
 
     # Opening -----------------------------------------------------------------------------------------------------------
@@ -183,6 +180,19 @@ def sites_inside(item: Item) -> list[Site]:
     """The sites of an item and of all that is in it, hidden copies left out."""
     own = [item.site] if item.site else []
     return own if isinstance(item, Leaf) else own + [s for c in item.children for s in sites_inside(c)]
+
+
+def _type_once(value: Value, known: dict[int, str]) -> str:
+    """The text of a value's type, made once for all values of one `aval`."""
+    told = known.get(id(value.aval))
+    if told is None:
+        told = known[id(value.aval)] = type_text(value.aval)
+    return told
+
+
+def _runs_of_copy(there: dict[str, int]) -> frozenset[str]:
+    """The runs in a hidden copy of which a node is."""
+    return frozenset(run for run, k in there.items() if k)
 
 
 def _carried(here: dict[str, int] | None, there: dict[str, int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -207,9 +208,19 @@ class _Picture:
         )
 
     def connect(self) -> None:
-        edges: dict[tuple[str, str], list[Any]] = {}
         inputs, outputs = self.ends()
-        used: set[str] = set()
+        edges = self.visible_edges(inputs, outputs)
+        used = set(itertools.chain.from_iterable(edges))
+        for key, index in (*inputs.items(), *outputs.items()):
+            if key in used:
+                self.boxes.append(self.end_box(key, index))
+        self.edges = [{"from": a, "to": b, "type": t, "count": n} for (a, b), (t, n) in edges.items()]
+
+    def visible_edges(
+        self, inputs: Mapping[str, int], outputs: Mapping[str, int]
+    ) -> dict[tuple[str, str], tuple[str, int]]:
+        """(box, box) -> the type of the first value that flows there, and how many do."""
+        edges: dict[tuple[str, str], tuple[str, int]] = {}
         opened = self.opened
         for link in self.tree.links:
             if link.copies and not opened.isdisjoint(link.copies):
@@ -217,15 +228,9 @@ class _Picture:
             start, end = self.box_of(link.start, inputs), self.box_of(link.end, outputs)
             if start is None or end is None or start == end:
                 continue
-            if (start, end) in edges:
-                edges[start, end][1] += link.count
-            else:
-                edges[start, end] = [link.type, link.count]
-                used |= {start, end}
-        for key, index in (*inputs.items(), *outputs.items()):
-            if key in used:
-                self.boxes.append(self.end_box(key, index))
-        self.edges = [{"from": a, "to": b, "type": t, "count": n} for (a, b), (t, n) in edges.items()]
+            told, count = edges.get((start, end), (link.type, 0))
+            edges[start, end] = told, count + link.count
+        return edges
 
     def ends(self) -> tuple[dict[str, int], dict[str, int]]:
         """Arguments and results that get a box; a model's many parameters would hide it, so they get none."""

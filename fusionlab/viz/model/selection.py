@@ -10,9 +10,10 @@ from typing import Any
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
+from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node
-from fusionlab.graph.xla.modules import Compiled
+from fusionlab.graph.xla.modules import Compiled, Kernel
 
 from .node_data import find_node, node_dict, site_dict
 
@@ -71,9 +72,13 @@ def selection(
         return found
     if groups and text in groups:
         return Selection(text, "group", tuple(groups[text]), tuple(groups[text]))
+    raise _names_nothing(graph, compiled, text)
+
+
+def _names_nothing(graph: Graph, compiled: Compiled | None, text: str) -> ArgumentError:
     first = next((n for n in graph.nodes() if n.outputs), None)
     example = f"{first.outputs[0].name!r}, " if first is not None else ""
-    raise ArgumentError(
+    return ArgumentError(
         f"select: got {text!r:.120}, needed a value of the graph shown ({example}'n0'), a site's id, a source line ('model.py:41')"
         + (", or a kernel of XLA's" if compiled is not None else "; kernels of XLA's have names once they are shown")
     )
@@ -88,21 +93,31 @@ def _argument(graph: Graph, text: str) -> Selection | None:
     return None
 
 
+def record_named(findings: Findings, name: str) -> Candidate | Rejection | Structure | None:
+    """The candidate, the rejection or the structure with this id."""
+    record = next((r for r in (*findings.candidates, *findings.rejections) if r.id == name), None)
+    if record is not None or "@" not in name:
+        return record  # no structure's id; looking for structures takes as long as the search itself
+    return next((s for s in findings.structures if s.id == name), None)
+
+
 def _record(findings: Findings | None, text: str) -> Selection | None:
-    if findings is None:
+    record = record_named(findings, text) if findings is not None else None
+    if record is None:
         return None
-    for record in (*findings.candidates, *findings.rejections):
-        if record.id == text:
-            nodes = (getattr(record, "site_ids", None) or frozenset()) | frozenset(record.node_ids)
-            return Selection(text, "site", record, tuple(sorted(nodes)))
-    if "@" not in text:
-        return None  # no structure's id; looking for structures takes as long as the search itself
-    structure = next((s for s in findings.structures if s.id == text), None)
-    return Selection(text, "structure", structure, tuple(sorted(structure.node_ids))) if structure is not None else None
+    if isinstance(record, Structure):
+        return Selection(text, "structure", record, tuple(sorted(record.node_ids)))
+    nodes = (getattr(record, "site_ids", None) or frozenset()) | frozenset(record.node_ids)
+    return Selection(text, "site", record, tuple(sorted(nodes)))
+
+
+def kernel_named(compiled: Compiled | None, name: str) -> Kernel | None:
+    """The kernel of XLA's with this name, where the program was compiled."""
+    return next((k for k in compiled.kernels if k.name == name), None) if compiled is not None else None
 
 
 def _kernel(compiled: Compiled | None, text: str) -> Selection | None:
-    kernel = next((k for k in compiled.kernels if k.name == text), None) if compiled is not None else None
+    kernel = kernel_named(compiled, text)
     return Selection(text, "kernel", text, kernel.nodes) if kernel is not None else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
@@ -75,15 +75,25 @@ def _place(
     chains = [_chain(graph, owner, nid) for nid in sorted(node_ids) if nid in graph.node_by_id]
     if not chains:
         return Site(record, state, "", frozenset(), False)
+    depth = _shared_depth(chains)
+    block = chains[0][depth][0]
+    members = frozenset(c[depth][1].id for c in chains if _whole(c[depth][1], node_ids))
+    loser = isinstance(record, Rejection) and record.winner is not None
+    return Site(record, state, block.path, members, not loser and _fits(state, members, drawn))
+
+
+def _fits(state: str, members: frozenset[int], drawn: dict[int, list[Site]]) -> bool:
+    """Whether there is something to outline, and no other outline in the way."""
+    others = {o.id: o for nid in members for o in drawn.get(nid, ())}
+    return bool(members) and all(_compatible(state, members, o) for o in others.values())
+
+
+def _shared_depth(chains: Sequence[Sequence[tuple[Block, Node]]]) -> int:
+    """Where the innermost block that is around all of the nodes stands in their chains."""
     depth = 0
     while all(len(c) > depth + 1 for c in chains) and len({c[depth + 1][0].path for c in chains}) == 1:
         depth += 1
-    block = chains[0][depth][0]
-    members = frozenset(c[depth][1].id for c in chains if _whole(c[depth][1], node_ids))
-    others = {o.id: o for nid in members for o in drawn.get(nid, ())}
-    fits = bool(members) and all(_compatible(state, members, o) for o in others.values())
-    loser = isinstance(record, Rejection) and record.winner is not None
-    return Site(record, state, block.path, members, fits and not loser)
+    return depth
 
 
 def _chain(graph: Graph, owner: dict[str, Node], nid: int) -> list[tuple[Block, Node]]:

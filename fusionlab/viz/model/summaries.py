@@ -81,6 +81,13 @@ def _counts(graph: Graph, findings: Findings | None, enabled: Collection[str] | 
     }
 
 
+def _state(sites: int, applied: int) -> str:
+    """How much of a pass is applied."""
+    if not sites:
+        return "none"
+    return "on" if applied == sites else "partial" if applied else "off"
+
+
 def _passes(
     findings: Findings | None, enabled: Collection[str] | None, formulas: Mapping[str, str]
 ) -> list[dict[str, Any]]:
@@ -89,7 +96,6 @@ def _passes(
         assert findings is not None
         mine = [c for c in findings.candidates if c.pass_name == name]
         ids, on = [c.id for c in mine], sum(is_applied(c, enabled) for c in mine)
-        state = "none" if not ids else "on" if on == len(ids) else "partial" if on else "off"
         rows.append(
             {
                 "name": name,
@@ -99,7 +105,7 @@ def _passes(
                 "sites": len(ids),
                 "applied": on,
                 "declined": sum(r.pass_name == name for r in findings.rejections),
-                "state": state,
+                "state": _state(len(ids), on),
                 "site_ids": ids,
             }
         )

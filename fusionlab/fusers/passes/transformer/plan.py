@@ -17,7 +17,7 @@ from ....graph.canonical.view import View
 from ....graph.matching.region import Region, region_signature
 from ....graph.program.in_shard_map import make_jaxpr
 from ....kernels import OPS
-from ....kernels.ops.multi_transformer.checks import TURNED
+from ....kernels.ops.multi_transformer.attributes import TURNED
 from ...engine.base import Plan, Search
 from .axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
 from .factors import FACTOR, factors_of

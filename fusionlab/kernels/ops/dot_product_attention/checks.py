@@ -20,13 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
     for slot, a in (("query", query), ("key", key), ("value", value)):
-        if a is None:
-            raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
-        if len(a.shape) < 3:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
-                f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
-            )
+        _check_rank(slot, a, layout)
     q, k, v = (tuple(a.shape) for a in (query, key, value))
     length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
     for slot, shape in (("key", k), ("value", v)):
@@ -35,15 +29,7 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
                 f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
                 f"the same: broadcast them"
             )
-    if v[heads] != k[heads]:
-        raise ArgumentError(
-            f"dot_product_attention: value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same"
-        )
-    if k[heads] != q[heads] and (k[heads] == 0 or q[heads] % k[heads]):
-        raise ArgumentError(
-            f"dot_product_attention: key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
-            f"as many, or a number that divides them: each key head is then read by as many neighbouring query heads"
-        )
+    _check_heads(q, k, v, heads)
     if k[-1] != q[-1]:
         raise ArgumentError(
             f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
@@ -77,12 +63,48 @@ def seen_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) 
     return float(np.maximum(seen, 0).sum()) / max(1, t * s)
 
 
+def _check_rank(slot: str, a: Any, layout: str) -> None:
+    if a is None:
+        raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
+    if len(a.shape) < 3:
+        raise ArgumentError(
+            f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
+            f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
+        )
+
+
+def _check_heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], heads: int) -> None:
+    """Of the shapes of query, key and value, their heads being at this axis."""
+    if v[heads] != k[heads]:
+        raise ArgumentError(
+            f"dot_product_attention: value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same"
+        )
+    if k[heads] != q[heads] and (k[heads] == 0 or q[heads] % k[heads]):
+        raise ArgumentError(
+            f"dot_product_attention: key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
+            f"as many, or a number that divides them: each key head is then read by as many neighbouring query heads"
+        )
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether it broadcasts to another shape, which is not made larger by that."""
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in aligned)
+
+
+def _takes(slot: str, own: np.dtype) -> bool:
+    """Whether the entries of a slot beside the scores may have this dtype."""
+    is_bool = own == np.bool_
+    if slot == "mask":
+        return is_bool
+    return own.name in DTYPES or (is_bool and slot == "factors")
+
+
 def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
     """A mask is bool, factors float or bool, a bias or a sink float; a float no wider than the scores; the shape broadcasts to them, that
     of a sink to their rows."""
     shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))
-    is_bool = own == np.bool_
-    if not (is_bool if slot == "mask" else own.name in DTYPES or (is_bool and slot == "factors")):
+    if not _takes(slot, own):
         needed = {
             "mask": "bool",
             "bias": f"one of {', '.join(DTYPES)}",
@@ -90,15 +112,14 @@ def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any
             "factors": f"bool or one of {', '.join(DTYPES)}",
         }
         raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
-    if not is_bool and own.itemsize > wide.itemsize:
+    if own != np.bool_ and own.itemsize > wide.itemsize:
         raise ArgumentError(
             f"dot_product_attention: {slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
             f"{np.dtype(dtype).name} operands are computed in; cast {slot} or the operands with .astype"
         )
     rows = slot == "sink"
     to = (*scores[:-1], 1) if rows else scores
-    aligned = zip(reversed(shape), reversed(to), strict=False)
-    if len(shape) > len(to) or any(n not in (1, m) for n, m in aligned):
+    if not _broadcasts(shape, to):
         raise ArgumentError(
             f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the {'rows of ' if rows else ''}scores {to}; "
             f"needed {'one for each head, or ' if rows else ''}*batch, heads, query length, {1 if rows else 'key length'}, aligned right, "
@@ -126,12 +147,7 @@ def checked_dropout_shape(
                 f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both"
             )
         return None
-    key = given["dropout_key"]
-    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
-        raise ArgumentError(
-            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
-            f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
-        )
+    _check_key(given["dropout_key"])
     if "factors" in given:
         raise ArgumentError(
             "dot_product_attention: got factors and a dropout_key, which makes factors; needed one of them"
@@ -146,13 +162,20 @@ def checked_dropout_shape(
         raise ArgumentError(
             f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None"
         ) from e
-    aligned = zip(reversed(shape), reversed(scores), strict=False)
-    if len(shape) > len(scores) or any(n not in (1, m) for n, m in aligned):
+    if not _broadcasts(shape, scores):
         raise ArgumentError(
             f"dot_product_attention: dropout_shape is {shape}, which does not broadcast to the scores {scores}; needed *batch, heads, "
             f"query length, key length, aligned right, each of them or 1"
         )
     return (1,) * (len(scores) - len(shape)) + shape
+
+
+def _check_key(key: Any) -> None:
+    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
+        raise ArgumentError(
+            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
+            f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
+        )
 
 
 def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, tuple[int, int] | None]:
@@ -161,6 +184,15 @@ def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, 
     """
     if window is None:
         return is_causal, None
+    left, right = _sides(window)
+    is_causal = is_causal or right == 0
+    left, right = min(left, max(t - 1, 0)), 0 if is_causal else min(right, s - 1)
+    hides = left < t - 1 or (not is_causal and right < s - 1)
+    return is_causal, (left, right) if hides else None
+
+
+def _sides(window: Any) -> tuple[int, int]:
+    """How many keys a window has before the row and after it."""
     try:
         left, right = (operator.index(n) for n in (window if isinstance(window, tuple | list) else (window, window)))
     except (TypeError, ValueError) as e:
@@ -169,10 +201,7 @@ def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, 
         ) from e
     if min(left, right) < 0:
         raise ArgumentError(f"dot_product_attention: window is {window!r}, needed numbers of keys from 0 on")
-    is_causal = is_causal or right == 0
-    left, right = min(left, max(t - 1, 0)), 0 if is_causal else min(right, s - 1)
-    hides = left < t - 1 or (not is_causal and right < s - 1)
-    return is_causal, (left, right) if hides else None
+    return left, right
 
 
 def check_numbers(full: dict[str, Any], features: int) -> None:

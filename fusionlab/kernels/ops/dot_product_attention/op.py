@@ -115,11 +115,7 @@ class DotProductAttention(Op):
         full["precision"] = canonical_precision(full["precision"])
         full["group"] = heads_sharing(given["query"], given["key"], full["layout"])
         present = {slot: with_rank(a, len(scores)) if slot in _BROADCAST else a for slot, a in given.items()}
-        full["broadcast"] = tuple(
-            (slot, tuple(present[slot].shape), np.dtype(present[slot].dtype).name)
-            for slot in ("bias", "factors", "sink")
-            if slot in present and jnp.issubdtype(present[slot].dtype, jnp.floating)
-        )
+        full["broadcast"] = _with_gradients(present)
         return present, full
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
@@ -148,13 +144,7 @@ class DotProductAttention(Op):
         if scores or "value" in wanted:
             names |= {"factors", "dropout_key"}
         if saves == "probabilities":
-            names.add("probabilities")
-            other = {"query": "key", "key": "query"}
-            names.update(other[slot] for slot in wanted if slot in other)
-            if softcap is not None and {"query", "key"} & set(wanted):
-                names.add("tanh")
-            if scores and "sink" in present:
-                names.add("sink_weight")
+            names |= _read_beside_probabilities(wanted, softcap is not None, scores and "sink" in present)
             return frozenset(names).intersection((*present, "probabilities", "tanh", "sink_weight"))
         names |= {"query", "key", "bias", "mask", "sink", *reference.statistics(saves)} | (
             {"out", "rounded_off"} if scores else set()
@@ -165,15 +155,10 @@ class DotProductAttention(Op):
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """One more leading batch axis, of size 1 where an operand that broadcasts is not batched."""
-        if any(n == "dropout_key" and d is not None for n, d in zip(names, dims, strict=True)):
+        if dict(zip(names, dims, strict=True)).get("dropout_key") is not None:
             return None  # a mask of its own for each of the batch
         size = batch_size(values, dims)
-        unbatched = {n for n, d in zip(names, dims, strict=True) if d is None and n.removeprefix("d_") in _BROADCAST}
-        whole = [i for i, n in enumerate(names) if n not in unbatched and n != "dropout_key"]
-        moved = dict(
-            zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True)
-        )
-        result = [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
+        result = _with_batch_axis(names, values, dims, size)
         if role == "cotangent":  # a gradient for each of the batch, also of an operand they share
             sizes = {slot: size for slot, *_ in params["broadcast"]}
         else:
@@ -198,14 +183,7 @@ class DotProductAttention(Op):
         group = attrs["group"]
         batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
         axes = _labels(batch, attrs["layout"], "h" if group == 1 else "g")
-        of_operand = (
-            ("mask", "mask_value"),
-            ("factors", "factors_scale"),
-            ("dropout_key", "factors_scale"),
-            ("dropout_key", "keep"),
-        )
-        known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
-        numbers = tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
+        numbers = _numbers(shapes, attrs)
         drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
         shared = (("group", group),) if group > 1 else ()
         local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
@@ -267,6 +245,51 @@ class DotProductAttention(Op):
             what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
             text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
         return f"{text} @ v" if group == 1 else f"{text} @ v, {group} query heads a key head"
+
+
+def _with_gradients(present: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """(slot, shape, dtype) of the operands that broadcast and have a gradient: a bool has none."""
+    return tuple(
+        (slot, tuple(present[slot].shape), np.dtype(present[slot].dtype).name)
+        for slot in ("bias", "factors", "sink")
+        if slot in present and jnp.issubdtype(present[slot].dtype, jnp.floating)
+    )
+
+
+def _keeps_axes(name: str, dim: int | None) -> bool:
+    """Whether an operand gets no axis for each of the batch: a key, which all of it share, and what broadcasts to the scores."""
+    return name == "dropout_key" or (dim is None and name.removeprefix("d_") in _BROADCAST)
+
+
+def _with_batch_axis(names: tuple[str, ...], values: list[Array], dims: list[int | None], size: int) -> list[Array]:
+    """The operands, the batch as axis 0: of size 1 where an operand broadcasts; none of a key."""
+    whole = [i for i, one in enumerate(zip(names, dims, strict=True)) if not _keeps_axes(*one)]
+    moved = dict(zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True))
+    return [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
+
+
+def _read_beside_probabilities(wanted: tuple[str, ...], capped: bool, sums_sink: bool) -> set[str]:
+    """What the gradients wanted read of what is saved where probabilities are kept: query's and key's read the other one."""
+    other = {"query": "key", "key": "query"}
+    factors = {other[slot] for slot in wanted if slot in other}
+    names = factors | {"probabilities"}
+    if capped and factors:
+        names.add("tanh")
+    if sums_sink:
+        names.add("sink_weight")
+    return names
+
+
+def _numbers(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The numbers of a call with these operands that mean something to it, by name."""
+    of_operand = (
+        ("mask", "mask_value"),
+        ("factors", "factors_scale"),
+        ("dropout_key", "factors_scale"),
+        ("dropout_key", "keep"),
+    )
+    known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
+    return tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
 
 
 def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:

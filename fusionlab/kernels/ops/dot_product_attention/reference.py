@@ -130,6 +130,7 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     """
     sides, made = axes.replace(".", "").split("->")
     mine, theirs = sides.split(",")
+    # Where the operands change places, the result needs no transpose.
     if made != "n" + "".join(x for x in mine + theirs if x != "n" and x in made):
         a, b, mine, theirs = b, a, theirs, mine
     free = a.ndim - len(mine)
@@ -138,6 +139,7 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     batch = [(*range(free), n) for n in heads]
     numbers = ((at[:1], at[1:]), (batch[0], batch[1]))
     out = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
+    # `dot_general` puts the batch first, then what is left of its first operand, then of its second.
     found = "n" + "".join(x for x in mine + theirs if x not in ("n", summed))
     if found == made:
         return out
@@ -178,6 +180,13 @@ def near(shape: tuple[int, ...], form: Form, first: Any = 0, at: Any = 0) -> Arr
     return functools.reduce(jnp.logical_and, seen)
 
 
+def _softmax(scores: Array, sink: Array | None) -> tuple[Array, Array, Array | None, Array | None]:
+    """The probabilities, the maximum of each row, and with a sink the sum of its exponentials and the sink's own weight."""
+    if sink is not None:
+        return _softmax_with_sink(scores, sink.astype(scores.dtype))
+    return jax.nn.softmax(scores, axis=-1), lax.stop_gradient(jnp.max(scores, axis=-1)), None, None
+
+
 def forward(
     query: Array,
     key: Array,
@@ -194,12 +203,10 @@ def forward(
     """[out], and what is saved for the backward if asked for."""
     form = Form.of(attrs)
     scores, tanh = _scores(query, key, bias, mask, form)
-    if sink is not None:
-        p, top, total, weight = _softmax_with_sink(scores, sink.astype(scores.dtype))
-    else:
-        p, top, total, weight = jax.nn.softmax(scores, axis=-1), lax.stop_gradient(jnp.max(scores, axis=-1)), None, None
+    p, top, total, weight = _softmax(scores, sink)
     can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
     blind = top == -jnp.inf if can_be_blind else None
+    # Softmax makes NaN of a row of nothing but -inf.
     if blind is not None:
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
@@ -210,9 +217,16 @@ def forward(
         return [out]
     if saves == "probabilities":
         return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
-    log_sum = jnp.log(jnp.sum(jnp.exp(scores - top[..., None]), axis=-1) if total is None else total)
+    if total is None:
+        total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
+    return [out, *_kept_of_rows(top, total, blind, saves), *off]
+
+
+def _kept_of_rows(top: Array, total: Array, blind: Array | None, saves: str) -> list[Array]:
+    """The statistics that are saved of rows with this maximum and this sum of exponentials below it; 0 of rows that see nothing."""
+    log_sum = jnp.log(total)
     kept = [top + log_sum] if len(statistics(saves)) == 1 else [top, log_sum]
-    return [out, *(kept if blind is None else [jnp.where(blind, 0, a) for a in kept]), *off]
+    return kept if blind is None else [jnp.where(blind, 0, a) for a in kept]
 
 
 def _softmax_with_sink(scores: Array, sink: Array) -> tuple[Array, Array, Array, Array]:

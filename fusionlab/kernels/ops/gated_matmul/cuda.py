@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from ....device import Device
 from ...launch.compile import refuses_device as refuses_compiled
 from ...launch.ffi_call import launch
-from ...op.arrays import is_explicitly_sharded, precisions
+from ...op.arrays import names_algorithm, refuses_shardings
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from .plan import CODES, MOST_COLUMNS, forward_plan
 
@@ -34,14 +33,14 @@ def refuses(
         return unable
     if role != "call":
         return None
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    if reason := refuses_shardings(shapes):
+        return reason
     dtype = np.dtype(shapes["x"].dtype).name
     if dtype not in CODES:
         return f"operands of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
     if activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}; {OTHERS}"
-    if any(p is not None and not isinstance(p, lax.Precision) for p in precisions(precision)):
+    if names_algorithm(precision):
         return f"precision {precision} names an algorithm; {OTHERS}"
     if any(0 in s.shape for s in shapes.values()):
         return "an operand is empty: there is nothing to compute"

@@ -28,7 +28,7 @@ from . import cuda, reference
 
 Array = Any
 
-_EPILOGUES = {"none": "", "relu": "RELU", "gelu_tanh": "GELU"}
+EPILOGUES = {"none": "", "relu": "RELU", "gelu_tanh": "GELU"}
 MIN_CAPABILITY = 75
 
 
@@ -44,15 +44,20 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **
 
 
 def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: Any) -> str | None:
-    if role == "call" and activation not in _EPILOGUES:
+    if role == "call" and activation not in EPILOGUES:
         return f"cuBLASLt has no epilogue for {activation}, only for relu and gelu_tanh"
     if role == "cotangent" and activation != "none" and activation not in cuda.KERNEL_ACTIVATIONS:
         return f"neither an epilogue nor a kernel for the derivative of {activation}"
     if attrs.get("out") is not None:
         return "it writes its results in the dtype of its operands"
+    # gelu_tanh saves the product itself, in the dtype of the result; relu's mask, which is bits, loses nothing by that.
     if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
         return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
-    if precision is not None and lax.Precision.HIGH in precisions(precision):
+    return _refuses_precision(precision)
+
+
+def _refuses_precision(precision: Any) -> str | None:
+    if lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
     if any(not isinstance(one, lax.Precision) for one in precisions(precision)):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
@@ -62,15 +67,8 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
 def _refuses_shapes(shapes: Mapping[str, Any], role: str, **attrs: Any) -> str | None:
     if any(0 in s.shape for s in shapes.values()):
         return "an operand is empty"
-    saves_h = role == "call" and attrs["activation"] == "gelu_tanh"
-    if saves_h and "w" in shapes and (n := shapes["w"].shape[1 - attrs["w_contract"]]) % 8:
-        return f"N = {n} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
-    if role == "call" and attrs["activation"] == "gelu_tanh" and shapes:
-        dtype = np.dtype(next(iter(shapes.values())).dtype).name
-        if dtype == "float64":
-            return "its GELU is good to some 3e-10 in float64 (measured), not to the last digit"
-        if dtype == "float32" and compute_of(dtype, attrs["precision"]) == "f32":
-            return "its GELU is good to some 3e-5 in float32 (measured), less than precision HIGHEST asks for"
+    if role == "call" and attrs["activation"] == "gelu_tanh" and (reason := _refuses_gelu(shapes, attrs)):
+        return reason
     chained = attrs.get("x_activation")
     saved = shapes.get("x_saved")
     if role == "cotangent" and chained and saved is not None:
@@ -78,8 +76,22 @@ def _refuses_shapes(shapes: Mapping[str, Any], role: str, **attrs: Any) -> str |
     return None
 
 
+def _refuses_gelu(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+    """Why gelu_tanh cannot be a call's epilogue, or None."""
+    if "w" in shapes and (n := shapes["w"].shape[1 - attrs["w_contract"]]) % 8:
+        return f"N = {n} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
+    if not shapes:
+        return None
+    dtype = np.dtype(next(iter(shapes.values())).dtype).name
+    if dtype == "float64":
+        return "its GELU is good to some 3e-10 in float64 (measured), not to the last digit"
+    if dtype == "float32" and compute_of(dtype, attrs["precision"]) == "f32":
+        return "its GELU is good to some 3e-5 in float32 (measured), less than precision HIGHEST asks for"
+    return None
+
+
 def _refuses_chain(activation: str, saved: Any, x_contract: int) -> str | None:
-    if activation not in _EPILOGUES:
+    if activation not in EPILOGUES:
         return f"cuBLASLt has no epilogue for the derivative of {activation}"
     if x_contract != len(saved.shape) - 1:
         return "x is contracted along its first axis; the derivative that made it is no epilogue of dx then"
@@ -124,21 +136,16 @@ def forward(
     lead = x.shape[1:] if leading else x.shape[:-1]
     rows, columns, inner = math.prod(lead), w.shape[1 - w_contract], w.shape[w_contract]
     saves = residuals and activation != "none"
-    names = [_EPILOGUES[activation], "AUX" if saves else "", "BIAS" if bias is not None else ""]
-    results = []
-    if saves:
-        results.append(_saved(activation, rows, columns, x.dtype))
-    pitch = 0 if not saves else 8 * results[0].shape[1] if activation == "relu" else columns
     out = _matmul(
         x.reshape((inner, rows) if leading else (rows, inner)),
         w,
         [] if bias is None else [bias],
         (rows, columns, inner),
-        results,
+        [saved_array(activation, rows, columns, x.dtype)] if saves else [],
         left_transposed=leading,
         right_transposed=bool(w_contract),
-        epilogue="_".join(filter(None, names)) or "DEFAULT",
-        aux_pitch=pitch,
+        epilogue=epilogue_name(activation, saves, bias is not None),
+        aux_pitch=aux_pitch(activation, saves, columns),
         **attrs,
     )
     out = [a.reshape(*lead, a.shape[-1]) for a in out]
@@ -210,7 +217,7 @@ def _dx(
     if x_activation is not None and not middle:
         kept = saved["x_saved"].reshape(rows, -1)
         pitch = kept.shape[1] * (8 if x_activation == "relu" else 1)
-        aux, epilogue = [kept], "D" + _EPILOGUES[x_activation]
+        aux, epilogue = [kept], "D" + EPILOGUES[x_activation]
     (dx,) = _matmul(
         dh,
         w,
@@ -287,7 +294,21 @@ def _matmul(
     return launch(plan, [right, left, *more], [product, *results, scratch])[:-1]
 
 
-def _saved(activation: str, rows: int, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def epilogue_name(activation: str, saves: bool, bias: bool) -> str:
+    """cuBLASLt's name for what follows a product: "RELU_AUX_BIAS", say."""
+    words = [EPILOGUES[activation], "AUX" if saves else "", "BIAS" if bias else ""]
+    return "_".join(word for word in words if word) or "DEFAULT"
+
+
+def aux_pitch(activation: str, saves: bool, columns: int) -> int:
+    """The leading dimension of what an epilogue saves, of relu's mask in bits; 0 where it saves nothing."""
+    if not saves:
+        return 0
+    return 8 * reference.mask_pitch(columns) if activation == "relu" else columns
+
+
+def saved_array(activation: str, rows: int, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """What an epilogue saves for the backward: relu a packed mask, gelu_tanh the pre-activation."""
     if activation == "relu":
         return jax.ShapeDtypeStruct((rows, reference.mask_pitch(columns)), np.uint8)
     return jax.ShapeDtypeStruct((rows, columns), dtype)

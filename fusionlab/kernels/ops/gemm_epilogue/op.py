@@ -200,6 +200,7 @@ def _check_saved(x: Any, saved: Any, activation: Any) -> None:
     if not isinstance(activation, str) or activation not in ACTIVATIONS or activation == "none":
         raise unknown_name("x_activation", activation, [a for a in ACTIVATIONS if a != "none"])
     needed = tuple(x.shape)
+    # relu's mask packed, one bit a column.
     if saved.dtype == np.uint8:
         needed = (*needed[:-1], reference.mask_pitch(needed[-1]))
     if tuple(saved.shape) != needed:

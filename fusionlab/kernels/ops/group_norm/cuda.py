@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
-from ...op.arrays import is_explicitly_sharded
+from ...op.arrays import first_given, refuses_shardings
 from ..layer_norm.tiling import ITEM_BYTES
 from . import reference
 from .plan import Images, Pass, backward_pass, forward_pass
@@ -27,9 +27,9 @@ def refuses(
     """Why this backend cannot run a call, or None. `shapes` maps the operands' names to shapes with dtypes."""
     if reason := refuses_device(device):
         return reason
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
-    whole = next((a for name in ("x", "ct") if (a := shapes.get(name)) is not None), None)
+    if reason := refuses_shardings(shapes):
+        return reason
+    whole = first_given(shapes, "x", "ct")
     if whole is None:  # a tangent that reads neither, which is the reference's
         return None
     for slot, a in shapes.items():

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ...op.arrays import batch_of_rows, check_dtypes
+from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
@@ -143,12 +143,7 @@ def _check_shapes(given: Mapping[str, Any], groups: int, batch_axes: int) -> Non
         )
     if 0 in shape[batch_axes:]:
         raise ArgumentError(f"group_norm: x has shape {shape}, no positions; needed at least one in each image")
-    for slot in _VECTORS:
-        if slot in given and (found := tuple(given[slot].shape)) != (channels,):
-            raise ArgumentError(
-                f"group_norm: {slot} has shape {found}, needed ({channels},): one entry for each channel of x {shape}; "
-                f"multiply or add any other {slot} outside"
-            )
+    check_vectors("group_norm", given, _VECTORS, channels, f"each channel of x {shape}")
 
 
 def _check_dtypes(shapes: Mapping[str, Any]) -> None:

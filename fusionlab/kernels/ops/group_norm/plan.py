@@ -15,6 +15,7 @@ SOURCE = Source("group_norm/group_norm.cu", ("gn_stats", "gn_apply", "gn_grad_su
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _ACTIVATIONS = {"none": 0, "silu": 6}  # as activation.cuh numbers them
 _GRADIENTS = ("x", "scale", "bias")  # in the order of the bits of FL_WANT
+_BACKWARD_OPERANDS = ("ct", "x", "scale", "bias", "mean", "rstd")  # as the kernels take them
 SUM_HEIGHT = 16  # threads that share a channel of gn_grad_vectors
 
 
@@ -93,16 +94,14 @@ def forward_pass(images: Images, epsilon: float, saves: bool) -> Pass:
 
 def backward_pass(images: Images, wanted: tuple[str, ...]) -> Pass:
     """Gives the gradients of the slots in `wanted`, in the order x, scale, bias: not of bias alone where there is no activation."""
-    given, active = dict(images.vectors), images.activation != "none"
     grads = tuple(slot for slot in _GRADIENTS if slot in wanted)
-    there = {"ct", "x", "mean", "rstd"}
-    there |= {"scale"} if "scale" in given and (active or "x" in grads) else set()
-    there |= {"bias"} if "bias" in given and active else set()
-    reads = tuple(name for name in ("ct", "x", "scale", "bias", "mean", "rstd") if name in there)
+    reads = _backward_reads(images, grads)
     sums = tuple(slot for slot in grads if slot != "x")
-    left = (*(("parts",) if "x" in grads else ()), *(f"parts_{slot}" for slot in sums))
-    made = (*grads, *left)
-    operands = _places("operand", ("ct", "x", "scale", "bias", "mean", "rstd"), reads)
+    of_channels = (images.batch * images.splits, images.channels)
+    scratch: dict[str, tuple[int, ...]] = {"parts": images.parts} if "x" in grads else {}
+    scratch |= {f"parts_{slot}": of_channels for slot in sums}
+    made = (*grads, *scratch)
+    operands = _places("operand", _BACKWARD_OPERANDS, reads)
     positions = ("i64", images.positions)
     summed = (*operands, *_places("result", ("parts", "parts_scale", "parts_bias"), made), positions)
     launches = [images.over_chunks("gn_grad_sums", summed)]
@@ -112,13 +111,20 @@ def backward_pass(images: Images, wanted: tuple[str, ...]) -> Pass:
     if sums:
         each = ("parts_scale", "scale", "parts_bias", "bias")
         params = (*_places("result", each, made), ("i32", images.batch * images.splits))
-        grid = parts_of(images.channels, WARP), 1 + ("scale" in sums and "bias" in sums), 1
+        grid = parts_of(images.channels, WARP), len(sums), 1
         launches.append(Launch("gn_grad_vectors", grid, (WARP, SUM_HEIGHT, 1), 0, params, early=True))
     wants = sum(1 << _GRADIENTS.index(slot) for slot in grads)
     options = _options(1, images, reads, WANT=wants, SUM_HEIGHT=SUM_HEIGHT)
-    of_channels = (images.batch * images.splits, images.channels)
-    scratch = (*((images.parts,) if "x" in grads else ()), *(of_channels,) * len(sums))
-    return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), reads, grads, scratch)
+    return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), reads, grads, tuple(scratch.values()))
+
+
+def _backward_reads(images: Images, grads: tuple[str, ...]) -> tuple[str, ...]:
+    """With an activation all that its input is made of."""
+    given, active = dict(images.vectors), images.activation != "none"
+    there = {"ct", "x", "mean", "rstd"}
+    there |= {"scale"} if "scale" in given and (active or "x" in grads) else set()
+    there |= {"bias"} if "bias" in given and active else set()
+    return tuple(name for name in _BACKWARD_OPERANDS if name in there)
 
 
 def _options(kind: int, images: Images, reads: tuple[str, ...], **more: int) -> tuple[str, ...]:

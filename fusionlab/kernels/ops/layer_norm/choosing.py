@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....device import Device
+from ...op.arrays import first_given
 from ...op.implementation import ChoiceKind
 from . import cuda, tiling
 
@@ -34,7 +35,7 @@ def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residu
     if device.arch not in MEASURED:
         where = device.arch or "this architecture"
         return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
-    whole = next(a for name in ("x", "sum", "ct", "ct_sum") if (a := shapes.get(name)) is not None)
+    whole = first_given(shapes, *cuda.WHOLE)
     elements, columns, dtype = math.prod(whole.shape), whole.shape[-1], whole.dtype.name
     if elements < LEAST:
         return f"x has {elements} elements; below {LEAST} XLA's code was measured to take as long"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,23 +13,24 @@ import jax.numpy as jnp
 from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
-from ...op.arrays import is_explicitly_sharded
+from ...op.arrays import first_given, refuses_shardings
 from . import reference
-from .plan import COTANGENTS, Norm, adds_up, backward_passes, forward_plan
+from .plan import COTANGENTS, Norm, Pass, adds_up, backward_passes, forward_plan
 from .tiling import GRID_X, ITEM_BYTES, MAX_COLUMNS
 
 Array = Any
 
 _VECTORS = ("scale", "bias", "shift")
+WHOLE = ("x", "sum", "ct", "ct_sum")  # operands of the shape of x
 
 
 def refuses(shapes: Mapping[str, Any], device: Device, *, axis: int, role: str = "call", **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None. `shapes` maps the operands' names to shapes with dtypes."""
     if reason := refuses_device(device):
         return reason
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
-    whole = next((a for name in ("x", "sum", "ct", "ct_sum") if (a := shapes.get(name)) is not None), None)
+    if reason := refuses_shardings(shapes):
+        return reason
+    whole = first_given(shapes, *WHOLE)
     if whole is None:  # a tangent that reads none of them, which is the reference's
         return None
     if axis != len(whole.shape) - 1:
@@ -91,40 +92,64 @@ def cotangent(
     and it is XLA's code. The cotangent of out may be a tuple of arrays, whose sum it is.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
-    terms: tuple[Array, ...] = (
-        cts["out"] if isinstance(cts.get("out"), tuple) else (cts["out"],) if "out" in cts else ()
-    )
+    terms = _terms(cts)
     if not terms or not terms[0].size or set(wanted) == {"bias"}:
         given = {"kind": kind, "dtypes": dtypes, "present": present, **attrs}
         whole = {**cts, "out": functools.reduce(jax.lax.add, terms)} if terms else cts
         return reference.cotangent(saved, whole, wanted, shardings, **given)
     as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
-    norm = _norm(terms[0], kind, {n: as_given[n] for n in _VECTORS if n in as_given})
-    slots = tuple(dict.fromkeys("x" if slot == "residual" else slot for slot in wanted))
+    norm = _norm(terms[0], kind, as_given)
+    slots = tuple(dict.fromkeys(map(_made_as, wanted)))
     if not adds_up(norm, slots, "sum" in cts, len(terms)):
         terms = (functools.reduce(jax.lax.add, terms),)
-    x = saved["sum"] if "sum" in saved else saved["x"]
+    operands = _backward_operands(norm, saved, cts, terms)
+    passes = backward_passes(norm, slots, "sum" in cts, "shift" in operands, len(terms))
+    made = _run(passes, operands, as_given)
+    return [made[_made_as(slot)] for slot in wanted]
+
+
+def _terms(cts: Mapping[str, Any]) -> tuple[Array, ...]:
+    """The arrays whose sum the cotangent of out is; none where there is none."""
+    if "out" not in cts:
+        return ()
+    return cts["out"] if isinstance(cts["out"], tuple) else (cts["out"],)
+
+
+def _made_as(slot: str) -> str:
+    """The slot whose gradient is this one's too."""
+    return "x" if slot == "residual" else slot
+
+
+def _backward_operands(
+    norm: Norm, saved: Mapping[str, Array], cts: Mapping[str, Any], terms: tuple[Array, ...]
+) -> dict[str, Array]:
+    """What the passes read, by their names for it; a sum that was saved has the shift in it."""
     found: dict[str, Array] = {
         **dict(zip(COTANGENTS, terms, strict=False)),
-        "x": x,
+        "x": saved["sum"] if "sum" in saved else saved["x"],
         **{n: saved[n] for n in ("scale", *norm.statistics) if n in saved},
     }
     if "shift" in saved and "sum" not in saved:
         found["shift"] = saved["shift"]
     if "sum" in cts:
         found["ct_sum"] = cts["sum"]
+    return found
+
+
+def _run(passes: Sequence[Pass], operands: Mapping[str, Array], dtypes: Mapping[str, str]) -> dict[str, Array]:
+    """The gradients that passes make, one after another: a later one may read the gradient of x."""
+    found, x = dict(operands), operands["x"]
     made: dict[str, Array] = {}
-    for one in backward_passes(norm, slots, "sum" in cts, "shift" in found, len(terms)):
-        types = [
-            jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], as_given.get(s, x.dtype)) for s in one.grads
-        ]
+    for one in passes:
+        types = [jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], dtypes.get(s, x.dtype)) for s in one.grads]
         types += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in one.scratch]
         results = launch(one.plan, [found[name] for name in one.reads], types)
         made |= zip(one.grads, results, strict=False)
         found |= {"dx": made["x"]} if "x" in made else {}
-    return [made["x" if slot == "residual" else slot] for slot in wanted]
+    return made
 
 
-def _norm(x: Array, kind: str, vectors: Mapping[str, str]) -> Norm:
+def _norm(x: Array, kind: str, dtypes: Mapping[str, str]) -> Norm:
     *rows, columns = x.shape
-    return Norm(kind, math.prod(rows), columns, x.dtype.name, tuple(sorted(vectors.items())))
+    vectors = tuple(sorted((slot, dtype) for slot, dtype in dtypes.items() if slot in _VECTORS))
+    return Norm(kind, math.prod(rows), columns, x.dtype.name, vectors)

@@ -12,7 +12,7 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import Form
-from ...op.arrays import batch_of_rows, check_dtypes
+from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
@@ -183,12 +183,7 @@ def _check_shapes(given: Mapping[str, Any], axis: Any) -> int:
         raise ArgumentError(
             f"layer_norm: x has shape {shape}, nothing along axis {number}; needed at least one feature"
         )
-    for slot in _VECTORS:
-        if slot in given and (found := tuple(given[slot].shape)) != (features,):
-            raise ArgumentError(
-                f"layer_norm: {slot} has shape {found}, needed ({features},): one entry for each feature of x "
-                f"{shape} along axis {number}; multiply or add any other {slot} outside"
-            )
+    check_vectors("layer_norm", given, _VECTORS, features, f"each feature of x {shape} along axis {number}")
     if "residual" in given and (found := tuple(given["residual"].shape)) != shape:
         raise ArgumentError(
             f"layer_norm: residual has shape {found}, needed {shape}, that of x; broadcast it, or add it outside"

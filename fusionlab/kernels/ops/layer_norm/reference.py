@@ -16,7 +16,7 @@ Sources: Ba et al. 2016, arXiv:1607.06450, equations 3 and 4; Zhang and Sennrich
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,11 @@ def _mean(u: Array, axis: int) -> Array:
 def _along(v: Array, rank: int, axis: int) -> Array:
     """A vector of N as an array of this rank, N at `axis`."""
     return jnp.expand_dims(v, tuple(d for d in range(rank) if d != axis))
+
+
+def _scaled(u: Array, scale: Array | None, axis: int) -> Array:
+    """u, or u * scale where there is one."""
+    return u if scale is None else u * _along(scale.astype(u.dtype), u.ndim, axis)
 
 
 def summed(x: Array, shift: Array | None, residual: Array | None, axis: int) -> Array:
@@ -83,9 +88,7 @@ def forward(
     mean = _mean(wide, axis) if kind == "layer" else None
     centred = wide if mean is None else wide - mean
     rstd = lax.rsqrt(_mean(jnp.square(centred), axis) + epsilon)
-    out = centred * rstd
-    if scale is not None:
-        out = out * _along(scale.astype(out.dtype), x.ndim, axis)
+    out = _scaled(centred * rstd, scale, axis)
     if bias is not None:
         out = out + _along(bias.astype(out.dtype), x.ndim, axis)
     if not residuals:
@@ -132,16 +135,13 @@ def tangent(
     def whole(vector: Array) -> Array:
         return jnp.broadcast_to(_along(vector, len(shape), axis), shape, out_sharding=shardings.get("out"))
 
-    terms = [whole(moving[slot]) if slot == "shift" else moving[slot] for slot in SUMMANDS if slot in moving]
-    moved: Any = sum(terms[1:], terms[0]) if terms else None
+    moved = _moved(moving, whole)
     parts = []
     if moved is not None or "scale" in moving:
         xhat = _saved_xhat(saved, axis)
         if moved is not None:
             through = _through_statistics(moved, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
-            parts.append(
-                through * _along(saved["scale"].astype(wide), len(shape), axis) if "scale" in saved else through
-            )
+            parts.append(_scaled(through, saved.get("scale"), axis))
         if "scale" in moving:
             parts.append(xhat * _along(moving["scale"], len(shape), axis))
     if "bias" in moving:
@@ -150,6 +150,12 @@ def tangent(
     if not gives_sum:
         return out
     return {"out": out, "sum": jnp.zeros_like(out) if moved is None else moved.astype(dtypes[0])}
+
+
+def _moved(moving: Mapping[str, Array], whole: Callable[[Array], Array]) -> Any:
+    """ds: the sum of the tangents of what is summed up before the norm; None where there are none."""
+    terms = [whole(moving[slot]) if slot == "shift" else moving[slot] for slot in SUMMANDS if slot in moving]
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 def cotangent(
@@ -171,15 +177,27 @@ def cotangent(
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     cts = {name: c.astype(statistics_dtype(dtypes[0])) for name, c in cts.items()}
+    grads = _gradients(saved, cts, wanted, kind, axis)
+    for slot in wanted:
+        if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not
+            grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])
+    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
+    return [grads[slot].astype(as_given[slot]) for slot in wanted]
+
+
+def _gradients(
+    saved: Mapping[str, Array], cts: Mapping[str, Array], wanted: tuple[str, ...], kind: str, axis: int
+) -> dict[str, Array]:
+    """In the dtype of the arithmetic; x and residual share theirs."""
     like = next(iter(cts.values()))
     rows = tuple(d for d in range(like.ndim) if d != axis)
     of_out = cts.get("out", jnp.zeros_like(like))
     grads: dict[str, Array] = {}
-    moves = any(slot in wanted for slot in SUMMANDS)
+    moves = not set(SUMMANDS).isdisjoint(wanted)
     if moves or "scale" in wanted:
         xhat = _saved_xhat(saved, axis)
         if moves:
-            inner = of_out * _along(saved["scale"].astype(like.dtype), like.ndim, axis) if "scale" in saved else of_out
+            inner = _scaled(of_out, saved.get("scale"), axis)
             dx = _through_statistics(inner, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
             dx = dx + cts["sum"] if "sum" in cts else dx
             grads |= {"x": dx, "residual": dx}
@@ -189,8 +207,4 @@ def cotangent(
             grads["scale"] = jnp.sum(of_out * xhat, axis=rows)
     if "bias" in wanted:
         grads["bias"] = jnp.sum(of_out, axis=rows)
-    for slot in wanted:
-        if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not
-            grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])
-    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
-    return [grads[slot].astype(as_given[slot]) for slot in wanted]
+    return grads

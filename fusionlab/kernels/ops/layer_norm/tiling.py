@@ -88,8 +88,8 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: in
     them."""
     vec = vector(columns, dtype)
     units = columns // vec
-    arrays = 3 if ct_sum else 2
-    most = _lanes(units, MAX_THREADS, (2, 3) if ct_sum else (2,))
+    arrays, each = (3, (2, 3)) if ct_sum else (2, (2,))
+    most = _lanes(units, MAX_THREADS, each)
     while most > RESIDENT_THREADS // 4 and vec * parts_of(units, most) < 8:
         most //= 2  # fewer threads where vectors are short
     for lanes in dict.fromkeys((most, min(most, RESIDENT_THREADS))):
@@ -99,16 +99,21 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: in
             # What is narrower than a register takes more than one on its way.
             needed = OWN_REGISTERS + sums * vecs * vec + held * (1 + ahead) + (held if vec == 1 else 0)
             needed += _until_added(addends, vec, vecs, groups, dtype)
-            resident = min(RESIDENT_THREADS, REGISTERS // needed) // block
-            while resident > 1 and resident * block // WARP % PARTITIONS:
-                resident -= 1  # registers are dealt out to as many warps in each partition
-            resident = max(1, resident)
+            resident = _resident(needed, block)
             if needed * block * resident <= REGISTERS + (SHORT_OF if vecs < 4 else 0):
                 return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
     if sums:
         return None
     lanes = min(most, RESIDENT_THREADS)
     return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
+
+
+def _resident(registers: int, block: int) -> int:
+    """Blocks of norm_backward that a multiprocessor has room for, with so many registers a thread."""
+    resident = min(RESIDENT_THREADS, REGISTERS // registers) // block
+    while resident > 1 and resident * block // WARP % PARTITIONS:
+        resident -= 1  # registers are dealt out to as many warps in each partition
+    return max(1, resident)
 
 
 def _lanes(units: int, most: int, each: tuple[int, ...]) -> int:

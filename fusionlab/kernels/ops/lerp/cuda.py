@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
-from ...op.arrays import is_explicitly_sharded
+from ...op.arrays import refuses_shardings
 from .axes import MAX_RANK, accumulator, result_shape
 from .plan import Pass, backward_passes, forward_plan
 from .reference import operand_shapes
@@ -25,8 +25,8 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
     """Why this backend cannot run a call, or None. `shapes` may have entries for x, y and w with a shape and a dtype."""
     if reason := refuses_device(device):
         return reason
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    if reason := refuses_shardings(shapes):
+        return reason
     for slot, shape in shapes.items():
         if len(shape.shape) > MAX_RANK:
             return f"{slot} has rank {len(shape.shape)}, the kernels take {MAX_RANK} at most"

@@ -18,7 +18,7 @@ from ...op.labels import Axes
 from ...op.op import Op
 from ...op.primitive import wanted_of
 from . import cuda, reference
-from .axes import MAX_RANK, collapse
+from .axes import MAX_RANK, Axis, collapse
 
 Array = Any
 
@@ -108,6 +108,10 @@ class Lerp(Op):
             return None
         return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
 
+    def _together(self, axis: Axis) -> str:
+        """The names of the operands that have an axis: "xw"."""
+        return "".join(slot for slot in self.slots if slot in axis.slots)
+
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By the axes of the result, those that all operands share taken together, which operands have each, and what is wanted."""
         operands = {slot: shape for slot, shape, _ in attrs["broadcast"]}
@@ -115,10 +119,10 @@ class Lerp(Op):
             return None
         axes = collapse(operands, self.slots)
         content: dict[str, Any] = {name: axis.size for name, axis in zip(SIZES, axes, strict=False)}
-        content["axes"] = ["".join(slot for slot in self.slots if slot in axis.slots) for axis in axes]
+        content["axes"] = [self._together(axis) for axis in axes]
         content["dtype"] = attrs["broadcast"][0][2]
         if role == "cotangent":
-            content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
+            content["wanted"] = list(wanted_of(attrs))
         return case_text(self.name, role, **content)
 
     def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:

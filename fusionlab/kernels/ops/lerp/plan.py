@@ -141,22 +141,34 @@ def tiled_pass(chosen: Tiling) -> Pass:
     call = chosen.call
     partial = tuple(slot for slot in call.grads if chosen.parts(slot) > 1)
     scratch = tuple((chosen.parts(slot), call.sizes[slot]) for slot in partial)
-    results = {slot: call.grads.index(slot) for slot in call.grads}
-    results |= {slot: len(call.grads) + i for i, slot in enumerate(partial)}
-    addresses = tuple(("result", results[s]) if s in results else ("null", 0) for s in SLOTS)
+    # Of a gradient that several tiles have a part in, the kernel writes the parts.
+    numbers = dict(zip((*call.grads, *partial), itertools.count(), strict=False))
+    addresses = tuple(("result", numbers[s]) if s in numbers else ("null", 0) for s in SLOTS)
     block = (call.lanes, chosen.threads_y, 1)
     launches = [Launch("lerp_backward", (chosen.blocks, 1, 1), block, 0, (*call.operands, *addresses), early=True)]
     options = _tile_options(chosen, partial, max(call.elements, *(math.prod(s) for s in scratch), 0))
     if partial:
         sums = [PartSum(*shape) for shape in scratch]
-        params: list[tuple[str, int]] = []
-        for slot in partial:
-            params += [("result", results[slot]), ("result", call.grads.index(slot))]
-        params += [("null", 0)] * (6 - len(params))
-        grid = (max(parts_of(s.size, s.width) for s in sums), len(sums), 1)
-        launches.append(Launch("lerp_sum", grid, (THREADS, 1, 1), 0, tuple(params), early=True))
-        options = (*options, "-DFL_SUMS=" + ",".join(f"{{{s.parts},{s.size},{s.width}}}" for s in sums))
+        pairs = [(numbers[slot], call.grads.index(slot)) for slot in partial]
+        launches.append(_sum_launch(sums, pairs))
+        options = (*options, "-DFL_SUMS=" + ",".join(map(str, sums)))
     return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), call.reads, call.grads, scratch)
+
+
+def _sum_launch(sums: Sequence[PartSum], pairs: Sequence[tuple[int, int]]) -> Launch:
+    """Of lerp_sum, `pairs` being the results that hold the parts and the sum of each."""
+    params = [("result", number) for pair in pairs for number in pair]
+    params += [("null", 0)] * (6 - len(params))
+    grid = (max(parts_of(s.size, s.width) for s in sums), len(sums), 1)
+    return Launch("lerp_sum", grid, (THREADS, 1, 1), 0, tuple(params), early=True)
+
+
+def _gradient_bits(chosen: Tiling, slot: str, partial: bool) -> int:
+    """The kernel's flags of a gradient: wanted, summed over p, q and the lanes, in parts."""
+    if slot not in chosen.call.grads:
+        return 0
+    flags = (True, *chosen.sums_over[slot], partial)
+    return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
 def _tile_options(chosen: Tiling, partial: Sequence[str], most: int) -> tuple[str, ...]:
@@ -190,11 +202,7 @@ def _tile_options(chosen: Tiling, partial: Sequence[str], most: int) -> tuple[st
         "W_STAYS": int(not any("w" in axis.slots for axis, _ in (*chosen.p, *chosen.q))),
     }
     for slot in SLOTS:
-        bits = 0
-        if slot in call.grads:
-            flags = (True, *chosen.sums_over[slot], slot in partial)
-            bits = sum(1 << i for i, flag in enumerate(flags) if flag)
-        values["D" + slot.upper()] = bits
+        values["D" + slot.upper()] = _gradient_bits(chosen, slot, slot in partial)
     return _options(values)
 
 
@@ -211,6 +219,18 @@ def _steps(call: Call, number: int, partial: Sequence[str], parts: dict[str, int
 def _axes_text(call: Call, rows: Rows) -> str:
     found = [_axis(axis.size, _steps(call, number, (), {})) for axis, number in rows]
     return ",".join(found) or _axis(1, {})
+
+
+def _axes_of_vectors(axes: tuple[Axis, ...], reads: Sequence[str], vec: int) -> str:
+    """The axes as a kernel that goes vector by vector is told them: the last one has as many steps as vectors."""
+    texts = []
+    for i, axis in enumerate(axes):
+        inner = axes[i + 1 :]
+        unit = vec if i == len(axes) - 1 else 1
+        steps = {s: unit * math.prod(a.size for a in inner if s in a.slots) for s in reads if s in axis.slots}
+        steps["ct"] = unit * math.prod(a.size for a in inner)
+        texts.append(_axis(axis.size // unit, steps))
+    return ",".join(texts)
 
 
 def _flat(
@@ -231,16 +251,9 @@ def _flat(
     loads = len(reads) + bool(grads) - (w_one and "w" in reads)
     most = FLAT_ITEMS if elements * ITEM_BYTES[dtype] <= FLAT_BYTES else 1
     items = max(1, min(most, tiling.IN_FLIGHT // power_of_2(loads)))
-    texts = []
-    for i, axis in enumerate(axes):
-        inner = axes[i + 1 :]
-        unit = vec if i == len(axes) - 1 else 1
-        steps = {s: unit * math.prod(a.size for a in inner if s in a.slots) for s in reads if s in axis.slots}
-        steps["ct"] = unit * math.prod(a.size for a in inner)
-        texts.append(_axis(axis.size // unit, steps))
     values = {
         **_common(kind, dtype, elements, vec, [s for s in reads if s in axes[-1].slots], grads),
-        "AXES": ",".join(texts),
+        "AXES": _axes_of_vectors(axes, reads, vec),
         "UNITS": units,
         "ITEMS": items,
         "W_ONE": int(w_one),

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .axes import ITEM_BYTES, SLOTS, Axis, accumulator, parts_of, power_of_2, powers_of_2, round_up, vector
 
@@ -198,27 +198,42 @@ def tilings(call: Call) -> Iterator[Tiling]:
     for axis, number in call.rows:
         classes.setdefault(axis.slots.intersection(call.grads), []).append((axis, number))
     groups = [tuple(rows) for rows in classes.values()]
+    for p, q in dict.fromkeys(itertools.permutations([(), (), *groups], 2)):
+        grid = tuple(row for rows in groups if rows not in (p, q) for row in rows)
+        for rows_p, rows_q in _rows_of_thread(call, p, q):
+            yield from _with_splits(Tiling(call, grid, p, q, rows_p, rows_q, 1))
+
+
+def _vectors(call: Call) -> int:
+    """Rows, along p and q together, of which a thread loads a vector before it uses the first."""
     streams = 1 + (2 if "w" in call.grads else 0)
     streams += 1 if "w" in call.reads and 2 * call.sizes["w"] > call.elements else 0
     # Shorter vectors: more of them.
-    vectors = max(1, IN_FLIGHT // power_of_2(streams)) * (2 if call.vec * ITEM_BYTES[call.dtype] <= 8 else 1)
-    for p, q in dict.fromkeys(itertools.permutations([(), (), *groups], 2)):
-        grid = tuple(row for rows in groups if rows not in (p, q) for row in rows)
-        for rows_p in powers_of_2(vectors) if p else (1,):
-            ty = _threads_y(call.lanes, size_of(p or q))
-            if rows_p > 1 and rows_p * ty >= 2 * size_of(p):
-                break
-            rows_q = min(vectors // rows_p, power_of_2(size_of(q) if p else parts_of(size_of(q), ty)))
-            splits = 1
-            while True:
-                tiling = Tiling(call, grid, p, q, rows_p, rows_q, splits)
-                if splits == 1 and _sum_words(tiling) > SUM_REGISTERS:
-                    break
-                if tiling.blocks <= GRID_X and tiling.step_bytes <= STATIC_SHARED:
-                    yield tiling
-                splits *= 2
-                if splits * tiling.q_step > tiling.q_size or tiling.blocks > 64 * TAIL_BLOCKS:
-                    break
+    return max(1, IN_FLIGHT // power_of_2(streams)) * (2 if call.vec * ITEM_BYTES[call.dtype] <= 8 else 1)
+
+
+def _rows_of_thread(call: Call, p: Rows, q: Rows) -> Iterator[tuple[int, int]]:
+    """How many rows along p and along q a thread may take at once."""
+    vectors = _vectors(call)
+    for rows_p in powers_of_2(vectors) if p else (1,):
+        ty = _threads_y(call.lanes, size_of(p or q))
+        if rows_p > 1 and rows_p * ty >= 2 * size_of(p):
+            break
+        yield rows_p, min(vectors // rows_p, power_of_2(size_of(q) if p else parts_of(size_of(q), ty)))
+
+
+def _with_splits(whole: Tiling) -> Iterator[Tiling]:
+    """A tiling with q in one part, and in 2, 4, ... of them; none where a thread cannot hold its sums."""
+    if _sum_words(whole) > SUM_REGISTERS:
+        return
+    splits = 1
+    while True:
+        tiling = replace(whole, q_tiles_asked=splits)
+        if tiling.blocks <= GRID_X and tiling.step_bytes <= STATIC_SHARED:
+            yield tiling
+        splits *= 2
+        if splits * tiling.q_step > tiling.q_size or tiling.blocks > 64 * TAIL_BLOCKS:
+            return
 
 
 def _threads_y(lanes: int, rows: int) -> int:
@@ -279,6 +294,10 @@ class PartSum:
 
     parts: int
     size: int
+
+    def __str__(self) -> str:
+        """As the kernel is told it."""
+        return f"{{{self.parts},{self.size},{self.width}}}"
 
     @property
     def width(self) -> int:

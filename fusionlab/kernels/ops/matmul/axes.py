@@ -110,6 +110,7 @@ def stored(
     if step[inner] != 1:
         return None  # entries of one row stand apart
     other = "free" if inner == "contracted" else "contracted"
+    # Where there is one row, nothing says how far rows stand apart: its own length is taken.
     leading = step[other] if count[other] > 1 else count[inner]
     return Stored(inner == "free", leading, step["batch"] if count["batch"] > 1 else 0)
 

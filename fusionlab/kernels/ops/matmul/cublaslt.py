@@ -21,7 +21,7 @@ from ...launch import cublaslt as lt
 from ...launch.ffi_call import launch
 from ...launch.plans import plan_name
 from ..gemm_epilogue import reference as unbatched
-from ..gemm_epilogue.cublaslt import compute_of
+from ..gemm_epilogue.cublaslt import aux_pitch, compute_of, epilogue_name, saved_array
 from . import reference, support
 from .axes import Product, Stored
 
@@ -68,6 +68,11 @@ def _keeps(sizes: Product, activation: str, out: str, product: str) -> bool:
     return batch == 1 and out == product and (activation == "relu" or columns % 8 == 0)
 
 
+def _is_in_epilogue(bias: Array | None, beta: float, sizes: Product) -> bool:
+    """Whether cuBLASLt adds the bias itself: one entry for each column of the result, and no factor."""
+    return bias is not None and beta == 1.0 and sizes.bias(bias.shape) in ("columns", "nothing")
+
+
 def _called(
     a: Array,
     b: Array,
@@ -79,20 +84,18 @@ def _called(
     saves: bool,
     **attrs: Any,
 ) -> list[Array]:
-    in_epilogue = bias is not None and attrs["beta"] == 1.0 and sizes.bias(bias.shape) in ("columns", "nothing")
+    in_epilogue = _is_in_epilogue(bias, attrs["beta"], sizes)
     plan = product_plan({"a": a, "b": b}, sizes, device, out=out, **attrs)
-    names = [support.EPILOGUES[activation], "AUX" if saves else "", "BIAS" if in_epilogue else ""]
     _, rows, columns, _ = sizes.sizes
-    pitch = 0 if not saves else 8 * unbatched.mask_pitch(columns) if activation == "relu" else columns
+    pitch = aux_pitch(activation, saves, columns)
     beta = float(attrs["beta"]) if bias is not None and not in_epilogue else 0.0
-    plan = replace(plan, epilogue="_".join(filter(None, names)) or "DEFAULT", aux_pitch=pitch, beta=beta)
+    plan = replace(plan, epilogue=epilogue_name(activation, saves, in_epilogue), aux_pitch=pitch, beta=beta)
     if found := CHOICES.algorithm(device.arch, plan_name(plan)):
         plan = plan.with_algorithm(*found)
     more = [] if bias is None else [_bias(bias, sizes, out, in_epilogue)]
     results = [jax.ShapeDtypeStruct(sizes.result, np.dtype(out))]
     if saves:
-        kept = (rows, pitch // 8) if activation == "relu" else (rows, columns)
-        results.append(jax.ShapeDtypeStruct(kept, np.uint8 if activation == "relu" else np.dtype(out)))
+        results.append(saved_array(activation, rows, columns, np.dtype(out)))
     scratch = jax.ShapeDtypeStruct((plan.workspace,), np.uint8)
     made = launch(plan, [b, a, *more], [*results, scratch])[:-1]
     if saves and activation == "relu":

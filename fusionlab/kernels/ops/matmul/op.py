@@ -84,8 +84,7 @@ class Matmul(Op):
             raise unknown_name("activation", full["activation"], ACTIVATIONS)
         for name in ("alpha", "beta"):
             full[name] = _factor(name, full[name])
-        if not any(full["library"] is known for known in (None, True, False)):
-            raise ArgumentError(f"matmul: library is {full['library']!r}, needed True, False or None")
+        _check_switch(full["library"])
         full["precision"] = canonical_precision(full["precision"])
         present, full["bias_axes"] = dict(given), ()
         if "bias" in given:
@@ -110,17 +109,14 @@ class Matmul(Op):
         """Over both operands: one more axis of the batch. Over a alone, of a product without a batch: more rows."""
         by_name = dict(zip(names, dims, strict=True))
         ((lc, rc), (lb, rb)) = params["dimensions"]
-        lc, lb = (tuple(i + 1 for i in axes) for axes in (lc, lb))
-        rows = [n for n in names if n in _ROWS]
-        shared = all(d is None for n, d in by_name.items() if n not in (*_ROWS, *_BIASES))
-        sums = role == "cotangent" and any(live for live in params["live"][1:])  # over the rows, of each of the batch
-        if not lb and shared and not sums and any(by_name[n] is not None for n in rows):
-            copied = rows
+        lc, lb = map(_behind_one_more, (lc, lb))
+        if _is_more_rows(role, by_name, params):
+            copied = [n for n in names if n in _ROWS]
             dimensions = ((lc, rc), (lb, rb))
         else:
             if any(d is None for n, d in by_name.items() if n not in _BIASES):
                 return None  # an operand that all of the batch share would be copied
-            rc, rb = (tuple(i + 1 for i in axes) for axes in (rc, rb))
+            rc, rb = map(_behind_one_more, (rc, rb))
             copied, dimensions = [], ((lc, rc), ((0, *lb), (0, *rb)))
         size = batch_size(values, dims)
 
@@ -131,10 +127,7 @@ class Matmul(Op):
             return jnp.broadcast_to(front, (size, *value.shape)) if name in copied else front
 
         values = [moved(*one) for one in zip(names, values, dims, strict=True)]
-        # In a backward a gradient for each of the batch, also of a bias they share.
-        along = by_name.get("bias", by_name.get("d_bias")) is not None or role == "cotangent"
-        axes = (along, *params["bias_axes"]) if params["bias_axes"] else ()
-        return values, params | {"dimensions": dimensions, "bias_axes": axes}
+        return values, params | {"dimensions": dimensions, "bias_axes": _batched_bias_axes(role, by_name, params)}
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if role != "call":
@@ -244,15 +237,46 @@ def _operands(given: Mapping[str, Any]) -> tuple[Any, Any]:
     return a, b
 
 
+def _check_switch(library: Any) -> None:
+    if not any(library is known for known in (None, True, False)):
+        raise ArgumentError(f"matmul: library is {library!r}, needed True, False or None")
+
+
+def _behind_one_more(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of axes once there is one more before them."""
+    return tuple(i + 1 for i in axes)
+
+
+def _is_more_rows(role: str, dims: Mapping[str, int | None], params: Mapping[str, Any]) -> bool:
+    """Whether a batch of calls, of operands batched along `dims`, is one call with more rows of a."""
+    _, (batch, _) = params["dimensions"]
+    # Sums over the rows are wanted of each of the batch, not of all rows together.
+    if batch or (role == "cotangent" and any(params["live"][1:])):
+        return False
+    shared = all(d is None for n, d in dims.items() if n not in (*_ROWS, *_BIASES))
+    return shared and any(dims[n] is not None for n in dims if n in _ROWS)
+
+
+def _batched_bias_axes(role: str, dims: Mapping[str, int | None], params: Mapping[str, Any]) -> tuple[bool, ...]:
+    """In a backward there is a gradient for each of the batch, also of a bias they share."""
+    along = dims.get("bias", dims.get("d_bias")) is not None or role == "cotangent"
+    return (along, *params["bias_axes"]) if params["bias_axes"] else ()
+
+
+def _of_matrices(a: Any, b: Any) -> Dimensions:
+    """Those of matrices with the same batch before them."""
+    if len(a.shape) < 2 or len(a.shape) != len(b.shape):
+        raise ArgumentError(
+            f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; needed matrices, *B x M x K and *B x K x N, or `dimensions`"
+        )
+    batch = tuple(range(len(a.shape) - 2))
+    return ((len(batch) + 1,), (len(batch),)), (batch, batch)
+
+
 def _dimensions(a: Any, b: Any, given: Any) -> Dimensions:
     """As given, or those of matrices with the same batch before them."""
     if given is None:
-        if len(a.shape) < 2 or len(a.shape) != len(b.shape):
-            raise ArgumentError(
-                f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; needed matrices, *B x M x K and *B x K x N, or `dimensions`"
-            )
-        batch = tuple(range(len(a.shape) - 2))
-        given = (((len(batch) + 1,), (len(batch),)), (batch, batch))
+        given = _of_matrices(a, b)
     try:
         found = canonical(given)
     except (TypeError, ValueError) as e:

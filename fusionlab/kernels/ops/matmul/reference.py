@@ -109,6 +109,7 @@ def _of_operand(slot: str, saved: Mapping[str, Array], dh: Array, sharding: Any,
     rank = count + own + len(contracted[0])
     summed = [i for i, _ in sorted(zip(*contracted, strict=True), key=lambda pair: pair[1])]
     order = (*batch[0], *free(rank, contracted[0], batch[0]), *summed)  # the operand's axes as the product gives them
+    # A `PartitionSpec` may be shorter than the rank: axes that it leaves out are not split.
     if sharding is not None:
         spec = (*sharding.spec, *(None for _ in range(rank - len(sharding.spec))))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[i] for i in order)))

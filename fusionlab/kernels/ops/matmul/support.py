@@ -15,7 +15,7 @@ from jax import lax
 from ....device import Device
 from ...launch import cublaslt as lt
 from ...launch.compile import refuses_device as refuses_compiled
-from ...op.arrays import precisions
+from ...op.arrays import names_algorithm, precisions
 from ..gemm_epilogue.cublaslt import compute_of
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from .axes import Product, Stored, free, stored
@@ -62,12 +62,11 @@ def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any,
         return Reason("dtype", f"{given} multiplied to {product}: it sums {given} in float32 or as it is")
     if out not in (product, given):
         return Reason("dtype", f"a result of {out} from operands of {given}: it writes {given} or {product}")
-    asked = precisions(precision)
-    if lax.Precision.HIGH in asked:
+    if lax.Precision.HIGH in precisions(precision):
         return Reason(
             "precision", "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
         )
-    if any(p is not None and not isinstance(p, lax.Precision) for p in asked):
+    if names_algorithm(precision):
         return Reason("precision", f"precision {precision} names an algorithm, which cuBLASLt does not take")
     return None
 
@@ -112,10 +111,15 @@ def _epilogue(shapes: Mapping[str, Any], *, activation: str, precision: Any, out
         given = np.dtype(shapes["a"].dtype).name
         if out == "float32" and (given != "float32" or compute_of(given, precision) == "f32"):
             return Reason("activation", "its GELU is good to some 3e-5 (measured), less than a float32 result keeps")
-    if "bias" in shapes:
-        dtype = np.dtype(shapes["bias"].dtype).name
-        if dtype != out and not (dtype in HALVES and out == "float32"):
-            return Reason("bias", f"a bias of {dtype} would be rounded to {out} before it is added")
+    return _bias(shapes, out)
+
+
+def _bias(shapes: Mapping[str, Any], out: str) -> Reason | None:
+    if "bias" not in shapes:
+        return None
+    dtype = np.dtype(shapes["bias"].dtype).name
+    if dtype != out and not (dtype in HALVES and out == "float32"):
+        return Reason("bias", f"a bias of {dtype} would be rounded to {out} before it is added")
     return None
 
 

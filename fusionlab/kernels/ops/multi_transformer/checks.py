@@ -1,9 +1,8 @@
-"""What a call of `multi_transformer` has to be: names, shapes, dtypes and numbers, each with an error that names the argument."""
+"""What the operands of a call of `multi_transformer` have to be: names, shapes and dtypes, each with an error that names the argument."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ....errors import ArgumentError, unknown_name
-from ..gemm_epilogue.activations import ACTIVATIONS
-from ..layer_norm.op import KINDS
+from ....errors import unknown_name
+from .attributes import checked_attributes, refused, scale_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-LAYOUTS = ("separate", "concatenated", "interleaved", "packed")
-CACHES = ("append", "write", "prefill")
-CACHE_LAYOUTS = ("BSHD", "BHSD")
-PARTS = ("attention", "feed_forward")
 SHARED = ("x", "mask", "step", "lengths", "cos", "sin")
 PER_LAYER = (
     *("norm1_scale", "norm1_bias", "q", "k", "v", "q_bias", "k_bias", "v_bias", "qkv", "qkv_bias", "out", "out_bias"),
@@ -27,10 +21,6 @@ PER_LAYER = (
 )
 
 OF_ATTENTION = (*SHARED[1:], *PER_LAYER[:12], "cache_k", "cache_v")
-
-
-def refused(what: str) -> ArgumentError:
-    return ArgumentError(f"multi_transformer: {what}")
 
 
 @dataclass(frozen=True)
@@ -62,11 +52,11 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
       ArgumentError: names the operand or attribute, what it is and what was needed.
       UnknownNameError: there is no operand, layout, norm or activation of that name.
     """
-    full = _checked_names(full)
+    full = checked_attributes(full)
     _check_present(given, full)
     given = {name: _by_letters(name, a, full) for name, a in given.items()}
     sizes = _sizes(given, full)
-    full |= {"heads": sizes.h, "kv_heads": sizes.g, "scale": _scale(full["scale"], sizes.d), "head_size": sizes.d}
+    full |= {"heads": sizes.h, "kv_heads": sizes.g, "scale": scale_of(full["scale"], sizes.d), "head_size": sizes.d}
     _check_shared(given, full, sizes)
     for i in range(full["layers"]):
         _check_layer(given, full, sizes, i)
@@ -74,101 +64,8 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-# Attributes.
-
-
-def _checked_names(full: dict[str, Any]) -> dict[str, Any]:
-    for name, valid in (
-        ("qkv", LAYOUTS),
-        ("norm", KINDS),
-        ("activation", ACTIVATIONS),
-        ("cache_layout", CACHE_LAYOUTS),
-    ):
-        if not isinstance(full[name], str) or full[name] not in valid:
-            raise unknown_name(f"multi_transformer {name}", full[name], valid)
-    if full["cache"] is not None and full["cache"] not in CACHES:
-        raise unknown_name("multi_transformer cache", full["cache"], CACHES)
-    _check_part(full)
-    for name in ("pre_norm", "gated", "is_causal", "gives_keys"):
-        if not isinstance(full[name], bool):
-            raise refused(f"{name} is {full[name]!r}, needed True or False")
-    if not isinstance(full["turned"], tuple | list) or not set(full["turned"]) <= set(TURNED):
-        raise refused(
-            f"turned is {full['turned']!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]"
-        )
-    full["turned"] = tuple(slot for slot in TURNED if slot in full["turned"])
-    full["layers"] = _count("layers", full["layers"])
-    for name in ("heads", "kv_heads"):
-        full[name] = None if full[name] is None else _count(name, full[name])
-    if full["rotary"] not in (None, 1, 2) or isinstance(full["rotary"], bool):
-        raise refused(f"rotary is {full['rotary']!r}, needed None, 1 or 2: how many position tables turn a head")
-    return full | {"epsilons": _epsilons(full["epsilons"]), "mask_value": _mask_value(full["mask_value"])}
-
-
-def _check_part(full: Mapping[str, Any]) -> None:
-    part = full["part"]
-    if part is None:
-        return
-    if part not in PARTS:
-        raise unknown_name("multi_transformer part", part, PARTS)
-    if full["layers"] != 1:
-        raise refused(
-            f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"
-        )
-    if part == "feed_forward":
-        for name, none in (("cache", None), ("gives_keys", False), ("rotary", None)):
-            if full[name] != none:
-                raise refused(
-                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it is of the attention"
-                )
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError as e:
-        raise refused(f"{name} is {value!r}, needed a whole number from 1 on") from e
-    if number < 1:
-        raise refused(f"{name} is {number}, needed a whole number from 1 on")
-    return number
-
-
-def _number(name: str, value: Any, needed: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as e:  # a traced value, or no number at all
-        raise refused(f"{name} is {value!r}, needed {needed}, known when tracing") from e
-
-
-def _epsilons(epsilons: Any) -> tuple[float | None, float | None]:
-    if not isinstance(epsilons, tuple | list) or len(epsilons) != 2:
-        raise refused(f"epsilons is {epsilons!r}, needed a pair: of the attention's norm and of the feed-forward's")
-    found = tuple(None if e is None else _number("epsilon", e, "a number, 0 or more") for e in epsilons)
-    for e in found:
-        if e is not None and not (math.isfinite(e) and e >= 0):
-            raise refused(f"epsilon is {e}, needed a finite number, 0 or more, or None for no norm")
-    return found[0], found[1]
-
-
-def _mask_value(value: Any) -> float:
-    number = _number("mask_value", value, "a finite number or -inf")
-    if not math.isfinite(number) and number != -math.inf:
-        raise refused(f"mask_value is {number}, needed a finite number or -inf")
-    return number
-
-
-def _scale(scale: Any, size: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(size)
-    number = _number("scale", scale, "a finite number")
-    if not math.isfinite(number):
-        raise refused(f"scale is {number}, needed a finite number")
-    return number
-
-
 # How weights lie.
 
-TURNED = ("q", "k", "v", "qkv", "out", "up", "gate", "down")
 _BY_HEADS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "qkv", "qkv_bias", "out")
 
 
@@ -214,13 +111,7 @@ def _check_present(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
     for name in given:
         if why := _unread(name.partition(".")[0], full):
             raise refused(f"{name} is given, and {why}; leave it out")
-    if full["mask_value"] != -math.inf and (
-        "lengths" in given or (full["is_causal"] and full["cache"] in ("append", "write"))
-    ):
-        raise refused(
-            f"mask_value is {full['mask_value']:g}, which hides less than lengths and is_causal do; "
-            f"needed -inf, or all that is hidden in mask"
-        )
+    _check_hidden(given, full)
 
 
 def _needed(full: Mapping[str, Any]) -> list[str]:
@@ -241,31 +132,69 @@ def _why(name: str, full: Mapping[str, Any]) -> str:
     return " for rotary" if slot in ("cos", "sin") else " for gated=True" if slot == "gate" else ""
 
 
+def _check_hidden(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
+    """A finite mask value is for what mask hides alone."""
+    if full["mask_value"] != -math.inf and (
+        "lengths" in given or (full["is_causal"] and full["cache"] in ("append", "write"))
+    ):
+        raise refused(
+            f"mask_value is {full['mask_value']:g}, which hides less than lengths and is_causal do; "
+            f"needed -inf, or all that is hidden in mask"
+        )
+
+
+def _unread_in_part(slot: str, part: str | None) -> str | None:
+    """Why a part of a layer does not read a slot; None where it does, or where whole layers are asked for."""
+    if part is None or slot not in PER_LAYER + SHARED[1:]:
+        return None
+    if slot in ("out_bias", "down_bias"):
+        return f"part is {part!r}: its result is yet to be summed"
+    return f"part is {part!r}" if (slot in OF_ATTENTION) != (part == "attention") else None
+
+
 def _unread(slot: str, full: Mapping[str, Any]) -> str | None:
     """Why nothing reads a slot in such a call; None where it is read."""
-    part = full["part"]
-    if part is not None and slot in PER_LAYER + SHARED[1:]:
-        of_attention = slot in OF_ATTENTION
-        if of_attention != (part == "attention") or slot in ("out_bias", "down_bias"):
-            return f"part is {part!r}" + ": its result is yet to be summed" * (slot in ("out_bias", "down_bias"))
-    separate = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
-    if slot in (("qkv", "qkv_bias") if full["qkv"] == "separate" else separate):
-        return f"qkv is {full['qkv']!r}"
-    if slot == "step" and full["cache"] != "write":
-        return f"cache is {full['cache']!r}: only cache='write' has a step"
-    if slot in ("cache_k", "cache_v") and full["cache"] is None:
-        return "cache is None"
-    if slot in ("cos", "sin") and full["rotary"] is None:
-        return "rotary is None"
-    if slot in ("gate", "gate_bias") and not full["gated"]:
-        return "gated is False"
-    for number in (1, 2):
-        if slot in (f"norm{number}_scale", f"norm{number}_bias") and full["epsilons"][number - 1] is None:
-            return f"epsilons[{number - 1}] is None: there is no such norm"
-    return None
+    if reason := _unread_in_part(slot, full["part"]):
+        return reason
+    separate = full["qkv"] == "separate"
+    readers = (
+        (("q", "k", "v", "q_bias", "k_bias", "v_bias"), separate, f"qkv is {full['qkv']!r}"),
+        (("qkv", "qkv_bias"), not separate, f"qkv is {full['qkv']!r}"),
+        (("step",), full["cache"] == "write", f"cache is {full['cache']!r}: only cache='write' has a step"),
+        (("cache_k", "cache_v"), full["cache"] is not None, "cache is None"),
+        (("cos", "sin"), full["rotary"] is not None, "rotary is None"),
+        (("gate", "gate_bias"), full["gated"], "gated is False"),
+        *(
+            (
+                (f"norm{i + 1}_scale", f"norm{i + 1}_bias"),
+                epsilon is not None,
+                f"epsilons[{i}] is None: there is no such norm",
+            )
+            for i, epsilon in enumerate(full["epsilons"])
+        ),
+    )
+    return next((why for slots, are_read, why in readers if slot in slots and not are_read), None)
 
 
 # Shapes.
+
+
+def _sizes_without_heads(x: tuple[int, ...]) -> Sizes:
+    """Of a feed-forward alone."""
+    b, s, e = x
+    if min(s, e) < 1:
+        raise refused(f"x has shape {x}; needed at least one token and feature")
+    return Sizes(b, s, e, 1, 1, 1, 0)
+
+
+def _past(given: Mapping[str, Any], full: Mapping[str, Any]) -> int:
+    """How many tokens a cache has room for; 0 without one."""
+    if full["cache"] is None:
+        return 0
+    cache = tuple(given["cache_k.0"].shape)
+    if len(cache) != 4:
+        raise refused(f"cache_k.0 has shape {cache}, rank {len(cache)}; needed rank 4, {full['cache_layout']}")
+    return cache[full["cache_layout"].index("S")]
 
 
 def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
@@ -273,9 +202,7 @@ def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
     if len(x) != 3:
         raise refused(f"x has shape {x}, rank {len(x)}; needed rank 3, [B, S, E]")
     if full["part"] == "feed_forward":
-        if min(x[1:]) < 1:
-            raise refused(f"x has shape {x}; needed at least one token and feature")
-        return Sizes(*x, 1, 1, 1, 0)
+        return _sizes_without_heads(x)
     out = tuple(given["out.0"].shape)
     if len(out) != 3:
         raise refused(f"out.0 has shape {out}, rank {len(out)}; needed [H, D, E], or [H D, E] and heads")
@@ -289,12 +216,7 @@ def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
         raise refused(f"kv_heads is {full['kv_heads']}, and the weights have {g} key heads; needed the same")
     if h % g:
         raise refused(f"{g} key heads and {h} heads; needed a number of key heads that divides the heads")
-    past = 0
-    if full["cache"] is not None:
-        cache = tuple(given["cache_k.0"].shape)
-        if len(cache) != 4:
-            raise refused(f"cache_k.0 has shape {cache}, rank {len(cache)}; needed rank 4, {full['cache_layout']}")
-        past = cache[full["cache_layout"].index("S")]
+    past = _past(given, full)
     sizes = Sizes(*x, h, g, d, past)
     if full["cache"] in ("write", "prefill") and sizes.s > past:
         raise refused(
@@ -322,15 +244,18 @@ def _kv_heads(given: Mapping[str, Any], full: Mapping[str, Any], e: int, h: int,
     return g
 
 
+def _check_mask(shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> None:
+    b, h, s, t = scores
+    if not (len(shape) == 4 and shape[3] == t and all(n in (1, m) for n, m in zip(shape, scores, strict=True))):
+        raise refused(
+            f"mask has shape {shape}, needed [1 or {b}, 1 or {h}, 1 or {s}, {t}]: batch, heads, queries, keys"
+        )
+
+
 def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes) -> None:
     b, s, h, t = sizes.b, sizes.s, sizes.h, sizes.seen(full["cache"])
     if "mask" in given:
-        shape = tuple(given["mask"].shape)
-        fits = len(shape) == 4 and shape[0] in (1, b) and shape[1] in (1, h) and shape[2] in (1, s) and shape[3] == t
-        if not fits:
-            raise refused(
-                f"mask has shape {shape}, needed [1 or {b}, 1 or {h}, 1 or {s}, {t}]: batch, heads, queries, keys"
-            )
+        _check_mask(tuple(given["mask"].shape), (b, h, s, t))
     if "step" in given and tuple(given["step"].shape) not in ((), (b,)):
         raise refused(
             f"step has shape {tuple(given['step'].shape)}, needed a scalar, or ({b},): one for each of the batch"
@@ -338,15 +263,19 @@ def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Size
     if "lengths" in given and tuple(given["lengths"].shape) != (b,):
         raise refused(f"lengths has shape {tuple(given['lengths'].shape)}, needed ({b},): one for each of the batch")
     for name in ("cos", "sin"):
-        if name not in given:
-            continue
-        shape, pieces = tuple(given[name].shape), 2 * full["rotary"]
-        fits = len(shape) in (2, 3) and shape[-2] == s and 0 < shape[-1] <= sizes.d and shape[-1] % pieces == 0
-        if not fits or shape != tuple(given["cos"].shape) or (len(shape) == 3 and shape[0] not in (1, b)):
-            raise refused(
-                f"{name} has shape {shape}, needed [{s}, W] or [1 or {b}, {s}, W], alike for cos and sin, with W a multiple "
-                f"of {pieces} up to the {sizes.d} of a head"
-            )
+        if name in given:
+            _check_rotary(name, given, 2 * full["rotary"], sizes)
+
+
+def _check_rotary(name: str, given: Mapping[str, Any], pieces: int, sizes: Sizes) -> None:
+    """Of a table for the turns of so many pieces of a head."""
+    b, s, shape = sizes.b, sizes.s, tuple(given[name].shape)
+    fits = len(shape) in (2, 3) and shape[-2] == s and 0 < shape[-1] <= sizes.d and shape[-1] % pieces == 0
+    if not fits or shape != tuple(given["cos"].shape) or (len(shape) == 3 and shape[0] not in (1, b)):
+        raise refused(
+            f"{name} has shape {shape}, needed [{s}, W] or [1 or {b}, {s}, W], alike for cos and sin, with W a multiple "
+            f"of {pieces} up to the {sizes.d} of a head"
+        )
 
 
 def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes, i: int) -> None:

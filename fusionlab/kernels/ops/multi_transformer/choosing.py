@@ -31,12 +31,19 @@ def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool =
     least, most = WIDTHS
     if not least <= width <= most:
         return f"tokens of {width} features; the kernels were measured for {least} to {most}"
-    if rows > 1 and (device.units or 0) < BLOCKS:
-        return f"{rows} texts: the kernel for several needs {BLOCKS} multiprocessors, there are {device.units or 'none known'}"
-    if rows > 1 and not attrs["pre_norm"]:
-        return f"{rows} texts: the kernel for several has the norms ahead of the products"
-    if rows > 1 and attrs["heads"] * attrs["head_size"] > width:
-        return f"{rows} texts: the kernel for several was measured with heads of no more features together than a token has"
+    if rows > 1 and (reason := _why_not_several(width, device, attrs)):
+        return f"{rows} texts: the kernel for several {reason}"
     if not device.simulated and jax.device_count() > 1:
         return "with several devices each would compute the whole layer"
     return cuda.refuses(shapes, device, **attrs) or ""
+
+
+def _why_not_several(width: int, device: Device, attrs: Mapping[str, Any]) -> str:
+    """Why the kernel for several texts is not taken, said of it; "" where it is."""
+    if (device.units or 0) < BLOCKS:
+        return f"needs {BLOCKS} multiprocessors, there are {device.units or 'none known'}"
+    if not attrs["pre_norm"]:
+        return "has the norms ahead of the products"
+    if attrs["heads"] * attrs["head_size"] > width:
+        return "was measured with heads of no more features together than a token has"
+    return ""

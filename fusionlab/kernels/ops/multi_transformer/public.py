@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ....errors import unknown_name
-from .checks import CACHE_LAYOUTS, refused
+from .attributes import CACHE_LAYOUTS, refused
 from .op import MULTI_TRANSFORMER
 from .weights import TransformerLayer
 
@@ -91,8 +91,7 @@ def multi_transformer(
     """
     row = [layers] if isinstance(layers, TransformerLayer) else list(layers)
     attrs = _attributes_of(row)
-    given = {f"{slot}.{i}": a for i, layer in enumerate(row) for slot, a in layer.slots().items()}
-    given |= {"x": x, "mask": _as_mask(mask), "lengths": lengths}
+    given = _slots(row) | {"x": x, "mask": _as_mask(mask), "lengths": lengths}
     if rotary is not None:
         given |= dict(zip(("cos", "sin"), _pair("rotary", rotary), strict=True))
         attrs["rotary"] = rotary_dims
@@ -117,10 +116,8 @@ def multi_transformer(
     y, *made = MULTI_TRANSFORMER.call(*given.values(), present=tuple(given), **attrs)
     if kept is None:
         return y
-    if prefix is not None:  # prefix and own keys, as they were attended to
-        starts = (0, 0, 0, 0)
-        flat = [c for pair in kept for c in pair]
-        made = [lax.dynamic_update_slice(c, a.astype(c.dtype), starts) for c, a in zip(flat, made, strict=True)]
+    if prefix is not None:
+        made = _filled(kept, made)
     return y, tuple(zip(made[::2], made[1::2], strict=True))
 
 
@@ -183,10 +180,21 @@ def _named(caches: list[tuple[Array, Array]]) -> dict[str, Array]:
     return {f"cache_{slot}.{i}": a for i, pair in enumerate(caches) for slot, a in zip("kv", pair, strict=True)}
 
 
+def _slots(row: Sequence[TransformerLayer]) -> dict[str, Any]:
+    """The arrays of all layers: "out.0", say."""
+    return {f"{slot}.{i}": a for i, layer in enumerate(row) for slot, a in layer.slots().items()}
+
+
+def _filled(caches: Caches, made: Sequence[Array]) -> list[Array]:
+    """The caches, with the prefix' and their own keys and values, as they were attended to, from the start on."""
+    flat = [c for pair in caches for c in pair]
+    starts = (0, 0, 0, 0)
+    return [lax.dynamic_update_slice(c, a.astype(c.dtype), starts) for c, a in zip(flat, made, strict=True)]
+
+
 def _check_prefix(
     x: Any, prefix: list[tuple[Array, Array]], caches: list[tuple[Array, Array]] | None, layout: str
 ) -> None:
-    axis = layout.index("S")
     for i, pair in enumerate(prefix):
         for name, a in zip("kv", pair, strict=True):
             if a.ndim != 4 or a.shape[0] != x.shape[0]:
@@ -195,14 +203,23 @@ def _check_prefix(
         return
     for pair, before in zip(caches, prefix, strict=True):
         for a, p in zip(pair, before, strict=True):
-            if a.ndim != 4 or a.shape[:axis] + a.shape[axis + 1 :] != p.shape[:axis] + p.shape[axis + 1 :]:
-                raise refused(
-                    f"a cache has shape {a.shape}, its prefix {p.shape}; needed alike but for the tokens, {layout}"
-                )
-            if p.shape[axis] + x.shape[1] > a.shape[axis]:
-                raise refused(
-                    f"prefix has {p.shape[axis]} tokens and x {x.shape[1]}, and the caches hold {a.shape[axis]}; needed longer caches"
-                )
+            _check_room(a, p, x.shape[1], layout)
+
+
+def _check_room(cache: Any, prefix: Any, tokens: int, layout: str) -> None:
+    """A cache has room for a prefix and so many tokens behind it."""
+    axis = layout.index("S")
+    if (
+        cache.ndim != 4
+        or cache.shape[:axis] + cache.shape[axis + 1 :] != prefix.shape[:axis] + prefix.shape[axis + 1 :]
+    ):
+        raise refused(
+            f"a cache has shape {cache.shape}, its prefix {prefix.shape}; needed alike but for the tokens, {layout}"
+        )
+    if prefix.shape[axis] + tokens > cache.shape[axis]:
+        raise refused(
+            f"prefix has {prefix.shape[axis]} tokens and x {tokens}, and the caches hold {cache.shape[axis]}; needed longer caches"
+        )
 
 
 def _check_step(step: Any, x: Any, cache: Any, layout: str) -> None:

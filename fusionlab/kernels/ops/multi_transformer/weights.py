@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ....errors import unknown_name
-from .checks import LAYOUTS, refused
+from .attributes import LAYOUTS, refused
 
 Array = Any
 
@@ -134,18 +134,22 @@ def unpack_qkv_bias(
     return _unpacked(bias, layout, heads, kv_heads, 0)
 
 
+def _head_size(q: Array, heads: int | None, rank: int) -> int:
+    """D, of q that is split into heads or, at this rank, is not."""
+    if q.ndim == rank + 1:
+        return q.shape[-1]
+    if q.ndim != rank or heads is None or heads < 1 or q.shape[-1] % heads:
+        raise refused(
+            f"q has shape {q.shape} and heads is {heads}, needed heads on an axis, or heads that divide the columns"
+        )
+    return q.shape[-1] // heads
+
+
 def _by_head(q: Array, k: Array, v: Array, heads: int | None, rank: int) -> tuple[Array, Array, Array]:
     """Each [*E, heads, D]; `rank` is that of one that is not split into heads."""
     named = dict(zip("qkv", map(jnp.asarray, (q, k, v)), strict=True))
     first = named["q"]
-    if first.ndim == rank + 1:
-        size = first.shape[-1]
-    elif first.ndim != rank or heads is None or heads < 1 or first.shape[-1] % heads:
-        raise refused(
-            f"q has shape {first.shape} and heads is {heads}, needed heads on an axis, or heads that divide the columns"
-        )
-    else:
-        size = first.shape[-1] // heads
+    size = _head_size(first, heads, rank)
     for name, a in named.items():
         fits = a.ndim in (rank, rank + 1) and a.shape[: rank - 1] == first.shape[: rank - 1]
         if not fits or a.shape[-1] % size or (a.ndim > rank and a.shape[-1] != size):

@@ -18,8 +18,9 @@ query sees no key at all, the statistic would be such a number too, and the kern
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,9 +67,10 @@ def refuses_device(device: Device) -> str | None:
         return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that cuDNN's fused attention runs on"
     if reason := cudnn_call.why_missing():
         return reason
-    if device.cudnn is not None and int(device.cudnn.split(".")[0]) < MIN_MAJOR:
-        return f"cuDNN {device.cudnn} is older than {MIN_MAJOR}.0"
-    if device.cudnn is None and device.arch and not device.simulated and cudnn_call.version() is None:
+    if device.cudnn is not None:
+        old = int(device.cudnn.split(".")[0]) < MIN_MAJOR
+        return f"cuDNN {device.cudnn} is older than {MIN_MAJOR}.0" if old else None
+    if device.arch and not device.simulated and cudnn_call.version() is None:
         return "JAX sees no cuDNN in this process"
     return None
 
@@ -76,17 +78,20 @@ def refuses_device(device: Device) -> str | None:
 def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str, **attrs: Any) -> str | None:
     if any(is_explicitly_sharded(a) for a in shapes.values()):
         return "operands sharded over explicit mesh axes: JAX's call of cuDNN has no rule for them"
-    most = MOST_FEATURES_90 if device.capability >= 90 else MOST_FEATURES
-    sizes = {}
+    features = set()
     for slot in ("query", "key", "value", "ct"):
         if slot in shapes:
             dtype = np.dtype(shapes[slot].dtype).name
             if dtype not in DTYPES:
                 return f"{slot} has dtype {dtype}, cuDNN's fused attention takes {' and '.join(DTYPES)}"
-            sizes[slot] = Sizes.of(shapes[slot].shape, layout)
+            features.add(Sizes.of(shapes[slot].shape, layout).features)
             if math.prod(shapes[slot].shape) == 0:
                 return f"{slot} has shape {tuple(shapes[slot].shape)}: there is nothing to compute"
-    features = {one.features for one in sizes.values()}
+    return _refuses_features(features, device)
+
+
+def _refuses_features(features: Collection[int], device: Device) -> str | None:
+    most = MOST_FEATURES_90 if device.capability >= 90 else MOST_FEATURES
     if len(features) > 1:
         return f"values have other features than keys ({', '.join(map(str, sorted(features)))})"
     for n in features:
@@ -111,31 +116,36 @@ def _refuses_form(
     deterministic: bool = False,
     **attrs: Any,
 ) -> str | None:
-    if "factors" in present or "dropout_key" in present:
+    if not {"factors", "dropout_key"}.isdisjoint(present):
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
     if "sink" in present:
         return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
+    # JAX's call of cuDNN has no parameter for one.
     if softcap is not None:
         return "a softcap on the scores"
     if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):
         return refusal
     if scale <= 0:
         return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
+    # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode.
     if role == "tangent":
         return "forward mode"
+    has_backward = residuals or role != "call"
     if "bias" in present:
-        if "mask" in present:
-            return "a bias and a mask"
-        if residuals or role != "call":
-            return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
-        return _refuses_bias(shapes, layout)
-    if saves == "probabilities" and (residuals or role != "call"):
+        return _refuses_bias(shapes, layout, present, has_backward)
+    if not has_backward:
+        return None
+    return _refuses_backward(role, saves, deterministic, tuple(itertools.compress(present, live)))
+
+
+def _refuses_backward(role: str, saves: str, deterministic: bool, wanted: tuple[str, ...]) -> str | None:
+    """Of a call that keeps something for a backward, or of that backward."""
+    if saves == "probabilities":
         return "the probabilities are what is kept for the backward, which cuDNN never writes"
-    if saves.endswith(ROUNDED_OFF) and (residuals or role != "call"):
+    if saves.endswith(ROUNDED_OFF):
         return "what the result was rounded by is kept for the backward, which cuDNN neither writes nor reads"
     if deterministic and role != "call":
         return "the same bits every time are asked for: cuDNN's backward adds to the gradient of the query by atomics"
-    wanted = tuple(slot for slot, moves in zip(present, live, strict=False) if moves)
     if role == "cotangent" and wanted == ("value",):
         return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
     return None
@@ -173,7 +183,11 @@ def is_of_keys(shape: tuple[int, ...]) -> bool:
     return shape[-2] == 1 and shape[-3] == 1
 
 
-def _refuses_bias(shapes: Mapping[str, Any], layout: str) -> str | None:
+def _refuses_bias(shapes: Mapping[str, Any], layout: str, present: tuple[str, ...], has_backward: bool) -> str | None:
+    if "mask" in present:
+        return "a bias and a mask"
+    if has_backward:
+        return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
     bias, query = shapes["bias"], shapes["query"]
     if np.dtype(bias.dtype) != np.dtype(query.dtype):
         return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"

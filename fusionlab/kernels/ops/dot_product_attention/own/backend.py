@@ -7,6 +7,7 @@ without atomics, so the same bits every time.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from jax import lax
 from .....device import Device
 from ....launch.compile import why_missing
 from ....launch.ffi_call import launch
-from ....op.arrays import is_explicitly_sharded
+from ....op.arrays import refuses_shardings
 from ..layouts import Sizes
 from ..reference import residual_names, statistics
 from . import tiles
@@ -44,30 +45,44 @@ def refuses_device(device: Device) -> str | None:
 
 
 def _refuses_operands(shapes: Mapping[str, Any], *, layout: str, precision: Any = None, **attrs: Any) -> str | None:
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    if reason := refuses_shardings(shapes):
+        return reason
     for slot in ("query", "key", "value", "ct"):
-        if slot not in shapes:
-            continue
-        dtype, size = np.dtype(shapes[slot].dtype).name, Sizes.of(shapes[slot].shape, layout)
-        if dtype not in tiles.CODES:
-            return f"{slot} has dtype {dtype}, there are kernels for {', '.join(tiles.CODES)}"
-        if math.prod(shapes[slot].shape) == 0:
-            return f"{slot} has shape {tuple(shapes[slot].shape)}: there is nothing to compute"
-        if size.features % 8 or size.features > tiles.MOST_FEATURES:
-            return f"{size.features} features a head: there are kernels for multiples of 8 up to {tiles.MOST_FEATURES}"
-        if max(size.heads, math.prod(size.batch)) > tiles.MOST_BLOCKS:
-            return f"{slot} has more than {tiles.MOST_BLOCKS} heads or batch entries, the most that a grid has along one axis"
+        if slot in shapes and (reason := _refuses_heads(slot, shapes[slot], layout)):
+            return reason
     for slot in ("bias", "factors"):
         if slot in shapes and np.dtype(shapes[slot].dtype).name not in tiles.OPERANDS:
             return f"{slot} has dtype {np.dtype(shapes[slot].dtype).name}, needed one of {', '.join(tiles.OPERANDS)}"
-    drawn = attrs.get("dropout_shape")
-    if drawn is not None and "query" in shapes and "key" in shapes:
-        q = Sizes.of(shapes["query"].shape, layout)
-        rows = q.length, Sizes.of(shapes["key"].shape, layout).length
-        if drawn[-2:] != rows or (drawn[:-3] != q.batch and math.prod(drawn[:-3]) != 1):
-            return f"a dropout mask of the shape {drawn}: needed one drawn for every query and key, and for all batch axes or none"
+    if reason := _refuses_dropout(shapes, layout, attrs.get("dropout_shape")):
+        return reason
     return None if _terms(precision) else f"no kernel for the precision {precision}"
+
+
+def _refuses_heads(slot: str, a: Any, layout: str) -> str | None:
+    """Why the kernels cannot read an operand with heads, or None."""
+    dtype, size = np.dtype(a.dtype).name, Sizes.of(a.shape, layout)
+    if dtype not in tiles.CODES:
+        return f"{slot} has dtype {dtype}, there are kernels for {', '.join(tiles.CODES)}"
+    if math.prod(a.shape) == 0:
+        return f"{slot} has shape {tuple(a.shape)}: there is nothing to compute"
+    if size.features % 8 or size.features > tiles.MOST_FEATURES:
+        return f"{size.features} features a head: there are kernels for multiples of 8 up to {tiles.MOST_FEATURES}"
+    if max(size.heads, math.prod(size.batch)) > tiles.MOST_BLOCKS:
+        return (
+            f"{slot} has more than {tiles.MOST_BLOCKS} heads or batch entries, the most that a grid has along one axis"
+        )
+    return None
+
+
+def _refuses_dropout(shapes: Mapping[str, Any], layout: str, drawn: tuple[int, ...] | None) -> str | None:
+    """Why the kernels cannot draw factors of this shape, or None."""
+    if drawn is None or "query" not in shapes or "key" not in shapes:
+        return None
+    q = Sizes.of(shapes["query"].shape, layout)
+    rows = q.length, Sizes.of(shapes["key"].shape, layout).length
+    if drawn[-2:] != rows or (drawn[:-3] != q.batch and math.prod(drawn[:-3]) != 1):
+        return f"a dropout mask of the shape {drawn}: needed one drawn for every query and key, and for all batch axes or none"
+    return None
 
 
 def _refuses_role(
@@ -85,7 +100,7 @@ def _refuses_role(
         return "the probabilities are what is kept for the backward, which these kernels never write"
     if "sink" in present:
         return "a sink beside the scores, which these kernels do not sum"
-    wanted = [slot for slot, moves in zip(present, live, strict=False) if moves]
+    wanted = tuple(itertools.compress(present, live))
     for slot in ("bias", "factors"):
         if role == "cotangent" and slot in wanted:
             return f"the gradient of the {slot}, which no kernel sums"
@@ -201,9 +216,10 @@ def _described(
         if given[slot] is not None:
             arrays.append(_with_whole_batch(given[slot], q.batch))
             scores[slot] = np.dtype(arrays[-1].dtype).name, _score_strides(arrays[-1].shape)
-    by_key = given["dropout_key"] is not None
+    by_key, drawn = given["dropout_key"] is not None, {}
     if by_key:
         arrays.append(given["dropout_key"])
+        drawn = {"dropout": _score_strides(attrs["dropout_shape"]), "keep": attrs["keep"]}
     call = Attention(
         dtype=np.dtype(query.dtype).name,
         batch=math.prod(q.batch),
@@ -224,8 +240,7 @@ def _described(
         mask_value=attrs["mask_value"],
         factors_scale=attrs["factors_scale"] if "factors" in scores or by_key else 1.0,
         terms=_terms(attrs["precision"]) if query.dtype == np.float32 else 1,
-        dropout=_score_strides(attrs["dropout_shape"]) if by_key else None,
-        keep=attrs["keep"] if by_key else 1.0,
+        **drawn,
         **scores,
     )
     return call, arrays

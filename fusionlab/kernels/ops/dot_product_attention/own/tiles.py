@@ -201,12 +201,13 @@ def _optional(call: Attention, first: int) -> tuple[tuple[str, int], ...]:
 
 def _geometry(call: Attention) -> tuple[tuple[str, int], ...]:
     none = ("", (0, 0, 0, 0))
-    sizes = [("i32", n) for n in (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))]
-    rows = [n for strides in (call.query, call.key, call.value, call.out) for n in strides]
+    sizes = (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))
+    rows = (*call.query, *call.key, *call.value, *call.out)
     drawn = ("", call.dropout) if call.dropout else None
     scores = [n for one in (call.bias, call.mask, call.factors or drawn) for n in (one or none)[1]]
     numbers = (call.scale, call.softcap or 0.0, call.mask_value, call.factors_scale, call.keep)
-    return (*sizes, *(("i64", n) for n in (*rows, *scores)), *(("i32", _bits(x)) for x in numbers))
+    strides = (("i64", n) for n in (*rows, *scores))
+    return (*(("i32", n) for n in sizes), *strides, *(("i32", _bits(x)) for x in numbers))
 
 
 def _bits(x: float) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .....device import Device
 from ....launch.compile import refuses_device as refuses_compiled
 from ....launch.ffi_call import launch
-from ....op.arrays import is_explicitly_sharded, precisions
+from ....op.arrays import names_algorithm, refuses_shardings
 from ...gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..layer import Form
 from .persistent.plan import pays, persistent_plan, scratch_bytes, takes
@@ -66,23 +65,24 @@ def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | 
     form = Form.of(attrs)
     if form.cache != "write" or form.part is not None or shapes["x"].shape[1] != 1:
         return f"its kernels decode: one token a text, cache='write', whole layers; {OTHERS}"
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
+    if reason := refuses_shardings(shapes):
+        return reason
     dtype = np.dtype(shapes["x"].dtype).name
     if dtype not in CODES:
         return f"tokens of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
-    for name, a in shapes.items():
-        if name.partition(".")[0] in (*_WEIGHTS, *_CACHES) and np.dtype(a.dtype).name != dtype:
-            return f"{name} is {np.dtype(a.dtype).name}, tokens are {dtype}: it reads weights and caches as they lie; {OTHERS}"
+    if reason := _refuses_other_dtypes(shapes, dtype):
+        return reason
     if form.activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {form.activation}, only for {', '.join(KERNEL_ACTIVATIONS)}; {OTHERS}"
-    asked = (*precisions(form.precision), *precisions(form.attention_precision))
-    if any(p is not None and not isinstance(p, lax.Precision) for p in asked):
+    if names_algorithm(form.precision) or names_algorithm(form.attention_precision):
         return f"a precision names an algorithm; {OTHERS}"
     for some in (("q", "k", "v"), ("gate", "up")):
         if len({slot in form.turned for slot in some if f"{slot}.0" in shapes}) > 1:
             return f"some of {', '.join(some)} are [in, out] and some [out, in]; {OTHERS}"
-    mask = shapes.get("mask")
+    return _refuses_mask(shapes.get("mask"), form)
+
+
+def _refuses_mask(mask: Any, form: Form) -> str | None:
     if mask is None:
         return None
     if mask.dtype != jnp.bool_ or mask.shape[1] != 1:
@@ -107,8 +107,19 @@ def _refuses_sizes(shapes: Mapping[str, Any], form: Form) -> str | None:
         for what, n in (("tokens", width), ("heads", form.head_size), ("the feed-forward", inner)):
             if n % WORD or n == 0:
                 return f"{what} of {n} features, it takes multiples of {WORD}; {OTHERS}"
+    return _refuses_uneven_layers(shapes, form.layers)
+
+
+def _refuses_other_dtypes(shapes: Mapping[str, Any], dtype: str) -> str | None:
+    for name, a in shapes.items():
+        if name.partition(".")[0] in (*_WEIGHTS, *_CACHES) and np.dtype(a.dtype).name != dtype:
+            return f"{name} is {np.dtype(a.dtype).name}, tokens are {dtype}: it reads weights and caches as they lie; {OTHERS}"
+    return None
+
+
+def _refuses_uneven_layers(shapes: Mapping[str, Any], layers: int) -> str | None:
     for name in {n.partition(".")[0] for n in shapes} - {"x", "mask", "step", "lengths", "cos", "sin"}:
-        if any(f"{name}.{i}" not in shapes for i in range(form.layers)):
+        if any(f"{name}.{i}" not in shapes for i in range(layers)):
             return f"{name} is given for some layers, not for all; {OTHERS}"
     return None
 
@@ -199,6 +210,7 @@ class _Call:
         if form.qkv == "separate":
             columns, turned = (heads * size, groups * size, groups * size), "q" in form.turned
         else:
+            # Packed weights, [3, H, D, E], are [out, in] as they lie.
             columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
         norms = tuple(None if e is None else form.norm for e in form.epsilons)
         fused = form.pre_norm and fuses_norm(rows, width)

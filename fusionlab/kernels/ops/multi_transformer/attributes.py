@@ -1,0 +1,129 @@
+"""What the attributes of a call of `multi_transformer` have to be: names and numbers, each with an error that names the attribute."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from ....errors import ArgumentError, unknown_name
+from ..gemm_epilogue.activations import ACTIVATIONS
+from ..layer_norm.op import KINDS
+
+LAYOUTS = ("separate", "concatenated", "interleaved", "packed")
+CACHES = ("append", "write", "prefill")
+CACHE_LAYOUTS = ("BSHD", "BHSD")
+PARTS = ("attention", "feed_forward")
+TURNED = ("q", "k", "v", "qkv", "out", "up", "gate", "down")  # slots whose weights may be [out, in]
+
+
+def refused(what: str) -> ArgumentError:
+    return ArgumentError(f"multi_transformer: {what}")
+
+
+def _check_choices(full: Mapping[str, Any]) -> None:
+    for name, valid in (
+        ("qkv", LAYOUTS),
+        ("norm", KINDS),
+        ("activation", ACTIVATIONS),
+        ("cache_layout", CACHE_LAYOUTS),
+    ):
+        if not isinstance(full[name], str) or full[name] not in valid:
+            raise unknown_name(f"multi_transformer {name}", full[name], valid)
+
+
+def _turned(slots: Any) -> tuple[str, ...]:
+    """The slots whose weights are [out, in], always in the same order."""
+    if not isinstance(slots, tuple | list) or not set(slots) <= set(TURNED):
+        raise refused(f"turned is {slots!r}, needed a tuple of {', '.join(TURNED)}: weights that are [out, in]")
+    return tuple(slot for slot in TURNED if slot in slots)
+
+
+def checked_attributes(full: dict[str, Any]) -> dict[str, Any]:
+    """The attributes in canonical form, but for those that the operands have a part in.
+
+    Raises:
+      ArgumentError: names the attribute, what it is and what was needed.
+      UnknownNameError: there is no layout, norm, activation, cache or part of that name.
+    """
+    _check_choices(full)
+    if full["cache"] is not None and full["cache"] not in CACHES:
+        raise unknown_name("multi_transformer cache", full["cache"], CACHES)
+    _check_part(full)
+    for name in ("pre_norm", "gated", "is_causal", "gives_keys"):
+        if not isinstance(full[name], bool):
+            raise refused(f"{name} is {full[name]!r}, needed True or False")
+    full["turned"] = _turned(full["turned"])
+    full["layers"] = _count("layers", full["layers"])
+    for name in ("heads", "kv_heads"):
+        full[name] = None if full[name] is None else _count(name, full[name])
+    if full["rotary"] not in (None, 1, 2) or isinstance(full["rotary"], bool):
+        raise refused(f"rotary is {full['rotary']!r}, needed None, 1 or 2: how many position tables turn a head")
+    return full | {"epsilons": _epsilons(full["epsilons"]), "mask_value": _mask_value(full["mask_value"])}
+
+
+def _check_part(full: Mapping[str, Any]) -> None:
+    part = full["part"]
+    if part is None:
+        return
+    if part not in PARTS:
+        raise unknown_name("multi_transformer part", part, PARTS)
+    if full["layers"] != 1:
+        raise refused(
+            f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"
+        )
+    if part == "feed_forward":
+        for name, none in (("cache", None), ("gives_keys", False), ("rotary", None)):
+            if full[name] != none:
+                raise refused(
+                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it is of the attention"
+                )
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError as e:
+        raise refused(f"{name} is {value!r}, needed a whole number from 1 on") from e
+    if number < 1:
+        raise refused(f"{name} is {number}, needed a whole number from 1 on")
+    return number
+
+
+def _number(name: str, value: Any, needed: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as e:  # a traced value, or no number at all
+        raise refused(f"{name} is {value!r}, needed {needed}, known when tracing") from e
+
+
+def _epsilons(epsilons: Any) -> tuple[float | None, float | None]:
+    if not isinstance(epsilons, tuple | list) or len(epsilons) != 2:
+        raise refused(f"epsilons is {epsilons!r}, needed a pair: of the attention's norm and of the feed-forward's")
+    found = tuple(None if e is None else _number("epsilon", e, "a number, 0 or more") for e in epsilons)
+    for e in found:
+        if e is not None and not (math.isfinite(e) and e >= 0):
+            raise refused(f"epsilon is {e}, needed a finite number, 0 or more, or None for no norm")
+    return found[0], found[1]
+
+
+def _mask_value(value: Any) -> float:
+    number = _number("mask_value", value, "a finite number or -inf")
+    if not math.isfinite(number) and number != -math.inf:
+        raise refused(f"mask_value is {number}, needed a finite number or -inf")
+    return number
+
+
+def scale_of(scale: Any, size: int) -> float:
+    """What multiplies the scores: as given, or 1/sqrt(size) for heads of this size.
+
+    Raises:
+      ArgumentError: it is no finite number known when tracing.
+    """
+    if scale is None:
+        return 1.0 / math.sqrt(size)
+    number = _number("scale", scale, "a finite number")
+    if not math.isfinite(number):
+        raise refused(f"scale is {number}, needed a finite number")
+    return number
