@@ -102,7 +102,7 @@ def _classes_before(found: Match, name: str, node: CNode) -> tuple[dict[int, int
 
 
 def _stay_for_a_backward(region: Region, nodes: Iterable[Node]) -> bool:
-    """Whether each of some nodes of a region, or of its support, is read there or as by a backward pass."""
+    """Whether what nodes of a region, or of its support, make is read in it and by backward passes alone."""
     inside = {n.id for n in (*region.nodes, *region.support)}
     return all(_stays_for_a_backward(region.block, n, inside) for n in nodes)
 

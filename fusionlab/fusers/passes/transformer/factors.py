@@ -42,10 +42,11 @@ class FactorWalk(ProjectionWalk):
 
     def quick(self, up: Product) -> Product | None:
         """A product h and h * sigmoid(c h) as a product of silu; None where it is none."""
-        users = {n.op: n for n in self.users(up.out.nid)}
-        if up.activation != "none" or users.keys() != {"logistic", "prod"} or len(self.users(up.out.nid)) != 2:
+        users = self.users(up.out.nid)
+        by_op = {n.op: n for n in users}
+        if up.activation != "none" or len(users) != 2 or by_op.keys() != {"logistic", "prod"}:
             return None
-        gate, node = users["logistic"], users["prod"]
+        gate, node = by_op["logistic"], by_op["prod"]
         stretch = float(gate.operands[0].coef)
         if not is_product(node, 2) or not is_plain(node) or read_by(node) != {up.out.nid, gate.id}:
             return None
