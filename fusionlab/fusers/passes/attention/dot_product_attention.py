@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....graph.canonical.nodes import Coef, Operand
+from ....graph.canonical.nodes import Coef
 from ....graph.certify.alike import most_sizes_first
 from ....graph.dtypes import narrows
 from ....graph.matching.match import Match, Miss, close, match
@@ -27,16 +27,16 @@ from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, esc
 from ....graph.matching.wide import arithmetic_of, wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
-from ....kernels.ops.dot_product_attention.op import DTYPES
 from ...engine.base import Search, anchor_text, examined, option, propose, reason_to_tell
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
+from .conditions import AttentionConditions
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
-from .masks import MASK_FILL, Masking, blind_rows, read_masks
-from .misses import AttentionMisses
+from .masks import Masking, blind_rows, read_masks
 from .plan import NOT_REPEATED, attributes_of, factors_of, keyed_plan, moved_by, plan_of
+from .regions import without
 from .repeated_heads import Repeated, without_repeats
 from .sinks import told_of_logits
 from .weights import exponentials, needless_changes, tails_of, weighs_a_part
@@ -92,7 +92,7 @@ class DotProductAttentionPass:
         return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
 
-class _Site(AttentionMisses):
+class _Site(AttentionConditions):
     """One softmax between two products, from anchor to candidate or rejection."""
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
@@ -217,14 +217,12 @@ class _Site(AttentionMisses):
             return problem
         if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
             masks = replace(masks, mask_value=-math.inf)
-        factor *= math.prod(found.scalars[name] for name in read.tail.shares)
         needless, zeroed = needless_changes(self.view, read, region, masks, factor, certifier)
         self.kind = self.kind_of(read, region, masks, needless)
         problem = self.masked_twice(read, region, masks)
         if problem is not None:
             return problem
-        # With a sink such a row has all of its weight there, in the program as in the op.
-        blind = read.tail.sink is None and self.can_be_blind(region, masks) and not zeroed
+        blind = not zeroed and self.can_be_blind(read, region, masks)
         if zeroed:
             masks = replace(masks, mask_value=-math.inf)
         problem = self.asked_for_nan_after(region) if blind else None
@@ -248,16 +246,16 @@ class _Site(AttentionMisses):
         return region, rounded is not None
 
     def factor_on_result(self, read: Reading, region: Region) -> float:
-        """What the result is multiplied by that the values do not carry themselves: what changes the weights may carry it.
+        """What the result is multiplied by that the values do not carry themselves, with the numbers of what changes the weights.
 
         Raises:
-          NotARegion: nothing changes them.
+          NotARegion: it is, and nothing changes them that could carry it.
         """
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
         factor = self.view.ref[region.root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
         if not read.tail.changes and not close(factor, 1.0):
             raise NotARegion("its result carries a factor that the values do not")
-        return factor
+        return factor * math.prod(read.match.scalars[name] for name in read.tail.shares)
 
     def blind_without_maximum(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
         """The rejection for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
@@ -312,7 +310,7 @@ class _Site(AttentionMisses):
         few = self.of_fewer_heads(read, region, known[0])
 
         def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
-            rest = _without(region, dropped), *known
+            rest = without(region, dropped), *known
             leaks = escapes(region)
             if not leaks:
                 return self.proposed(read, *rest, None, repeated)
@@ -331,7 +329,7 @@ class _Site(AttentionMisses):
         """
         scaled = frozenset({"q", "k", "sink"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
-        dtypes = {region.leaves[x].dtype for x in "qkv"}
+        dtypes = _dtypes(region)
         if len(dtypes) != 1 or wider_in(region, arithmetic_of(dtypes.pop())) is not None:
             region = cut(self.view, root, found.leaves, scaled)
         return shared_casts(region)
@@ -340,7 +338,7 @@ class _Site(AttentionMisses):
         """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that
         stay in float32 until then, as where a library is asked for a softmax in float32.
         """
-        dtypes = {region.leaves[x].dtype for x in ("q", "k", "v")}
+        dtypes = _dtypes(region)
         value, block = region.root, self.search.block
         if len(dtypes) != 1 or not narrows(next(iter(dtypes)), value.dtype):
             return None
@@ -419,89 +417,14 @@ class _Site(AttentionMisses):
             raise NotDrawn(outcome.sentence)
         return outcome
 
-    def can_be_blind(self, region: Region, masks: Masking) -> bool:
+    def can_be_blind(self, read: Reading, region: Region, masks: Masking) -> bool:
         """Whether data may leave a query row no key, with NaN for its result in the program."""
+        if read.tail.sink is not None:
+            return False  # such a row has all of its weight at the sink, in the program as in the op
         hidden = bool(masks.masks) and masks.mask_value == -math.inf
         return hidden or may_be_infinite(
             self.view, region.leaves, masks.biases, not (masks.masks or masks.row is not None), self.search.certifier
         )
-
-    def conditions(self, read: Reading, region: Region) -> Rejection | None:
-        dtypes = {str(region.leaves[x].dtype) for x in ("q", "k", "v")} | {str(region.root.dtype)}
-        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
-            own, taken = ", ".join(sorted(dtypes)), ", ".join(DTYPES)
-            sentence = f"{anchor_text(self.anchor)} computes in {own}; the fused op takes one of {taken} throughout"
-            return self.rejection("dtype", sentence, edit="cast q, k and v to one of these dtypes", site=region.nodes)
-        fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
-        if fills:
-            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
-            return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
-        sink, wide = region.leaves.get("sink"), jnp.promote_types(region.root.dtype, jnp.float32)
-        if sink is not None and narrows(wide, sink.dtype):
-            sentence = f"{anchor_text(self.anchor)}: its sink {sink!r} is wider than its scores"
-            return self.rejection("dtype", sentence, edit="cast the sink to the dtype of q", site=region.nodes)
-        own = self.made_of_scores(read)
-        if own is not None:
-            sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
-            edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
-            return self.rejection("structure", sentence, site=region.nodes, edit=edit)
-        times = self.maximum_taken(read.match)
-        if not close(times, 1.0):
-            what = (
-                f"maximum of the scores {times:g} times"
-                if times >= 0
-                else "minimum of the scores, and not their maximum"
-            )
-            sentence = (
-                f"{anchor_text(self.anchor)}: its softmax subtracts the {what}; "
-                "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
-            )
-            edit = "subtract the maximum over the keys, once; jax.nn.softmax does"
-            return self.rejection("structure", sentence, site=region.nodes, edit=edit)
-        return self.scaled_by_data(read, region)
-
-    def maximum_taken(self, found: Match) -> float:
-        """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
-
-        A leaf may carry any factor, and so may, as far as the matcher can tell, each of the two places where the scores stand.
-        """
-        for p, target in found.nodes.items():
-            operands = self.view.nodes[target].operands if found.pattern.nodes[p].op == "sum" else ()
-            for maximum, coef in self.maxima(operands):
-                (of,) = self.view.nodes[maximum.nid].operands
-                scores = next((o for o in operands if o.nid == of.nid), None)
-                if scores is not None:
-                    times = -float(coef * maximum.coef * of.coef) / float(scores.coef)
-                    # The maximum of negated scores is their minimum.
-                    return times if float(of.coef * scores.coef) > 0 else -1.0
-        return 1.0
-
-    def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:
-        """The maxima over keys among the terms of a sum, and those that are the larger of one and a sink; each with a factor on it."""
-        for one in operands:
-            node = self.view.nodes[one.nid]
-            if node.op == "reduce_max":
-                yield one, 1.0
-            elif node.op == "max":
-                yield from ((o, float(one.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
-
-    def made_of_scores(self, read: Reading) -> str | None:
-        """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
-        found = read.match
-        scores = next(
-            (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
-        )
-        biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
-        return next((b for b in biases if scores is not None and self.made_of(found.leaves[b], scores, 4)), None)
-
-    def scaled_by_data(self, read: Reading, region: Region) -> Rejection | None:
-        """The op is given queries that are scaled already: not where that rounds what the program does not round."""
-        factors = [s.leaf for s in read.steps if s.kind in ("times", "over") and s.leaf]
-        wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
-        if not factors or wide == {str(region.leaves["q"].dtype)}:
-            return None
-        sentence = f"{anchor_text(self.anchor)}: the scores are scaled by data, {region.leaves[factors[0]]!r}, in a wider dtype than q's"
-        return self.rejection("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")
 
     def scale(self, read: Reading, region: Region) -> float:
         """The factor on q k^T that the bound operands do not carry themselves."""
@@ -517,6 +440,11 @@ class _Site(AttentionMisses):
         if len(asked) > 1:
             raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)
+
+
+def _dtypes(region: Region) -> set[Any]:
+    """Of queries, keys and values."""
+    return {region.leaves[x].dtype for x in "qkv"}
 
 
 def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
@@ -548,23 +476,3 @@ def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Cand
     if give is None:
         return site
     return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])
-
-
-def _without(region: Region, dropped: frozenset[str]) -> Region:
-    """The region as a function of fewer leaves: constants that are dropped become part of its support."""
-    gone = [v for name, v in region.leaves.items() if name in dropped]
-    leaves = {name: v for name, v in region.leaves.items() if name not in dropped}
-    # What was made like one of them is made again by itself.
-    copies = [n for n in region.support if n.id < 0 and n.inputs[0] in gone]
-    kept = [n for n in region.support if n not in copies]
-    known = {n.id for n in (*region.nodes, *kept)}
-    extra: dict[int, Node] = {}
-    stack = [*gone, *(n.outputs[0] for n in copies)]
-    while stack:
-        node = region.block.producer.get(stack.pop().id)
-        if node is not None and node.id not in extra:
-            extra[node.id] = node
-            stack.extend(a for a in node.inputs if isinstance(a, Value))
-    added = (n for i, n in extra.items() if i not in known)
-    support = tuple(sorted((*kept, *added), key=lambda n: n.id))
-    return Region(region.block, region.root, leaves, region.nodes, support, region.known)

@@ -7,7 +7,7 @@ else: the fused op draws it again of the key, so that what is equal as real numb
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from ....graph.canonical.nodes import ONE
 from ....graph.canonical.view import View
 from ....graph.jax_compat import threefry_key
-from ....graph.matching.region import VIEWS, Region, dead_with
+from ....graph.matching.region import VIEWS, Region
 from ....graph.primitives import having
 from ....graph.program.identical import made_as
 from ....graph.program.ir import Block, Node, Value
@@ -25,6 +25,7 @@ from ....graph.program.signature import Memo
 from ....graph.program.trace import block_of_jaxpr
 from ....kernels.ops.dot_product_attention.dropout import drawn
 from ...engine.layout import BROADCAST, Axes, moved
+from .regions import ancestors, grown
 
 _COMPARISONS = having("order")
 _STEPS = 12  # equations between a mask and the factors made of it
@@ -52,13 +53,11 @@ class Draw:
         """The axes of the mask, from those of the factors; None where they cannot be told."""
         axes = of_factors
         for node in self.chain:
-            if node.primitive not in VIEWS:
-                continue
-            shape = node.inputs[0].shape
-            at = [moved(node, d) if n != 1 else None for d, n in enumerate(shape)]
-            if any(d is None and n != 1 for d, n in zip(at, shape, strict=True)):
-                return None
-            axes = tuple(None if d is None else axes[d] for d in at)
+            if node.primitive in VIEWS:
+                before = _before_view(node, axes)
+                if before is None:
+                    return None
+                axes = before
         return None if BROADCAST in axes else axes
 
 
@@ -73,9 +72,7 @@ def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
       NotDrawn: they are not, or not exactly.
     """
     chain = _chain(view, factors)
-    mask = (
-        factors if not chain else next(a for a in chain[-1].inputs if isinstance(a, Value) and not _is_number(view, a))
-    )
+    mask = _sources(view, chain[-1])[0] if chain else factors
     kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
     if not kept or dropped != 0:
         raise NotDrawn("what it is made of is not 0 where an entry is dropped")
@@ -93,7 +90,7 @@ def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
 
 def kept_as_data(view: View, factors: Iterable[Value], why: NotDrawn) -> Iterator[str]:
     """The note on a mask that is drawn in the block, and stays as it is."""
-    if any(n.primitive == "random_bits" for f in factors for n in _ancestors(view.block, f)):
+    if any(n.primitive == "random_bits" for n in ancestors(view.block, factors)):
         yield f"its dropout mask is an operand, not made again of its key: {why}"
 
 
@@ -102,16 +99,16 @@ def keyed(region: Region, factors: str, draw: Draw) -> Region:
     leaves = {
         ("dropout_key" if n == factors else n): (draw.key if n == factors else v) for n, v in region.leaves.items()
     }
-    made = {n.id: n for n in _ancestors(region.block, region.leaves[factors], draw.key)}
-    inner = {n.id: n for n in region.nodes}
-    support = {n.id: n for n in region.support} | {i: n for i, n in made.items() if i not in inner}
-    inner |= dead_with(region.block, inner, support, leaves.values())
-    return replace(
-        region,
-        leaves=leaves,
-        nodes=tuple(inner[i] for i in sorted(inner)),
-        support=tuple(support[i] for i in sorted(support) if i not in inner),
-    )
+    return grown(region, leaves, ancestors(region.block, [region.leaves[factors]], draw.key))
+
+
+def _before_view(node: Node, axes: Axes) -> Axes | None:
+    """What a view's operand has for axes, where its result has these; None where one of them is split or merged."""
+    shape = node.inputs[0].shape
+    at = [moved(node, d) if n != 1 else None for d, n in enumerate(shape)]
+    if any(d is None and n != 1 for d, n in zip(at, shape, strict=True)):
+        return None
+    return tuple(None if d is None else axes[d] for d in at)
 
 
 def _chain(view: View, value: Value) -> tuple[Node, ...]:
@@ -123,7 +120,7 @@ def _chain(view: View, value: Value) -> tuple[Node, ...]:
             raise NotDrawn("it is made outside of the block")
         if node.primitive in _COMPARISONS:
             return tuple(found)
-        sources = [a for a in node.inputs if isinstance(a, Value) and not _is_number(view, a)]
+        sources = _sources(view, node)
         if len(sources) != 1 or len(node.outputs) != 1:
             raise NotDrawn("it is combined with something else after it is drawn")
         if node.primitive not in VIEWS and sources[0].shape != node.outputs[0].shape:
@@ -133,8 +130,9 @@ def _chain(view: View, value: Value) -> tuple[Node, ...]:
     raise NotDrawn("it is changed in many steps after it is drawn")
 
 
-def _is_number(view: View, value: Value) -> bool:
-    return view.ref[value.id].nid == ONE
+def _sources(view: View, node: Node) -> list[Value]:
+    """The operands of an equation that are no numbers."""
+    return [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid != ONE]
 
 
 def _through(view: View, chain: tuple[Node, ...], mask: Value, which: bool) -> Any:
@@ -151,23 +149,9 @@ def _through(view: View, chain: tuple[Node, ...], mask: Value, which: bool) -> A
     return number
 
 
-def _ancestors(block: Block, value: Value, until: Value | None = None) -> list[Node]:
-    """The equations of a block that a value is made by; not those that `until` is made by."""
-    found: dict[int, Node] = {}
-    stack = [value]
-    while stack:
-        at = stack.pop()
-        node = block.producer.get(at.id)
-        if node is None or node.id in found or (until is not None and at.id == until.id):
-            continue
-        found[node.id] = node
-        stack += [a for a in node.inputs if isinstance(a, Value)]
-    return list(found.values())
-
-
 def _made_of(view: View, mask: Value) -> tuple[list[float], list[Any]]:
     """The numbers that may be a mask's probability, nearest first, and the types of the keys whose bits it is made of."""
-    nodes = _ancestors(view.block, mask)
+    nodes = ancestors(view.block, [mask])
     numbers: dict[float, None] = {}
     for node in nodes:
         for atom in node.inputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +20,14 @@ from ....graph.canonical.nodes import ONE, Coef, Operand
 from ....graph.canonical.view import View
 from ....graph.matching.match import Match, close
 from ....graph.matching.pattern import Example
-from ....graph.program.ir import Value
+from .levels import is_dot, nearest
 from .sinks import NO_MAXIMUM, Sink
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
 WITHOUT_MAX = "softmax without max"
 _NOISE = 1 + 1e-9  # the view has 12 digits of a number
 _STEP_LIMIT = 12  # steps between a softmax and its product; models have up to 4
+_ON_SCORES = frozenset("select sum tanh prod".split())
 
 
 def _weigh(p: Any, v: Any) -> Any:
@@ -345,35 +346,57 @@ def _ends(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
 
 def _inner(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
     """The steps that a multiple of a canonical node may be, each with the scores before it; scores are capped once."""
-    if len(outer) == _STEP_LIMIT:
-        return
     node = view.nodes[scores.nid]
-    operands, ids = node.operands, [o.nid for o in node.operands]
+    inner = _INNER.get((node.op, len(node.operands)))
+    return iter(()) if inner is None or len(outer) == _STEP_LIMIT else inner(view, scores, outer)
 
-    def step(kind: str) -> Step:
-        return Step(kind, len(outer), kind not in ("times", "over", "gated", "capped") and not close(scores.coef, 1.0))
 
-    if node.op == "select" and len(ids) == 3:
-        if ids[1] == ONE:
-            yield step("kept"), operands[2]
-        if ids[2] == ONE:
-            yield step("hidden"), operands[1]
-    elif node.op == "tanh" and all(s.kind != "capped" for s in outer):
-        yield step("capped"), operands[0]
-    elif node.op == "sum" and len(ids) == 2:
-        for i in (0, 1):
-            for inner, lowered in _blended(view, operands[i], operands[1 - i]):
-                yield replace(step("blended"), lowered=lowered), inner
-        for i in _by_rank(view, ids):
-            yield step("added"), operands[i]
-    elif node.op == "prod" and len(ids) == 2:
-        for i in _by_rank(view, ids):
-            if node.params[i] != 1 or node.params[1 - i] not in (1, -1):
-                continue
-            inner = operands[i]._replace(coef=operands[i].coef * scores.coef)  # its numbers stand outside of it
-            yield step("times" if node.params[1 - i] == 1 else "over"), inner
-            if node.params[1 - i] == 1 and outer and outer[-1].kind == "added":
-                yield step("gated"), inner
+def _step(kind: str, scores: Operand, outer: Steps) -> Step:
+    has_gain = kind not in ("times", "over", "gated", "capped") and not close(scores.coef, 1.0)
+    return Step(kind, len(outer), has_gain)
+
+
+def _chosen(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+    _, one, other = view.nodes[scores.nid].operands
+    if one.nid == ONE:
+        yield _step("kept", scores, outer), other
+    if other.nid == ONE:
+        yield _step("hidden", scores, outer), one
+
+
+def _capped(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+    if all(s.kind != "capped" for s in outer):
+        yield _step("capped", scores, outer), view.nodes[scores.nid].operands[0]
+
+
+def _summed(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+    operands = view.nodes[scores.nid].operands
+    for i in (0, 1):
+        for inner, lowered in _blended(view, operands[i], operands[1 - i]):
+            yield replace(_step("blended", scores, outer), lowered=lowered), inner
+    for i in _by_rank(view, operands):
+        yield _step("added", scores, outer), operands[i]
+
+
+def _multiplied(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+    node = view.nodes[scores.nid]
+    for i in _by_rank(view, node.operands):
+        if node.params[i] != 1 or node.params[1 - i] not in (1, -1):
+            continue
+        inner = node.operands[i]
+        inner = inner._replace(coef=inner.coef * scores.coef)  # its numbers stand outside of it
+        yield _step("times" if node.params[1 - i] == 1 else "over", scores, outer), inner
+        if node.params[1 - i] == 1 and outer and outer[-1].kind == "added":
+            yield _step("gated", scores, outer), inner
+
+
+# (op, number of operands) of a canonical node -> the steps that it may be.
+_INNER: Mapping[tuple[str, int], Callable[[View, Operand, Steps], Iterator[tuple[Step, Operand]]]] = {
+    ("select", 3): _chosen,
+    ("tanh", 1): _capped,
+    ("sum", 2): _summed,
+    ("prod", 2): _multiplied,
+}
 
 
 def _blended(view: View, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
@@ -397,41 +420,11 @@ def _is_of_bools(view: View, nid: int) -> bool:
     return any(v.dtype == bool for v in made)
 
 
-def _by_rank(view: View, ids: list[int]) -> list[int]:
+def _by_rank(view: View, operands: Sequence[Operand]) -> list[int]:
     """Operand numbers, scores first: they have the axes of queries and of keys, and a product is near."""
+    ids = [o.nid for o in operands]
     return sorted(range(len(ids)), key=lambda i: (not _near_product(view, ids[i]), -len(view.nodes[ids[i]].shape)))
 
 
 def _near_product(view: View, nid: int) -> bool:
-    level = {nid}
-    for _ in range(_STEP_LIMIT):
-        if any(view.nodes[n].op == "dot" for n in level):
-            return True
-        level = {
-            o.nid
-            for n in level
-            if view.nodes[n].op in ("select", "sum", "tanh", "prod")
-            for o in view.nodes[n].operands
-        }
-    return False
-
-
-def crossed_axes(view: View, product: int) -> tuple[Value, int, int] | None:
-    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
-
-    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
-    """
-    dot = view.nodes[product]
-    for operand in dot.operands if dot.op == "dot" else ():
-        weights = view.nodes[operand.nid]
-        totals = (o for o in weights.operands if view.nodes[o.nid].op == "reduce_sum")
-        total = next(totals, None) if weights.op == "prod" else None
-        shown = view.values_of.get(operand.nid)
-        if total is None or not shown:
-            continue
-        numbers = view.ref[shown[0].id].dims
-        normalised = [i for i, c in enumerate(numbers) if c >= 0 and c not in total.axes]
-        contracted = [i for i, c in enumerate(numbers) if c >= 0 and operand.axes[c] not in dot.params]
-        if len(normalised) == len(contracted) == 1 and normalised != contracted:
-            return shown[0], normalised[0], contracted[0]
-    return None
+    return nearest(view, nid, is_dot, _STEP_LIMIT - 1, _ON_SCORES) is not None

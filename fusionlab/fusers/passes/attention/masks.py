@@ -115,6 +115,15 @@ class _Site:
             "what is added hides the keys where it is 0"
         )
 
+    def operands(self, told: Mapping[Step, Constant | None], fixed: Sequence[Step]) -> dict[str, Step]:
+        """Leaf -> step, of what the op takes as an operand: data, and bands that it does not do itself."""
+        data = (s for s, c in told.items() if c is None or (c.row is not None and s not in fixed))
+        return {s.leaf: s for s in data if s.leaf}
+
+    def fills(self, operands: Mapping[str, Step]) -> list[float]:
+        """The scores that operands put, each once, the lowest first."""
+        return sorted({self.found.scalars[s.scalar] for s in operands.values() if s.scalar})
+
     def needless(self, told: Sequence[Step], operands: Sequence[Step]) -> frozenset[str]:
         """The leaves that are no operands: constants that are read, and gates."""
         return frozenset(s.leaf for s in (*told, *self.gates) if s.leaf and s not in operands)
@@ -156,11 +165,9 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
     if problem is not None:
         return problem
     fixed, band = site.band(told)
-    operands = [s for s, c in told.items() if c is None or (c.row is not None and s not in fixed)]
-    fills = {found.scalars[s.scalar] for s in operands if s.scalar}
-    problem = _order(found, steps, operands, fixed)
-    if problem is None and len(fills) > 1:
-        problem = f"its masks put different scores ({', '.join(f'{f:g}' for f in sorted(fills))})"
+    operands = site.operands(told, fixed)
+    fills = site.fills(operands)
+    problem = _order(found, steps, [*operands.values()], fixed) or _different(fills)
     if problem is not None:
         return problem
     left, right = band.band
@@ -168,12 +175,17 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
         row=band.row,
         fill=band.fill,
         window=(left, right) if left is not None else None,
-        masks={s.leaf: s.kind == "hidden" for s in operands if s.leaf and s.kind != "added"},
+        masks={leaf: s.kind == "hidden" for leaf, s in operands.items() if s.kind != "added"},
         mask_value=next(iter(fills), -math.inf),
-        biases=tuple(s.leaf for s in operands if s.leaf and s.kind == "added"),
-        dropped=site.needless([*told], operands),
-        causal_outside=site.is_causal_outside(operands),
+        biases=tuple(leaf for leaf, s in operands.items() if s.kind == "added"),
+        dropped=site.needless([*told], [*operands.values()]),
+        causal_outside=site.is_causal_outside([*operands.values()]),
     )
+
+
+def _different(fills: Sequence[float]) -> str | None:
+    """Why the op, whose masks all put one score, cannot put several; None of one or none."""
+    return f"its masks put different scores ({', '.join(f'{f:g}' for f in fills)})" if len(fills) > 1 else None
 
 
 def bias_factor(view: View, found: Match, name: str, value: Value) -> float:
@@ -244,11 +256,16 @@ def _order(found: Match, steps: Steps, operands: Sequence[Step], fixed: Sequence
     for before, after in itertools.pairwise(inner_first):
         if _rank(rank, before, fixed) <= _rank(rank, after, fixed):
             continue
-        hides = before in fixed or (before.masks and found.scalars[before.scalar or ""] == -math.inf)
-        if after.kind == "added" and hides:
-            continue  # -inf plus a finite bias is -inf
+        if after.kind == "added" and _hides_for_good(found, before, fixed):
+            continue
         return f"the scores are {words[after.kind]} after they are {'masked' if before.kind != 'added' else 'biased'}"
     return None
+
+
+def _hides_for_good(found: Match, step: Step, fixed: Sequence[Step]) -> bool:
+    """Whether a bias behind a step leaves hidden what that hides."""
+    # Minus infinity plus a finite bias is minus infinity.
+    return step in fixed or (step.masks and found.scalars[step.scalar or ""] == -math.inf)
 
 
 def _rank(rank: Mapping[str, int], step: Step, fixed: Sequence[Step]) -> int:

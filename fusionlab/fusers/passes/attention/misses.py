@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ....graph.canonical.nodes import CNode, Operand
+from ....graph.canonical.view import View
 from ....graph.matching.match import Miss, close
+from ....graph.matching.pattern import Pattern
+from ....graph.program.ir import Value
 from ...engine.base import anchor_text
 from ...engine.nearly import value_of
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
-from .forms import Reading, crossed_axes
+from .forms import Reading
 from .softmaxes import clip_of
 
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
@@ -80,7 +84,7 @@ class AttentionMisses(Site):
         """
         if found.kind != "axes":
             return None
-        crossed = crossed_axes(self.view, found.target)
+        crossed = _crossed_axes(self.view, found.target)
         if crossed is not None:
             weights, over, contracted = crossed
             sentence = (
@@ -88,8 +92,13 @@ class AttentionMisses(Site):
                 f"and their product with the values contracts axis {contracted}"
             )
             return replace(self.near_miss(found), sentence=sentence, edit=_OVER_KEYS)
-        factors = [n for n in (found.leaves or ((), 0))[0] if n.startswith("factor") and n != "factors"]
-        if not factors or not {"k", "v"} <= set(found.leaves[0] if found.leaves else ()):
+        return self.by_keys(found)
+
+    def by_keys(self, found: Miss) -> Rejection | None:
+        """The rejection where the scores have a factor for each key."""
+        names = found.leaves[0] if found.leaves else ()
+        factors = [n for n in names if n.startswith("factor") and n != "factors"]
+        if not factors or not {"k", "v"} <= set(names):
             return None
         leaf = next(pid for pid, name in found.pattern.leaf_of.items() if name == factors[0])
         factor, where = value_of(self.view, found.known[leaf]), anchor_text(self.anchor)
@@ -97,8 +106,8 @@ class AttentionMisses(Site):
             f"{where}: the scores have a factor for each key, {factor}; the fused op has factors for queries and heads"
         )
         # A factor on scores that have been masked or biased before is none on the keys.
-        alone = sum(name[:4] in ("fact", "bias", "mask") for name in found.pattern.leaf_of.values()) == 1
-        return replace(self.near_miss(found), sentence=sentence, edit="scale k by it instead" if alone else None)
+        edit = "scale k by it instead" if _changes_scores_once(found.pattern) else None
+        return replace(self.near_miss(found), sentence=sentence, edit=edit)
 
     def filled_with_data(self, found: Miss) -> Rejection | None:
         """The rejection for a mask that puts an array where a number is needed."""
@@ -125,3 +134,45 @@ class AttentionMisses(Site):
             return outcome
         sentence = f"{anchor_text(masked)} masks the scores, which are multiplied by {float(late.coef):g} after that"
         return replace(outcome, code="mask", sentence=sentence, edit="scale the scores, or q, before they are masked")
+
+
+def _changes_scores_once(pattern: Pattern) -> bool:
+    """Whether one factor, bias or mask is all that an example does to the scores."""
+    return sum(name[:4] in ("fact", "bias", "mask") for name in pattern.leaf_of.values()) == 1
+
+
+def _crossed_axes(view: View, product: int) -> tuple[Value, int, int] | None:
+    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
+
+    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
+    """
+    dot = view.nodes[product]
+    if dot.op != "dot":
+        return None
+    found = (_crossed(view, dot, operand) for operand in dot.operands)
+    return next((crossed for crossed in found if crossed is not None), None)
+
+
+def _crossed(view: View, dot: CNode, operand: Operand) -> tuple[Value, int, int] | None:
+    """`_crossed_axes` of one operand of a product."""
+    total, shown = _divided_by(view, operand.nid), view.values_of.get(operand.nid)
+    if total is None or not shown:
+        return None
+    numbers = _program_axes(view, shown[0])
+    normalised = [i for c, i in numbers.items() if c not in total.axes]
+    contracted = [i for c, i in numbers.items() if operand.axes[c] not in dot.params]
+    if [len(normalised), len(contracted)] != [1, 1] or normalised == contracted:
+        return None
+    return shown[0], normalised[0], contracted[0]
+
+
+def _program_axes(view: View, value: Value) -> dict[int, int]:
+    """Axis of a value's canonical node -> the value's own axis."""
+    return {c: i for i, c in enumerate(view.ref[value.id].dims) if c >= 0}
+
+
+def _divided_by(view: View, nid: int) -> Operand | None:
+    """The sum that a canonical node, the weights of a softmax, is divided by; None where there is none."""
+    node = view.nodes[nid]
+    totals = (o for o in node.operands if view.nodes[o.nid].op == "reduce_sum")
+    return next(totals, None) if node.op == "prod" else None

@@ -110,7 +110,7 @@ def keyed_plan(
         "dropout_shape": None if shape == layout.scores else shape,
     }
     whole = keyed(region, name, draw)
-    layout = replace(layout, where={n: whole.inputs.index(v) for n, v in whole.leaves.items()})
+    layout = replace(layout, where=_numbers_of(whole))
     return whole, _plan(search, read, whole, masks, attrs, layout, root_axes)
 
 
@@ -130,9 +130,7 @@ def _plan(
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
         q, k, v = (layout.operand(n, inputs) for n in "qkv")
-        for step in read.steps:
-            if step.kind in ("times", "over"):
-                q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
+        q = _scaled(q, read, layout, inputs)
         biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
         seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
         if _of_some_keys(read, region):
@@ -142,7 +140,7 @@ def _plan(
         sink = _times(layout.on_scores("sink", inputs), sink_factor) if "sink" in region.leaves else None
         if sink_number is not None:
             sink = jnp.full((1,) * q.ndim, sink_number, jnp.promote_types(q.dtype, jnp.float32))
-        return q, k, v, sum(biases[1:], biases[0]) if biases else None, _all_of(seen), factors, key, sink
+        return q, k, v, _sum(biases), _all_of(seen), factors, key, sink
 
     def finish(out: Any) -> Any:
         return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
@@ -154,6 +152,14 @@ def _plan(
     shown |= {"factors": bool(factors_of(read, region)), "dropout_key": "dropout_key" in region.leaves}
     shown |= {"sink": read.tail.sink is not None}
     return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
+
+
+def _scaled(q: Any, read: Reading, layout: _Layout, inputs: Any) -> Any:
+    """The queries times, or over, what the scores are by data."""
+    for step in read.steps:
+        if step.kind in ("times", "over"):
+            q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
+    return q
 
 
 def _of_some_keys(read: Reading, region: Region) -> bool:
@@ -178,6 +184,11 @@ def _product(factors: list[Any]) -> Any:
     if not factors:
         return None
     return functools.reduce(lambda a, b: a & b if a.dtype == b.dtype == bool else a * b, factors)
+
+
+def _sum(biases: list[Any]) -> Any:
+    """The sum; None of none."""
+    return sum(biases[1:], biases[0]) if biases else None
 
 
 def _times(x: Any, factor: float) -> Any:
@@ -238,25 +249,19 @@ class _Layout:
         cls, view: View, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
     ) -> Iterator[_Layout]:
         """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
-        axes = {
-            n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
-            for n, v in region.leaves.items()
-            if n not in repeated
-        }
-        axes |= {n: one.axes for n, one in repeated.items()}
-        regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
-        made = {n: how for n, how in regrouped if how is not None}
+        axes = _axes_of_leaves(view, found, region, repeated)
+        made = _regrouped(view, found, region)
         order = {x: in_order(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
-        where = {v.id: i for i, v in enumerate(region.inputs)}
-        numbers = {n: where[v.id] for n, v in region.leaves.items()}
+        where = _numbers_of(region)
         rows = order["t"]
         shared = next((one.head for one in repeated.values()), None)
         for row in _rows_to_try(axes, rows, found.sizes, masks):
-            more = () if row is None else tuple(c for c in rows if c != row)
+            length = rows if row is None else (row,)
+            more = tuple(c for c in rows if c not in length)
             for own in _key_heads(order["b"], shared, bool(more)):
                 batch = tuple((c,) for c in order["b"] if c not in own)
-                lengths = {**order, "t": rows if row is None else (row,)}
-                yield cls(axes, numbers, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
+                lengths = {**order, "t": length}
+                yield cls(axes, where, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
 
     def permutations(self, root: Axes) -> int:
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
@@ -321,6 +326,28 @@ class _Layout:
         return self._laid_out(self.order["t"], self.order["d"], self.heads)
 
 
+def _numbers_of(region: Region) -> dict[str, int]:
+    """Leaf -> which of the region's inputs it is."""
+    where = {v.id: i for i, v in enumerate(region.inputs)}
+    return {n: where[v.id] for n, v in region.leaves.items()}
+
+
+def _axes_of_leaves(view: View, found: Match, region: Region, repeated: Mapping[str, Repeated]) -> dict[str, Axes]:
+    """The axis classes of each leaf of the region; of one whose heads are repeated, as they are before that."""
+    axes = {
+        n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
+        for n, v in region.leaves.items()
+        if n not in repeated
+    }
+    return axes | {n: one.axes for n, one in repeated.items()}
+
+
+def _regrouped(view: View, found: Match, region: Region) -> dict[str, Callable[[Any], Any]]:
+    """How what stands beside the scores is made of the region's input, of each leaf of which that is not it."""
+    regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
+    return {n: how for n, how in regrouped if how is not None}
+
+
 def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> Iterator[tuple[int, ...]]:
     """The classes that may be heads of key and value, of those that they have in common with the queries."""
     if shared is not None:
@@ -348,10 +375,14 @@ def _rows_to_try(
         return [None]
     if axes.keys() <= set("qkv"):
         return [None, *sorted(rows, key=sizes.__getitem__, reverse=True)]
-    beside = (a for n, a in axes.items() if n not in (*"qkv", "sink"))
-    extra = {c for a in beside for c in a if c is not None and c != BROADCAST}
+    return [_row_beside(axes, rows, sizes)]
+
+
+def _row_beside(axes: Mapping[str, Axes], rows: tuple[int, ...], sizes: Mapping[int, int]) -> int:
+    """The class of rows that a mask or bias has; the longest where none has one."""
+    extra = {c for n, a in axes.items() if n not in (*"qkv", "sink") for c in a} - {None, BROADCAST}
     longest = rows[0]
     if "sink" in axes:
         others = [c for c in rows if c not in axes["sink"]]  # what has a sink of its own is a head
         longest = max(others or rows, key=lambda c: sizes[c])
-    return [next((c for c in rows if c in extra), longest)]
+    return next((c for c in rows if c in extra), longest)

@@ -7,17 +7,19 @@ stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ....graph.canonical.axes import merged_axes
+from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import View
 from ....graph.matching.match import Match
-from ....graph.matching.region import Region, dead_with, look_through
+from ....graph.matching.region import Region, look_through
 from ....graph.program.explicit_axes import is_split_in_type
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import in_backward, in_differentiated
 from ...engine.layout import Axes
+from .regions import grown
 
 
 @dataclass(frozen=True)
@@ -35,45 +37,57 @@ def without_repeats(view: View, found: Match, region: Region) -> tuple[Region, M
     """
     if any(is_split_in_type(v.aval) for v in region.inputs):
         return None
-    leaves, made, by_name = dict(region.leaves), dict[int, Node](), dict[str, Repeated]()
+    leaves, made, by_name = dict(region.leaves), list[Node](), dict[str, Repeated]()
     for name in ("k", "v"):
         source = _source(view, found, region, name)
         if source is None:
             return None
         leaves[name], by_name[name], nodes = source
-        made |= {n.id: n for n in nodes}
-    heads = {(one.head, one.count) for one in by_name.values()}
-    if len(heads) > 1 or next(iter(heads))[0] not in found.letters["b"]:
+        made += nodes
+    k, v = by_name["k"], by_name["v"]
+    if (k.head, k.count) != (v.head, v.count) or k.head not in found.letters["b"]:
         return None
-    inner = {n.id: n for n in region.nodes}
-    support = {n.id: n for n in region.support} | {i: n for i, n in made.items() if i not in inner}
-    dead = dead_with(region.block, inner, support, leaves.values())
-    if not all(_stays_for_a_backward(region.block, made[i], {*inner, *support}) for i in made if i not in dead):
-        return None
-    inner |= dead
-    whole = replace(
-        region,
-        leaves=leaves,
-        nodes=tuple(inner[i] for i in sorted(inner)),
-        support=tuple(support[i] for i in sorted(support) if i not in inner),
-    )
-    return whole, by_name
+    whole = grown(region, leaves, made)
+    dead = whole.node_ids - region.node_ids
+    return (whole, by_name) if _stay_for_a_backward(whole, [n for n in made if n.id not in dead]) else None
 
 
 def _source(view: View, found: Match, region: Region, name: str) -> tuple[Value, Repeated, list[Node]] | None:
     """What a leaf repeats the heads of, and the nodes that do."""
     leaf = region.leaves[name]
-    merge = region.block.producer.get(leaf.id)
-    if merge is None or merge.primitive != "reshape" or view.nodes[view.ref[leaf.id].nid].op != "reshape":
+    found_merge = _merge_of(view, leaf)
+    if found_merge is None:
         return None
-    spread = merge.inputs[0]
-    node = view.nodes[view.ref[leaf.id].nid]
-    if not isinstance(spread, Value) or view.ref[spread.id].nid != node.operands[0].nid:
-        return None
+    merge, spread = found_merge
     value, crossed = look_through(view, spread)
     ref = view.ref[value.id]
     if any(d < 0 for d in ref.dims) or ref.coef != view.ref[leaf.id].coef:
         return None
+    classes = _classes_before(found, name, view.nodes[view.ref[leaf.id].nid])
+    if classes is None:
+        return None
+    class_of, head = classes
+    dims = iter(ref.dims)
+    axes = tuple(None if n == 1 else class_of[next(dims)] for n in value.shape)
+    return value, Repeated(axes, head, value.shape[axes.index(head)]), [merge, *crossed]
+
+
+def _merge_of(view: View, leaf: Value) -> tuple[Node, Value] | None:
+    """The reshape that makes a leaf, in the program and in the view alike, and its operand; None where none does."""
+    merge = view.block.producer.get(leaf.id)
+    node = view.nodes[view.ref[leaf.id].nid]
+    if merge is None or merge.primitive != "reshape" or node.op != "reshape":
+        return None
+    spread = merge.inputs[0]
+    if not isinstance(spread, Value) or view.ref[spread.id].nid != node.operands[0].nid:
+        return None
+    return merge, spread
+
+
+def _classes_before(found: Match, name: str, node: CNode) -> tuple[dict[int, int], int] | None:
+    """(the axis class of each axis that a reshape reads, that of the heads, whose axis it merges with one that they are repeated along);
+    None where it merges or splits others.
+    """
     class_of: dict[int, int] = {}
     head: int | None = None
     for before, after in merged_axes(node):
@@ -84,11 +98,13 @@ def _source(view: View, found: Match, region: Region, name: str) -> tuple[Value,
         elif len(before) != 1:
             return None
         class_of[before[0]] = found.axes[found.leaf_id(name), after[0]]
-    if head is None:
-        return None
-    dims = iter(ref.dims)
-    axes = tuple(None if n == 1 else class_of[next(dims)] for n in value.shape)
-    return value, Repeated(axes, head, value.shape[axes.index(head)]), [merge, *crossed]
+    return None if head is None else (class_of, head)
+
+
+def _stay_for_a_backward(region: Region, nodes: Iterable[Node]) -> bool:
+    """Whether what nodes of a region, or of its support, make is read in it and by backward passes alone."""
+    inside = {n.id for n in (*region.nodes, *region.support)}
+    return all(_stays_for_a_backward(region.block, n, inside) for n in nodes)
 
 
 def _stays_for_a_backward(block: Block, node: Node, inside: set[int]) -> bool:

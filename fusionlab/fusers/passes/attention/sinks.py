@@ -21,6 +21,7 @@ from ....graph.canonical.nodes import ONE, CNode, Operand
 from ....graph.canonical.view import View
 from ....graph.matching.match import Match, close
 from ....graph.matching.region import NotARegion, Region
+from .levels import is_dot, nearest
 
 _ON_SCORES = frozenset("select sum tanh prod concatenate".split())
 _STEPS = 8
@@ -216,15 +217,19 @@ def may_have_sink(view: View, roots: Sequence[int]) -> bool:
             continue
         seen.add(nid)
         node = view.nodes[nid]
-        if (
-            node.op == "log1p"
-            or (node.op == "logistic" and "log" in view.by_op)
-            or (node.op == "sum" and _adds_to_exponentials(view, node))
-        ):
+        if _tells_of_more(view, node):
             return True
         if node.op not in ("dot", "reduce_max") or nid in roots:
             stack += [o.nid for o in node.operands if o.nid != ONE]
     return False
+
+
+def _tells_of_more(view: View, node: CNode) -> bool:
+    """Whether a node stands in a spelling of a softmax with a sink, and in none of a plain softmax."""
+    if node.op == "sum":
+        return _adds_to_exponentials(view, node)
+    # logaddexp makes a log1p, and sigmoid(logsumexp(z) - sink) a logistic of a log.
+    return node.op == "log1p" or (node.op == "logistic" and "log" in view.by_op)
 
 
 def _adds_to_exponentials(view: View, added: CNode) -> bool:
@@ -239,9 +244,7 @@ def told_of_logits(view: View, exponentials: int, weights: int) -> tuple[str, st
     """What is said, and what would help, of weights that are a softmax over more than the keys, and no attention with a sink; None where
     nothing stands beside the scores. `weights` is the canonical node that the values are weighed by.
     """
-    tops = (o.nid for o in _below(view, exponentials) if view.nodes[o.nid].op == "reduce_max")
-    over = [exponentials, *(view.nodes[t].operands[0].nid for t in tops)]
-    parts = next((p for nid in over if (p := joined(view, nid))), [])
+    parts = _parts_of(view, exponentials)
     if sum(_of_a_product(view, nid) for _, nid in parts) != 1:
         return None  # two sets of keys, say
     keys = next(n for n, nid in parts if _of_a_product(view, nid))
@@ -258,14 +261,16 @@ def told_of_logits(view: View, exponentials: int, weights: int) -> tuple[str, st
     )
 
 
+def _parts_of(view: View, exponentials: int) -> list[tuple[int, int]]:
+    """What the logits of a softmax are put together of, as `joined` has it: those that it exponentiates, or takes the maximum of."""
+    tops = (o.nid for o in _below(view, exponentials) if view.nodes[o.nid].op == "reduce_max")
+    over = [exponentials, *(view.nodes[t].operands[0].nid for t in tops)]
+    return next((p for nid in over if (p := joined(view, nid))), [])
+
+
 def _of_a_product(view: View, nid: int) -> bool:
     """Whether a node is a product, or one that is scaled, masked, capped or biased."""
-    level = {nid}
-    for _ in range(_STEPS):
-        if any(view.nodes[n].op == "dot" for n in level):
-            return True
-        level = {o.nid for n in level if view.nodes[n].op in _ON_SCORES for o in view.nodes[n].operands}
-    return False
+    return nearest(view, nid, is_dot, _STEPS - 1, _ON_SCORES) is not None
 
 
 def _below(view: View, nid: int) -> list[Operand]:

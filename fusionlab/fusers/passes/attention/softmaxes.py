@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....graph.canonical.nodes import ONE
 from ....graph.canonical.view import View
+from .levels import below
 
 _STEPS = 12  # from the product with the values to that of queries and keys
 _WEIGHTS = frozenset("prod select cast sum max exp stop_gradient".split())
@@ -19,17 +20,14 @@ def clip_of(view: View, product: int) -> int | None:
     past = False
     for _ in range(_STEPS):
         if past:
-            clips = (n for n in level if view.nodes[n].op == "clamp" or _is_clip(view, n))
-            found = next(clips, None)
+            found = next((n for n in level if _is_clip(view, n)), None)
             if found is not None:
                 return found
         past = past or any(view.nodes[n].op == "exp" for n in level)
-        through = _SCORES if past else _WEIGHTS
-        inner = [n for n in level if view.nodes[n].op in through]
-        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
+        level = below(view, level, _SCORES if past else _WEIGHTS)
     return None
 
 
 def _is_clip(view: View, nid: int) -> bool:
     node = view.nodes[nid]
-    return node.op in ("max", "min") and any(o.nid == ONE for o in node.operands)
+    return node.op == "clamp" or (node.op in ("max", "min") and any(o.nid == ONE for o in node.operands))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ....graph.canonical.concatenated import SLICES, joined
 from ....graph.canonical.nodes import ONE, CNode
@@ -15,6 +15,7 @@ from ....graph.program.ir import Node, Value, all_nodes
 from ....graph.program.scopes import is_backward
 from ....graph.program.signature import Memo
 from .forms import AFTER, SOFTMAXES, Change, Reading, Tail
+from .levels import is_dot, nearest
 from .masks import Masking, is_ones
 from .sinks import SINKS, may_have_sink
 
@@ -28,16 +29,21 @@ def exponentials(view: View, dot: CNode) -> tuple[int, int] | None:
     if dot.op != "dot":
         return None
     for operand in dot.operands:
-        weights = operand.nid
-        while view.nodes[weights].op in SLICES:  # more than the weight of a sink, or something else than that
-            weights = view.nodes[weights].operands[0].nid
+        weights = _before_slices(view, operand.nid)
         far = weights != operand.nid or _is_chosen(view, weights)
-        exp = _reach(view, weights, _is_exp, 7 if far else 3, _THROUGH)
-        if exp is not None and weights != operand.nid and not joined(view, exp):
+        exp = nearest(view, weights, _is_exp, 7 if far else 3, _THROUGH)
+        if exp is None or (weights != operand.nid and not joined(view, exp)):
             continue
-        if exp is not None and not _in_sigmoid(view, exp) and _reach(view, exp, _is_dot, 8, None) is not None:
+        if not _in_sigmoid(view, exp) and nearest(view, exp, is_dot, 8, None) is not None:
             return operand.nid, exp
     return None
+
+
+def _before_slices(view: View, nid: int) -> int:
+    """What weights are sliced from: more than the weight of a sink, or something else than that."""
+    while view.nodes[nid].op in SLICES:
+        nid = view.nodes[nid].operands[0].nid
+    return nid
 
 
 def weighs_a_part(view: View, node: Node) -> bool:
@@ -95,16 +101,24 @@ def _changes(view: View, nid: int) -> tuple[str, ...]:
 
 def _change(view: View, node: CNode) -> tuple[list[str], int | None]:
     """The outermost change that weights went through, and the weights before it; None where those are a softmax."""
+    choice = _choice(node)
+    if choice is not None:
+        return [choice[0]], choice[1]
+    if node.op != "prod":
+        return [], None
+    plain = [o.nid for o, power in zip(node.operands, node.params, strict=True) if power == 1]
+    weights = next((n for n in plain if nearest(view, n, _is_exp, _CHANGE_LIMIT, _THROUGH) is not None), None)
+    return ["factors"] * (len(plain) - 1), weights if weights is not None and view.nodes[weights].op != "exp" else None
+
+
+def _choice(node: CNode) -> tuple[str, int] | None:
+    """(kind, weights) of a choice between weights and 0; None of any other node."""
     operands = node.operands
     if node.op == "select" and len(operands) == 3:
         for kind, other, inner in (("kept", operands[1], operands[2]), ("hidden", operands[2], operands[1])):
             if other.nid == ONE and other.coef == 0 and inner.nid != ONE:
-                return [kind], inner.nid
-    if node.op != "prod":
-        return [], None
-    plain = [o.nid for o, power in zip(operands, node.params, strict=True) if power == 1]
-    weights = next((n for n in plain if _reach(view, n, _is_exp, _CHANGE_LIMIT, _THROUGH) is not None), None)
-    return ["factors"] * (len(plain) - 1), weights if weights is not None and view.nodes[weights].op != "exp" else None
+                return kind, inner.nid
+    return None
 
 
 def needless_changes(
@@ -128,20 +142,21 @@ def needless_changes(
 
 
 def _masks_already(read: Reading, change: Change, masks: Masking) -> str | None:
-    """The mask of the scores that a choice among the weights repeats, if that says all of which keys a row sees.
-
-    Where another mask or a bias hides keys too, a row may see none for both together, whose weights the choice alone does not set to 0.
-    """
+    """The mask of the scores that a choice among the weights repeats, if that says all of which keys a row sees."""
     leaves = read.match.leaves
     alike = (s for s in read.steps if s.masks and (s.kind == "hidden") == (change.kind == "hidden"))
     step = next((s for s in alike if leaves[s.leaf or ""] == leaves[change.leaf]), None)
-    if step is None or step.leaf is None:
-        return None
-    if step.leaf in masks.masks:
-        others = len(masks.masks) > 1 or masks.row is not None or masks.biases
-    else:
-        others = masks.row is None or (masks.fill != -math.inf and (masks.masks or masks.biases))
-    return None if others else step.leaf
+    return step.leaf if step is not None and step.leaf is not None and _is_alone(step.leaf, masks) else None
+
+
+def _is_alone(leaf: str, masks: Masking) -> bool:
+    """Whether a mask of the scores says all of which keys a row sees.
+
+    Where another mask or a bias hides keys too, a row may see none for both together, whose weights the mask alone does not set to 0.
+    """
+    if leaf in masks.masks:
+        return not (len(masks.masks) > 1 or masks.row is not None or masks.biases)
+    return masks.row is not None and (masks.fill == -math.inf or not (masks.masks or masks.biases))
 
 
 def _in_sigmoid(view: View, exp: int) -> bool:
@@ -160,10 +175,6 @@ def _is_derived(view: View, nid: int) -> bool:
 _RULES = having("rule")
 
 
-def _is_dot(view: View, nid: int) -> bool:
-    return view.nodes[nid].op == "dot"
-
-
 def _is_exp(view: View, nid: int) -> bool:
     """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
     if view.nodes[nid].op not in _RULES:
@@ -172,17 +183,3 @@ def _is_exp(view: View, nid: int) -> bool:
     inside = {n.primitive for m in makers if m is not None for n in all_nodes([m])}
     summed = any(view.nodes[u].op == "reduce_sum" for u in view.users.get(nid, ()))
     return "exp" in inside and (summed or "reduce_sum" in inside)
-
-
-def _reach(
-    view: View, start: int, wanted: Callable[[View, int], bool], depth: int, through: frozenset[str] | None
-) -> int | None:
-    """The nearest wanted node below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
-    level = [start]
-    for _ in range(depth + 1):
-        for nid in level:
-            if wanted(view, nid):
-                return nid
-        inner = [n for n in level if through is None or view.nodes[n].op in through]
-        level = list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
-    return None

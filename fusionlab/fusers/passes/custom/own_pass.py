@@ -112,11 +112,7 @@ def pattern_pass(
     spellings = tuple(pattern) if isinstance(pattern, Sequence) else (pattern,)
     others = dict(implementations or {})
     _check_words(name, axes, scalars, spellings, others)
-    reference = others.pop("xla", spellings[0])
-    if isinstance(reference, CudaKernel):
-        raise ArgumentError(
-            f'pattern_pass {name}: "xla" is a CudaKernel, needed a plain JAX function; call the kernel "cuda"'
-        )
+    reference = _plain(name, others.pop("xla", spellings[0]))
     told = formula or f"{name}({', '.join((*axes, *scalars))})"
     gauged = _examples(name, spellings, axes, tuple(scalars), bare=False)
     result = _result(name, spellings[0], axes, scalars)
@@ -134,15 +130,34 @@ def pattern_pass(
     return PatternPass(name, told, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True))
 
 
+def _plain(name: str, reference: Callable[..., Any] | CudaKernel) -> Callable[..., Any]:
+    """The op's meaning. Raises ArgumentError where that is a kernel."""
+    if isinstance(reference, CudaKernel):
+        raise ArgumentError(
+            f'pattern_pass {name}: "xla" is a CudaKernel, needed a plain JAX function; call the kernel "cuda"'
+        )
+    return reference
+
+
 def _check_words(name: Any, axes: Any, scalars: Any, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
     """Raises ArgumentError for names that cannot be, or mean something else already."""
     what = f"pattern_pass {name}"
+    _check_name(what, name)
+    _check_operands(what, axes, scalars)
+    _check_letters(what, axes, scalars)
+    _check_functions(what, spellings, others)
+
+
+def _check_name(what: str, name: Any) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name.endswith(("_grad", "_tangent", "_cotangent")):
         raise ArgumentError(
             f"{what}: the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another"
         )
     if name in OPS or name in primitive_names():
         raise ArgumentError(f"{what}: an operation of this name exists already; choose another name")
+
+
+def _check_operands(what: str, axes: Any, scalars: Any) -> None:
     if not isinstance(axes, Mapping) or not axes or isinstance(scalars, str):
         raise ArgumentError(
             f'{what}: axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names'
@@ -155,10 +170,16 @@ def _check_words(name: Any, axes: Any, scalars: Any, spellings: tuple[Any, ...],
         raise ArgumentError(
             f"{what}: operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
         )
+
+
+def _check_letters(what: str, axes: Mapping[str, Any], scalars: Sequence[str]) -> None:
     if any(not isinstance(x, str) or (x and not x.isalpha()) or len(set(x)) < len(x) for x in axes.values()):
         raise ArgumentError(f"{what}: axes={dict(axes)!r}, needed letters, each once for an operand")
     if len(set("".join(axes.values()))) > _LETTERS or len(scalars) > _SCALARS:
         raise ArgumentError(f"{what}: at most {_LETTERS} axis letters and {_SCALARS} scalars")
+
+
+def _check_functions(what: str, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
     if not spellings or not all(map(callable, spellings)):
         raise ArgumentError(f"{what}: pattern: got {spellings!r}, needed a function, or a list of functions")
     if bad := [k for k, fn in others.items() if not callable(fn) and not isinstance(fn, CudaKernel)]:
@@ -179,15 +200,20 @@ def _examples(
             found = pattern_of(example)
         except (ValueError, TypeError, IndexError, AttributeError) as error:
             raise ArgumentError(f"pattern_pass {name}: the pattern cannot be used as an example: {error}") from error
-        read = _reached(found)
-        unread = [leaf for nid, leaf in found.leaf_of.items() if nid not in read]
-        told = {edge.scalar for edge in (*found.edges.values(), found.factor) if isinstance(edge, ScalarEdge)}
-        unread += [s for s in scalars if s not in told]
+        unread = _unread(found, scalars)
         if unread or not found.size:
             raise ArgumentError(
                 f"pattern_pass {name}: the pattern {f'does not read {unread[0]}' if unread else 'computes nothing'}"
             )
     return made
+
+
+def _unread(pattern: Pattern, scalars: Sequence[str]) -> list[str]:
+    """The operands and scalars that the pattern's result does not depend on."""
+    read = _reached(pattern)
+    told = {edge.scalar for edge in (*pattern.edges.values(), pattern.factor) if isinstance(edge, ScalarEdge)}
+    leaves = [leaf for nid, leaf in pattern.leaf_of.items() if nid not in read]
+    return [*leaves, *(s for s in scalars if s not in told)]
 
 
 def _reached(pattern: Pattern) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -59,18 +60,17 @@ class OwnSite(Site):
         for maker in self.makers:
             self.anchor = maker
             for leaves in self.proposals(maker):
-                if isinstance(leaves, Miss):
-                    miss = leaves if miss is None or leaves.matched > miss.matched else miss
-                    continue
-                outcome = self.at(maker, leaves)
+                outcome = leaves if isinstance(leaves, Miss) else self.at(maker, leaves)
                 if isinstance(outcome, Candidate):
                     return with_concepts(outcome, (self.pattern_pass.name,))
                 if isinstance(outcome, Miss):
                     miss = outcome if miss is None or outcome.matched > miss.matched else miss
                 else:
                     declined = declined or outcome
-        if declined is not None:
-            return declined
+        return declined or self.nearly(miss)
+
+    def nearly(self, miss: Miss | None) -> Rejection | None:
+        """The rejection of what is nearly the pattern; None where the nearest miss is not."""
         if miss is None or miss.matched < min(2, miss.total):
             return None
         self.anchor = self.makers[0]
@@ -88,17 +88,20 @@ class OwnSite(Site):
         In the block's view a product is one node with all its factors. Where the pattern is not found in it, it is looked for in views that
         begin at one of the values that the result is made of.
         """
-        cone = self.cone(maker)
-        read = [v.id for n in cone for v in {a.id: a for a in n.inputs if isinstance(a, Value)}.values()]
-        inner = {v.id: v for n in cone for v in n.inputs if isinstance(v, Value) and read.count(v.id) > 1}
-        nearest = sorted((v for v in inner.values() if v.id in self.search.block.producer), key=lambda v: -v.id)
         found = False
-        for view in (self.search.view, *(self.beginning_at(v, maker) for v in nearest[:_NEAREST])):
+        for view in (self.search.view, *(self.beginning_at(v, maker) for v in self.read_twice(maker)[:_NEAREST])):
             for item in self.found_in(view, maker):
                 found |= not isinstance(item, Miss)
                 yield item
             if found:
                 return
+
+    def read_twice(self, maker: Node) -> list[Value]:
+        """The values of the block that several of the nodes read that make a result, nearest first."""
+        reads = [{a.id: a for a in n.inputs if isinstance(a, Value)} for n in self.cone(maker)]
+        times = Counter(itertools.chain.from_iterable(reads))
+        inner = {i: v for read in reads for i, v in read.items() if times[i] > 1 and i in self.search.block.producer}
+        return [inner[i] for i in sorted(inner, reverse=True)]
 
     def cone(self, maker: Node) -> list[Node]:
         """The nodes that a value is made by, nearest first."""
@@ -189,23 +192,23 @@ class OwnSite(Site):
             if isinstance(found, Miss):
                 missed = missed or found
                 continue
-            numbers = _numbers(found, float(ref.coef))
-            if not isinstance(numbers, dict):
-                wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
-                reason = f"the result is multiplied by {float(ref.coef):g}, where {wanted} is needed"
-                missed = missed or self.of_whole(found, reason)
-            elif numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
-                missed = missed or Miss(
-                    found.pattern, 0, found.pattern.size, ref.nid, "its numbers are all 1", "scalar", {}
-                )
-            else:
+            numbers = self.numbers(found, float(ref.coef), ref.nid)
+            if not isinstance(numbers, Miss):
                 return self.candidate(view, replace(found, scalars=numbers), root, leaves)
+            missed = missed or numbers
         assert missed is not None
         return replace(missed, target=self.root_nid, bound={missed.pattern.root: self.root_nid})
 
-    def of_whole(self, found: Match, reason: str) -> Miss:
-        size = found.pattern.size
-        return Miss(found.pattern, size, size, self.root_nid, reason, "scalar", {})
+    def numbers(self, found: Match, factor: float, nid: int) -> dict[str, float] | Miss:
+        """The pattern's numbers at a match whose result, a canonical node, is multiplied by `factor`; why they are none of a site's."""
+        numbers, size = _numbers(found, factor), found.pattern.size
+        if not isinstance(numbers, dict):
+            wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
+            reason = f"the result is multiplied by {factor:g}, where {wanted} is needed"
+            return Miss(found.pattern, size, size, self.root_nid, reason, "scalar", {})
+        if numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
+            return Miss(found.pattern, 0, size, nid, "its numbers are all 1", "scalar", {})
+        return numbers
 
     def candidate(self, view: View, found: Match, root: Value, leaves: Mapping[str, Value]) -> Candidate | Rejection:
         try:
@@ -295,8 +298,7 @@ class OwnSite(Site):
 
     def dtypes(self, region: Region) -> Rejection | None:
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
-        casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
-        inner = next((n for n in casts if narrows(n.outputs[0].dtype, region.root.dtype)), None)
+        inner = _rounding(region)
         if len(given) == 1 and given <= set(DTYPES) and inner is None:
             return None
         where = anchor_text(self.anchor)
@@ -333,6 +335,12 @@ class OwnSite(Site):
         numbers = {s: _number(found.scalars[s], region.root.dtype) for s in op.scalars}
         attrs = {**numbers, PRECISION: _precision(region), "implementation": self.search.implementation}
         return Plan(op, attrs, operands, finish, op.formula(**numbers))
+
+
+def _rounding(region: Region) -> Node | None:
+    """The first node that rounds to fewer bits than the region's result has."""
+    casts = (n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype))
+    return next((n for n in casts if narrows(n.outputs[0].dtype, region.root.dtype)), None)
 
 
 def _precision(region: Region) -> str | None:

@@ -56,7 +56,12 @@ class Side:
 
     @property
     def atoms(self) -> frozenset[Any]:
-        return frozenset(a for axis in self.shown for a in axis)
+        return frozenset(all_letters(self.shown))
+
+
+def all_letters(axes: Sequence[Sequence[Any]]) -> Atoms:
+    """The letters and cuts of all axes, outer first."""
+    return tuple(a for axis in axes for a in axis)
 
 
 def renamed(side: Side, names: Mapping[str, str]) -> Side:
@@ -84,6 +89,10 @@ class Walk:
 
     def node(self, nid: int) -> CNode:
         return self.view.nodes[nid]
+
+    def users(self, nid: int) -> list[CNode]:
+        """The nodes that read a node."""
+        return [self.node(u) for u in self.view.users.get(nid, ())]
 
     def size(self, atom: Any) -> int:
         return atom.total if isinstance(atom, Cut) else self.sizes[atom]
@@ -219,11 +228,38 @@ def parts_of(op: str, params: Mapping[str, Any], shape: Sequence[int], index: in
     """(starts, lengths) along each raw axis of what a split's result or a slice takes."""
     if op == "split":
         axis, sizes = int(params["axis"]), [int(n) for n in params["sizes"]]
-        starts = [sum(sizes[:index]) if d == axis else 0 for d in range(len(shape))]
-        return starts, [sizes[index] if d == axis else int(n) for d, n in enumerate(shape)]
+        starts, lengths = [0] * len(shape), [int(n) for n in shape]
+        starts[axis], lengths[axis] = sum(sizes[:index]), sizes[index]
+        return starts, lengths
     strides = params.get("strides") or (1,) * len(shape)
     starts, limits = ([int(i) for i in params[name]] for name in ("start_indices", "limit_indices"))
     return starts, [-(-(b - a) // int(step)) for a, b, step in zip(starts, limits, strides, strict=True)]
+
+
+def side_of(node: CNode, slot: int, known: Mapping[int, Atoms]) -> Side:
+    """An operand of a node, the letters of whose labels are `known`."""
+    edge = node.operands[slot]
+    return Side(edge.nid, tuple(known[x] for x in edge.axes))
+
+
+def slot_reading(node: CNode, nid: int) -> int:
+    """Which operand of a node, the first, is another that it reads."""
+    return next(i for i, o in enumerate(node.operands) if o.nid == nid)
+
+
+def is_plain(node: CNode) -> bool:
+    """Whether none of a node's operands is multiplied by a number."""
+    return all(o.coef == 1 for o in node.operands)
+
+
+def read_by(node: CNode) -> set[int]:
+    """The nodes that a node reads."""
+    return {o.nid for o in node.operands}
+
+
+def is_product(node: CNode, count: int) -> bool:
+    """Whether a node is a product of so many values, none of them to a power."""
+    return node.op == "prod" and tuple(node.params) == (1.0,) * count
 
 
 def slot_of(node: CNode, name: str) -> int | None:
@@ -260,16 +296,15 @@ def check_groups(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: in
     Raises:
       Unread: a letter is in none of the groups, stands twice, or is a part of an axis.
     """
-    letters = [a for axis in have for a in axis]
-    known = {a for group in groups for a in group}
+    letters, known = all_letters(have), {*all_letters(groups)}
     if any(a not in known for a in letters) or len(set(letters)) < len(letters):
         raise Unread("one of its values has an axis that the op has no place for", nid, "axes")
 
 
 def arranged(x: Any, have: Sequence[Atoms], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Any:
     """`x`, whose axes are made of the letters `have`, with one axis per group, each of its letters merged; of 1 for an empty group."""
-    letters = [a for axis in have for a in axis]
-    order = [a for group in groups for a in group if a in letters]
+    letters = all_letters(have)
+    order = tuple(a for a in all_letters(groups) if a in letters)
     if order != letters:
         x = jnp.reshape(x, [sizes[a] for a in letters])
         x = jnp.transpose(x, [letters.index(a) for a in order])
@@ -280,8 +315,8 @@ def restored(
     x: Any, groups: Sequence[Sequence[str]], want: Sequence[Atoms], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> Any:
     """The inverse: from one axis per group to an array of `shape` whose axes are made of the letters `want`."""
-    wanted = [a for axis in want for a in axis]
-    order = [a for group in groups for a in group if a in wanted]
+    wanted = all_letters(want)
+    order = tuple(a for a in all_letters(groups) if a in wanted)
     if order != wanted:
         x = jnp.reshape(x, [sizes[a] for a in order])
         x = jnp.transpose(x, [order.index(a) for a in wanted])

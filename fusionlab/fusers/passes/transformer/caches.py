@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,12 @@ def joins(node: CNode) -> tuple[tuple[Any, ...], int]:
     return (known[1], int(dict(known[2])["dimension"])) if known[0] == "params" else ((), -1)
 
 
+def raw_letters(shown: Shown, shape: Sequence[int]) -> list[Atoms]:
+    """What each raw axis of a value that shows these is, where its shape is this: nothing, of an axis of 1."""
+    own = iter(shown)
+    return [next(own) if n != 1 else () for n in shape]
+
+
 class CacheWalk(Walk):
     """The part of a reading that is about caches. `met` holds the nodes that belong to the layer."""
 
@@ -53,8 +60,7 @@ class CacheWalk(Walk):
             return node.op == "dynamic_update_slice"
         shapes, axis = joins(node)
         lengths = [sum(s[d] for s in shapes) if d == axis else n for d, n in enumerate(shapes[0] if shapes else ())]
-        own = iter(side.shown)
-        along = [next(own) if n != 1 else () for n in lengths][axis : axis + 1]
+        along = raw_letters(side.shown, lengths)[axis : axis + 1]
         return len(node.operands) == 2 and along != [("c",)]
 
     def appended(self, node: CNode, side: Side) -> tuple[Cache, Side]:
@@ -70,21 +76,10 @@ class CacheWalk(Walk):
         return Cache("append", node.id, side.shown, before, None), fresh
 
     def _joined(self, node: CNode, side: Side, edge: Any, shape: Any, axis: int) -> Side:
-        """One operand of a concatenation along `axis`, or the update of a larger one."""
-        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
-        theirs, own = iter(edge.axes), iter(side.shown)
-        made = (
-            self.view.values_of[node.id][0].shape if axis < 0 else [2 if d == axis else n for d, n in enumerate(shape)]
-        )
-        for size, whole in zip(shape, made, strict=True):
-            atoms = next(own) if whole != 1 else ()
-            if size == 1:
-                continue
-            source = next(theirs)
-            if source < 0:
-                raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
-            found[source] = atoms
-        return Side(edge.nid, tuple(found))
+        """One operand of a concatenation along `axis`."""
+        # What is put together is 2 long at least.
+        made = [2 if d == axis else n for d, n in enumerate(shape)]
+        return self._part(node, edge, shape, raw_letters(side.shown, made))
 
     def written(self, node: CNode, side: Side) -> tuple[Cache, Side]:
         known, _ = node.params
@@ -92,26 +87,35 @@ class CacheWalk(Walk):
             raise Unread("a cache is written in a way that is not known", node.id)
         shape, update, *_ = known[1]
         old, new, *starts = node.operands
-        own = iter(side.shown)
-        atoms = [next(own) if n != 1 else () for n in shape]
-        moving = [d for d, n in enumerate(update) if n != shape[d]]
-        if len(moving) != 1 or atoms[moving[0]] != ("s",) or old.coef != 1 or new.coef != 1:
-            raise Unread("a cache is written otherwise than at one place along its positions", node.id, "axes")
-        at = starts[moving[0]]
-        if any(s.nid != ONE or s.coef != 0 for d, s in enumerate(starts) if d != moving[0]):
+        atoms = raw_letters(side.shown, shape)
+        axis = self.axis_written(node, atoms, shape, update)
+        at = starts.pop(axis)
+        if any(s.nid != ONE or s.coef != 0 for s in starts):
             raise Unread("a cache is written at other than its first head, feature or batch entry", node.id, "axes")
         if at.coef != 1 and at.nid != ONE:
             raise Unread("a cache is written at a multiple of a step", node.id)
         self.met.append(node.id)
         fresh = renamed(self._part(node, new, update, atoms), {"s": "t"})
-        self.sizes.setdefault("t", int(update[moving[0]]))
+        self.sizes.setdefault("t", int(update[axis]))
         before = self._part(node, old, shape, atoms)
         if at.nid == ONE:
             raise Unread(f"a cache is written at the fixed position {at.coef}", node.id)
-        step = self.before_wrapping(at.nid, int(shape[moving[0]]))
+        step = self.before_wrapping(at.nid, int(shape[axis]))
         return Cache("write", node.id, side.shown, before, at.nid if step is None else step, step is not None), fresh
 
-    def _part(self, node: CNode, edge: Any, shape: Any, atoms: list[Atoms]) -> Side:
+    def axis_written(self, node: CNode, atoms: Sequence[Atoms], shape: Any, update: Any) -> int:
+        """The raw axis along which an update is shorter than the cache that it is written into, which has these letters.
+
+        Raises:
+          Unread: there are several, or it is not that of the positions.
+        """
+        moving = [d for d, n in enumerate(update) if n != shape[d]]
+        if len(moving) != 1 or atoms[moving[0]] != ("s",) or any(o.coef != 1 for o in node.operands[:2]):
+            raise Unread("a cache is written otherwise than at one place along its positions", node.id, "axes")
+        return moving[0]
+
+    def _part(self, node: CNode, edge: Any, shape: Any, atoms: Sequence[Atoms]) -> Side:
+        """An operand of this raw shape, whose raw axes have these letters."""
         found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
         theirs = iter(edge.axes)
         for size, own in zip(shape, atoms, strict=True):
@@ -126,23 +130,23 @@ class CacheWalk(Walk):
     def before_wrapping(self, nid: int, length: int) -> int | None:
         """The index of which this is `where(index < 0, index + length, index)`, as JAX has it of any index; None where it is not."""
         node = self.node(nid)
-        if node.op != "select" or len(node.operands) != 3:
+        if node.op != "select" or len(node.operands) != 3 or any(o.coef != 1 for o in node.operands):
             return None
-        negative, index, wrapped = node.operands
-        test, added = self.node(negative.nid), self.node(wrapped.nid)
-        if test.op != "gt" or added.op != "iadd" or len(test.operands) != 2 or len(added.operands) != 2:
-            return None
-        zero, tested = test.operands
+        negative, index, wrapped = (o.nid for o in node.operands)
+        is_wrapped = self.is_negative(negative, index) and self.is_counted_on(wrapped, index, length)
+        return index if is_wrapped else None
+
+    def is_negative(self, nid: int, index: int) -> bool:
+        """Whether a node is 0 > index."""
+        test = self.node(nid)
+        return test.op == "gt" and [(o.nid, o.coef) for o in test.operands] == [(ONE, 0), (index, 1)]
+
+    def is_counted_on(self, nid: int, index: int, length: int) -> bool:
+        """Whether a node is index + length, of whole numbers."""
+        added = self.node(nid)
         numbers = [o.coef for o in added.operands if o.nid == ONE]
         plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
-        whole = (
-            zero.nid == ONE
-            and zero.coef == 0
-            and tested.coef == 1
-            and index.coef == 1
-            and negative.coef == wrapped.coef == 1
-        )
-        return index.nid if whole and numbers == [length] and plain == [index.nid] and tested.nid == index.nid else None
+        return added.op == "iadd" and len(added.operands) == 2 and numbers == [length] and plain == [index]
 
     def same_cache(self, keys: Cache | None, values: Cache | None) -> None:
         """Keys and values join their caches alike."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.canonical.nodes import CNode
-from .axes import Shown, Side, Unread, renamed
+from .axes import Atoms, Shown, Side, Unread, is_plain, is_product, read_by, renamed, slot_reading
 from .projections import Product, ProjectionWalk
 
 BOTH = "y"  # the letter of the columns of a weight that makes both sides of a gate
@@ -29,29 +29,28 @@ class FactorWalk(ProjectionWalk):
 
     def scaled(self, product: Product) -> Product:
         """With the vector along its features that it is multiplied by before anything else reads it, if it is."""
-        users = [self.node(u) for u in self.view.users.get(product.out.nid, ())]
-        node = users[0] if len(users) == 1 else None
-        if node is None or node.op != "prod" or len(node.operands) != 2 or tuple(node.params) != (1.0, 1.0):
+        users = self.users(product.out.nid)
+        if len(users) != 1 or not is_product(users[0], 2):
             return product
-        mine = next(i for i, o in enumerate(node.operands) if o.nid == product.out.nid)
+        (node,) = users
+        mine = slot_reading(node, product.out.nid)
         known, other = self.slots(node, mine, product.out.shown), node.operands[1 - mine]
-        if any(o.coef != 1 for o in node.operands) or [known.get(x) for x in other.axes] != [("e",)]:
+        if not is_plain(node) or [known.get(x) for x in other.axes] != [("e",)]:
             return product
         self.met.append(node.id)
         return replace(product, out=self.result(node, known), factor=self.up(Side(other.nid, (("e",),)), parts=False))
 
     def quick(self, up: Product) -> Product | None:
         """A product h and h * sigmoid(c h) as a product of silu; None where it is none."""
-        users = [self.node(u) for u in self.view.users.get(up.out.nid, ())]
-        gates = [n for n in users if n.op == "logistic"]
-        products = [n for n in users if n.op == "prod" and tuple(n.params) == (1.0, 1.0)]
-        if up.activation != "none" or len(users) != 2 or len(gates) != 1 or len(products) != 1:
+        users = self.users(up.out.nid)
+        by_op = {n.op: n for n in users}
+        if up.activation != "none" or len(users) != 2 or by_op.keys() != {"logistic", "prod"}:
             return None
-        (gate,), (node,) = gates, products
+        gate, node = by_op["logistic"], by_op["prod"]
         stretch = float(gate.operands[0].coef)
-        if {o.nid for o in node.operands} != {up.out.nid, gate.id} or any(o.coef != 1 for o in node.operands):
+        if not is_product(node, 2) or not is_plain(node) or read_by(node) != {up.out.nid, gate.id}:
             return None
-        mine = next(i for i, o in enumerate(node.operands) if o.nid == up.out.nid)
+        mine = slot_reading(node, up.out.nid)
         known = self.slots(node, mine, up.out.shown)
         active = self.result(gate, self.slots(gate, 0, up.out.shown))
         if not 1 / _STRETCH <= stretch <= _STRETCH or self.slots(node, 1 - mine, active.shown) != known:
@@ -61,31 +60,50 @@ class FactorWalk(ProjectionWalk):
 
     def packed(self, both: Product) -> tuple[Product, Product, Side] | None:
         """(up, gate, what they make) of one product of whose halves one is multiplied with silu of the other; None where it is none."""
-        parts = [self.node(u) for u in self.view.users.get(both.out.nid, ())]
-        cuts = [self.part_of(n) if n.op in ("split", "slice") else None for n in parts]
+        parts = self.users(both.out.nid)
+        cuts = {n.id: self.part_of(n) for n in parts}
         each = self.sizes["f"] // 2
-        if both.activation != "none" or sorted(c or () for c in cuts) != [(0, each), (each, each)]:
+        if both.activation != "none" or len(parts) != 2 or {*cuts.values()} != {(0, each), (each, each)}:
             return None
         sides = {n.id: Side(n.id, self.cut_shown(n, both.out)) for n in parts}
-        gates = [u for n in parts for u in map(self.node, self.view.users.get(n.id, ())) if u.op == "logistic"]
-        if len(gates) != 1 or gates[0].operands[0].coef != 1 or gates[0].operands[0].nid not in sides:
+        found = self.gate_of(sides)
+        if found is None:
             return None
-        active = gates[0].operands[0].nid
-        sides[gates[0].id] = self.result(gates[0], self.slots(gates[0], 0, sides[active].shown))
-        users = (self.node(u) for u in self.view.users.get(gates[0].id, ()))  # g * sigmoid(g) alone is one of them
-        ends = [u for u in users if u.op == "prod" and tuple(u.params) == (1.0, 1.0, 1.0)]
-        if len(ends) != 1 or any(o.coef != 1 for o in ends[0].operands):
+        active, gate = found
+        sides[gate.id] = self.result(gate, self.slots(gate, 0, sides[active].shown))
+        product = self.product_of(sides, gate)
+        if product is None:
             return None
-        (end,) = ends
-        known = [self.slots(end, i, sides[o.nid].shown) for i, o in enumerate(end.operands) if o.nid in sides]
-        if {o.nid for o in end.operands} != sides.keys() or any(k != known[0] for k in known):
-            return None
+        end, known = product
         self.met += [*sides, end.id]
         whole = {"f": BOTH}
         self.sizes[BOTH], self.sizes["f"] = self.sizes["f"], each
         both = replace(both, w=renamed(both.w, whole), bias=both.bias and renamed(both.bias, whole))
-        gate, up = sorted(zip(parts, cuts, strict=True), key=lambda one: one[0].id != active)
-        return replace(both, part=up[1]), replace(both, part=gate[1], activation="silu"), self.result(end, known[0])
+        (other,) = cuts.keys() - {active}
+        return (
+            replace(both, part=cuts[other]),
+            replace(both, part=cuts[active], activation="silu"),
+            self.result(end, known),
+        )
+
+    def gate_of(self, halves: Mapping[int, Side]) -> tuple[int, CNode] | None:
+        """(the half, sigmoid of it), where one half has one; None where there are several, or none."""
+        gates = [u for nid in halves for u in self.users(nid) if u.op == "logistic"]
+        if len(gates) != 1 or not is_plain(gates[0]):
+            return None
+        return gates[0].operands[0].nid, gates[0]
+
+    def product_of(self, sides: Mapping[int, Side], gate: CNode) -> tuple[CNode, dict[int, Atoms]] | None:
+        """(the product of three values, the sigmoid `gate` among them, axis by axis, the letters of its labels); None where there is none,
+        or several of the gate.
+        """
+        # g * sigmoid(g) alone is another node that reads the gate.
+        ends = [u for u in self.users(gate.id) if is_product(u, 3)]
+        if len(ends) != 1 or not is_plain(ends[0]) or read_by(ends[0]) != sides.keys():
+            return None
+        (end,) = ends
+        first, *others = (self.slots(end, i, sides[o.nid].shown) for i, o in enumerate(end.operands))
+        return (end, first) if all(known == first for known in others) else None
 
     def cut_shown(self, part: CNode, whole: Side) -> Shown:
         """What the axes are of a part of a value: such a node names, for each of its own axes, its operand's."""

@@ -7,9 +7,9 @@ a sum. Which of the four passes a layer belongs to is told by its projections (t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ....graph.canonical.nodes import Tile
 from ....graph.canonical.view import View
@@ -38,6 +38,7 @@ _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), Laye
 _TOLD = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
 _STACKED = (False, "identical layers in a row become one call")
+Outcome = TypeVar("Outcome", Candidate, Rejection)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class _Folded:
     read: dict[int, Layer | Partial] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
+    @property
+    def to_read(self) -> list[int]:
+        """The attentions at which reading has not failed."""
+        return [nid for nid in self.attentions if nid not in self.failed]
+
 
 def _folded(search: Search) -> _Folded:
     key = ("layers", search.block.path)
@@ -72,21 +78,37 @@ def _fold(search: Search) -> _Folded:
     alone = replace(search, options={}, implementation="xla")
     found = [item for p in _PIECES for item in _items(search, alone, p)]
     candidates, rejections = settle(with_shares_left(found))
-    closed = [
-        c for c in candidates if (s := c.seen).program is not None and s.region is not None and not escapes(s.region)
-    ]
-    seen = ((c, c.seen) for c in closed)
-    tiles = [Tile(s.root, s.site.leaves, s.node_ids, s.program, c) for c, s in seen if s.program is not None]
-    numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
-    known = {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
-    view = View(search.block, known, search.view.outer, tiles, multiples(search.view, tiles))
-    attentions = {
-        nid: found[0].of for nid in view.by_op.get(_ATTENTION, ()) if (found := view.tiles_at.get(nid)) is not None
-    }
-    declined, norms = (tuple(r for r in rejections if r.pass_name == name) for name in (_ATTENTION, "layer_norm"))
-    rest = tuple(c for c in candidates if c.pass_name == _ATTENTION and all(c is not d for d in closed))
+    tiles = [tile for c in candidates if (tile := _tile(c)) is not None]
+    view = View(search.block, _known_numbers(search), search.view.outer, tiles, multiples(search.view, tiles))
+    declined, norms = _of_pass(rejections, _ATTENTION), _of_pass(rejections, "layer_norm")
+    closed = {id(tile.of) for tile in tiles}
+    rest = tuple(c for c in _of_pass(candidates, _ATTENTION) if id(c) not in closed)
     collective = any(names_an_axis(n.eqn) for n in search.block.nodes)
-    return _Folded(view, attentions, declined, norms, rest, collective)
+    return _Folded(view, _attentions(view), declined, norms, rest, collective)
+
+
+def _tile(site: Candidate) -> Tile | None:
+    """A site folded into the op that it becomes; None of one whose inner values are read outside."""
+    seen = site.seen
+    if seen.program is None or seen.region is None or escapes(seen.region):
+        return None
+    return Tile(seen.root, seen.site.leaves, seen.node_ids, seen.program, site)
+
+
+def _attentions(view: View) -> dict[int, Candidate]:
+    """Canonical node -> the site that is folded there, of each attention."""
+    nids = view.by_op.get(_ATTENTION, ())
+    return {nid: tiles[0].of for nid in nids if (tiles := view.tiles_at.get(nid)) is not None}
+
+
+def _known_numbers(search: Search) -> dict[int, Any]:
+    """Number of an input of the block -> the literal that it is at the call."""
+    numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
+    return {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
+
+
+def _of_pass(found: Iterable[Outcome], name: str) -> tuple[Outcome, ...]:
+    return tuple(one for one in found if one.pass_name == name)
 
 
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
@@ -141,11 +163,9 @@ class MultiTransformerPass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         found = _folded(search)
-        if not (self.decoder or self.fused or self.spread or search.by_default):
-            yield from (self.without_attention(search, problem) for problem in found.declined)
-            yield from (self.differentiated(search, attention) for attention in found.open)
+        yield from self.without_layer(search, found)
         layers: list[Found] = []
-        for nid in [n for n in found.attentions if n not in found.failed]:
+        for nid in found.to_read:
             outcome = self.at(search, found, nid)
             if isinstance(outcome, Found):
                 layers.append(outcome)
@@ -156,6 +176,13 @@ class MultiTransformerPass:
             return
         for row in rows(layers):
             yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
+
+    def without_layer(self, search: Search, found: _Folded) -> Iterator[Rejection]:
+        """Of the attentions that no layer can be read at; the plainest pass tells, and only where it is named."""
+        if self.decoder or self.fused or self.spread or search.by_default:
+            return
+        yield from (self.without_attention(search, problem) for problem in found.declined)
+        yield from (self.differentiated(search, attention) for attention in found.open)
 
     def at(self, search: Search, found: _Folded, nid: int) -> Found | Rejection | None:
         """The layer around an attention, why there is none, or None where that is another pass's to tell."""
@@ -288,16 +315,11 @@ def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
     if not at:
         return None
     here = at[0].id
-    before = [r for r in found.norms if min(r.site_ids) <= here] if about == "norm before" else []
-    after = [r for r in found.norms if max(r.site_ids) >= here] if about == "norm after" else []
-    near = (
-        [max(before, key=lambda r: max(r.site_ids))]
-        if before
-        else [min(after, key=lambda r: min(r.site_ids))]
-        if after
-        else []
-    )
-    return near[0] if near else None
+    if about == "norm before":
+        before = (r for r in found.norms if min(r.site_ids) <= here)
+        return max(before, key=lambda r: max(r.site_ids), default=None)
+    after = (r for r in found.norms if max(r.site_ids) >= here)
+    return min(after, key=lambda r: min(r.site_ids), default=None)
 
 
 def _common_scope(region: Region) -> str:

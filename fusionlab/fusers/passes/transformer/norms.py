@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....graph.canonical.fused_nodes import Labelled
-from .axes import Side, Unread, number_of, slot_of
+from ....graph.canonical.nodes import CNode
+from .axes import Atoms, Side, Unread, is_plain, is_product, number_of, side_of, slot_of, slot_reading
 from .streams import StreamWalk
 
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
@@ -42,16 +44,7 @@ class NormWalk(StreamWalk):
         over = [x for x, name in enumerate(node.params.names) if name == "n"]
         if [known.get(x) for x in over] != [("e",)]:
             raise Unread("a norm is taken over other axes than the model's width", side.nid, "axes")
-        sides = dict(behind)
-        for slot in ("x", "scale", "bias"):
-            i = slot_of(node, slot)
-            if i is None:
-                continue
-            if node.operands[i].coef != 1:
-                raise Unread("a norm's operand is multiplied by a number", side.nid, "scalar")
-            if slot != "x" and behind:
-                raise Unread(f"a norm has a {slot}, and more behind it", side.nid)
-            sides[slot] = Side(node.operands[i].nid, tuple(known[x] for x in node.operands[i].axes))
+        sides = behind | self.operands_of(node, known, side.nid, bool(behind))
         epsilon = number_of(node, "epsilon")
         if epsilon > EPSILON_LIMIT:
             raise Unread(
@@ -61,6 +54,24 @@ class NormWalk(StreamWalk):
         self.met += dict.fromkeys((inner.nid, side.nid))
         kind = str(dict(node.params.traits)["kind"])
         return Norm(side, inner.nid, sides["x"], kind, epsilon, sides.get("scale"), sides.get("bias"))
+
+    def operands_of(self, node: CNode, known: Mapping[int, Atoms], nid: int, is_scaled: bool) -> dict[str, Side]:
+        """Slot -> operand, of a norm's own site; `nid` is what the norm makes, `is_scaled` whether there are a scale or a shift behind it.
+
+        Raises:
+          Unread: it has them twice, or one of them is multiplied by a number.
+        """
+        sides: dict[str, Side] = {}
+        for slot in ("x", "scale", "bias"):
+            i = slot_of(node, slot)
+            if i is None:
+                continue
+            if node.operands[i].coef != 1:
+                raise Unread("a norm's operand is multiplied by a number", nid, "scalar")
+            if slot != "x" and is_scaled:
+                raise Unread(f"a norm has a {slot}, and more behind it", nid)
+            sides[slot] = side_of(node, i, known)
+        return sides
 
     def normed(self, side: Side) -> Side | None:
         """The node of the norm that makes a value, if one does."""
@@ -76,9 +87,7 @@ class NormWalk(StreamWalk):
             readers = self.readers(side.nid)
             if [n.op for n in readers] != [op]:
                 continue
-            known = next(
-                self.slots(readers[0], i, side.shown) for i, o in enumerate(readers[0].operands) if o.nid == side.nid
-            )
+            known = self.slots(readers[0], slot_reading(readers[0], side.nid), side.shown)
             if len(known) == len(readers[0].shape):
                 made = self.result(readers[0], known)
                 side = made if self._parted(made) is not None else side
@@ -96,11 +105,7 @@ class NormWalk(StreamWalk):
     def _parted(self, side: Side) -> tuple[Side, Side] | None:
         """(the other, a vector along the model's width) of a sum or a product of two, neither with a factor."""
         node = self.node(side.nid)
-        if (
-            len(node.operands) != 2
-            or any(o.coef != 1 for o in node.operands)
-            or (node.op == "prod" and node.params != (1.0, 1.0))
-        ):
+        if len(node.operands) != 2 or not is_plain(node) or (node.op == "prod" and not is_product(node, 2)):
             return None
         sides = [Side(o.nid, tuple(side.shown[x] for x in o.axes)) for o in node.operands]
         for whole, vector in (sides, sides[::-1]):

@@ -19,7 +19,7 @@ from ....graph.program.in_shard_map import make_jaxpr
 from ....kernels import OPS
 from ....kernels.ops.multi_transformer.attributes import TURNED
 from ...engine.base import Plan, Search
-from .axes import Atoms, Unread, arranged, check_groups, raw_axes, restored
+from .axes import Atoms, Unread, all_letters, arranged, check_groups, raw_axes, restored
 from .factors import FACTOR, factors_of
 from .rotary import NEIGHBOURS
 from .rotary_tables import Table
@@ -35,26 +35,12 @@ def attributes_of(site: Site) -> dict[str, Any]:
       Unread: the attention is one that the op has no room for.
     """
     layer, attention = site.layer, site.attention
-    if {"factors", "dropout_key"} & attention.leaves.keys():
-        raise Unread("its attention drops weights, or has factors on them", layer.attention, "dropout")
-    for name, plain in _PLAIN.items():
-        if attention.attrs.get(name, plain) != plain:
-            raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
+    _check_attention(site)
     if layer.norm1.kind != layer.norm2.kind:
         raise Unread(f"its norms differ: {layer.norm1.kind}_norm and {layer.norm2.kind}_norm", layer.norm2.nid)
-    if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
-        what = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
-        raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
-    window = attention.attrs.get("window")
-    is_causal = bool(attention.attrs.get("is_causal", False)) and window is None
-    if window is not None and site.masks:
-        raise Unread(f"its attention has window = {window} and a mask or bias", layer.attention, "mask")
-    if (is_causal or window is not None) and layer.key_cache is not None:
-        raise Unread(
-            "its attention hides keys by their place in the cache from its first position on, whatever the step",
-            layer.attention,
-            "mask",
-        )
+    _check_rotary(site)
+    is_causal = _is_causal(site)
+    _check_masks(site, is_causal)
     active = layer.gate or layer.up
     return {
         "layers": 1,
@@ -76,6 +62,43 @@ def attributes_of(site: Site) -> dict[str, Any]:
         "precision": site.precisions[0],
         "attention_precision": site.precisions[1],
     }
+
+
+def _is_causal(site: Site) -> bool:
+    """Whether the op's attention is causal; a local window is a mask of its own there."""
+    attrs = site.attention.attrs
+    return bool(attrs.get("is_causal", False)) and attrs.get("window") is None
+
+
+def _check_attention(site: Site) -> None:
+    """Raises Unread for an attention that changes its weights, or its scores by more than a scale and masks."""
+    layer, attention = site.layer, site.attention
+    if {"factors", "dropout_key"} & attention.leaves.keys():
+        raise Unread("its attention drops weights, or has factors on them", layer.attention, "dropout")
+    for name, plain in _PLAIN.items():
+        if attention.attrs.get(name, plain) != plain:
+            raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
+
+
+def _check_rotary(site: Site) -> None:
+    """Raises Unread for pairs of neighbours where the columns of queries and keys cannot be put in the order of halves."""
+    layer = site.layer
+    if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
+        what = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
+        raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
+
+
+def _check_masks(site: Site, is_causal: bool) -> None:
+    """Raises Unread for masks that the op does not apply together, or not to a cache."""
+    layer, window = site.layer, site.attention.attrs.get("window")
+    if window is not None and site.masks:
+        raise Unread(f"its attention has window = {window} and a mask or bias", layer.attention, "mask")
+    if (is_causal or window is not None) and layer.key_cache is not None:
+        raise Unread(
+            "its attention hides keys by their place in the cache from its first position on, whatever the step",
+            layer.attention,
+            "mask",
+        )
 
 
 Maker = Callable[[Sequence[Any]], Any]
@@ -157,11 +180,15 @@ class _Planner:
         for slot in self.site.leaves:
             if slot in shared or slot.endswith(FACTOR):
                 continue
-            made = self.as_it_lies(slot) or self.arranged(slot)
-            if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
-                batch, length, heads, features = self.site.leaves[slot].groups
-                made = self.arranged(slot, (batch, heads, length, features))
-            yield f"{slot}.0", self.multiplied(slot, made)
+            yield f"{slot}.0", self.multiplied(slot, self.laid_out(slot, attrs))
+
+    def laid_out(self, slot: str, attrs: Mapping[str, Any]) -> Maker:
+        """The operand as the op has it lie, times nothing yet."""
+        made = self.as_it_lies(slot) or self.arranged(slot)
+        if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
+            batch, length, heads, features = self.site.leaves[slot].groups
+            made = self.arranged(slot, (batch, heads, length, features))
+        return made
 
     def table(self, table: Table) -> Maker:
         """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
@@ -229,20 +256,21 @@ class _Planner:
 
     def lies(self, slot: str) -> str | None:
         """How a weight's letters stand in the program's array: as the op has them, "turned", or otherwise (None)."""
-        value, leaf = self.region.leaves[slot], self.site.leaves[slot]
-        have = [a for axis in self.axes[slot] for a in axis]
-        wanted = [a for group in leaf.groups for a in group if a in have]
-        ends = [a for group in leaf.groups[-1:] if slot == "out" for a in group] or list(leaf.groups[0])
-        turned = (
-            [*ends, *(a for a in wanted if a not in ends)]
-            if slot == "out"
-            else [*(a for a in wanted if a not in ends), *ends]
-        )
-        matrix = len(value.shape) in ({2, 4} if slot == "qkv" and self.layer.columns == "interleaved" else {2})
-        fits = 1 not in value.shape and (matrix or (slot in ("q", "k", "v", "out") and len(value.shape) == 3))
-        if not fits or self.factors(slot) != (1.0, None) or self.as_halves(slot):
+        if not self.is_of_its_rank(slot) or self.factors(slot) != (1.0, None) or self.as_halves(slot):
             return None
-        return "plain" if have == wanted else "turned" if have == turned else None
+        groups, have = self.site.leaves[slot].groups, all_letters(self.axes[slot])
+        wanted = tuple(a for a in all_letters(groups) if a in have)
+        return "plain" if have == wanted else "turned" if have == _turned(slot, groups, wanted) else None
+
+    def is_of_its_rank(self, slot: str) -> bool:
+        """Whether a weight has as many axes, none of 1, as the op may take as they lie."""
+        shape = self.region.leaves[slot].shape
+        ranks = {2}
+        if slot == "qkv" and self.layer.columns == "interleaved":
+            ranks = {2, 4}
+        elif slot in ("q", "k", "v", "out"):
+            ranks = {2, 3}
+        return 1 not in shape and len(shape) in ranks
 
     def as_it_lies(self, slot: str) -> Maker | None:
         """The weight or bias itself, where the op takes it as it lies."""
@@ -304,6 +332,14 @@ class _Planner:
                 )
             )
         return made
+
+
+def _turned(slot: str, groups: Sequence[Sequence[str]], letters: Sequence[str]) -> tuple[str, ...]:
+    """The letters of a weight that lies [out, in], where the op has them in these groups."""
+    # Heads and features are two groups: of `in` where the weight is the output projection's, else of `out`.
+    end = groups[-1 if slot == "out" else 0]
+    rest = tuple(a for a in letters if a not in end)
+    return (*end, *rest) if slot == "out" else (*rest, *end)
 
 
 def _in_window(queries: int, keys: int, window: tuple[int, int], is_causal: bool) -> Any:

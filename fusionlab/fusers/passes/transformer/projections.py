@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ....graph.canonical.fused_nodes import Labelled, labels_of
+from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import View
-from .axes import Atoms, Cut, Side, Unread, letters_in, slot_of
+from .axes import Atoms, Cut, Side, Unread, all_letters, letters_in, slot_of, slot_reading
 from .rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
@@ -18,6 +20,7 @@ CODES = {
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
 }
+_MULTIPLIED = "a product is multiplied by a number"
 HELD = {
     "name": "it names a value inside the layer, which a remat policy may ask for",
     "stop_gradient": "it stops a gradient inside the layer",
@@ -44,6 +47,39 @@ class Product:
     part: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Which operands of a product's node are its input, its weight and its bias (None: none), and what follows it."""
+
+    x: int
+    w: int
+    bias: int | None = None
+    activation: str = "none"
+
+    def are_plain(self, node: CNode) -> bool:
+        """Whether none of them is multiplied by a number."""
+        return all(node.operands[i].coef == 1 for i in (self.x, self.w, self.bias) if i is not None)
+
+
+def _slots_of_gemm(node: CNode) -> Slots | None:
+    """Those of a product that is folded with what follows it, as the op names them; None of any other node."""
+    if node.op != "gemm_epilogue" or not isinstance(node.params, Labelled):
+        return None
+    x, w = slot_of(node, "x"), slot_of(node, "w")
+    assert x is not None
+    assert w is not None
+    return Slots(x, w, slot_of(node, "bias"), str(dict(node.params.traits)["activation"]))
+
+
+def slots_reading(node: CNode, nid: int) -> Slots | None:
+    """Those of a product whose input is the node `nid`, none of them multiplied by a number; None of any other node."""
+    slots = _slots_of_gemm(node)
+    if node.op == "dot":
+        x = slot_reading(node, nid)
+        slots = Slots(x, 1 - x)
+    return slots if slots is not None and node.operands[slots.x].nid == nid and slots.are_plain(node) else None
+
+
 class ProjectionWalk(RotaryWalk):
     """The part of a reading that is about the projections.
 
@@ -64,24 +100,31 @@ class ProjectionWalk(RotaryWalk):
         made = self.through(self.up(side))
         node = self.node(made.nid)
         known = dict(zip(labels_of(node) or (), made.shown, strict=False))
-        if node.op == "gemm_epilogue" and isinstance(node.params, Labelled):
-            slots = [slot_of(node, "x"), slot_of(node, "w"), slot_of(node, "bias")]
-            activation = str(dict(node.params.traits)["activation"])
-        elif node.op == "dot":
-            w = next((i for i, o in enumerate(node.operands) if self._has(o, known, feature)), None)
-            slots = [None if w is None else 1 - w, w, None]
-            activation = "none"
-        else:
+        slots = _slots_of_gemm(node) or self.slots_of_dot(node, known, feature)
+        if slots is None:
             raise Unread(f"{node.op} stands where the op has a projection", node.id)
-        if slots[0] is None or slots[1] is None or any(node.operands[i].coef != 1 for i in slots if i is not None):
-            raise Unread("a product is multiplied by a number", node.id, "scalar")
+        if not slots.are_plain(node):
+            raise Unread(_MULTIPLIED, node.id, "scalar")
         self.met.append(node.id)
-        summed = {x for i in slots[:2] for x in node.operands[i].axes} - known.keys()  # type: ignore[index]
+        summed = {*node.operands[slots.x].axes, *node.operands[slots.w].axes} - known.keys()
         new = {x: base if n == 0 else f"{base}{n}" for n, x in enumerate(sorted(summed))}
-        x, w, bias = (None if i is None else self.operand(node, made.shown, i, new) for i in slots)
-        assert x is not None
-        assert w is not None
-        return Product(node.id, made, x, self.up(w, parts=False), bias and self.up(bias, parts=False), activation)
+        x, w = (self.operand(node, made.shown, i, new) for i in (slots.x, slots.w))
+        bias = None if slots.bias is None else self.operand(node, made.shown, slots.bias, new)
+        weight, bias = self.up(w, parts=False), bias and self.up(bias, parts=False)
+        return Product(node.id, made, x, weight, bias, slots.activation)
+
+    def slots_of_dot(self, node: CNode, known: dict[int, Atoms], feature: str) -> Slots | None:
+        """Those of a bare product, whose weight has the axis `feature`; None of any other node.
+
+        Raises:
+          Unread: neither operand has it.
+        """
+        if node.op != "dot":
+            return None
+        w = next((i for i, o in enumerate(node.operands) if self._has(o, known, feature)), None)
+        if w is None:
+            raise Unread(_MULTIPLIED, node.id, "scalar")
+        return Slots(1 - w, w)
 
     def through(self, side: Side) -> Side:
         """Past what a layer may not have, so that it is told at the end that it is a layer but for that."""
@@ -192,19 +235,13 @@ class ProjectionWalk(RotaryWalk):
     def columns(self, q: Product, k: Product, v: Product) -> str:
         """How one product holds the columns of queries, keys and values."""
         read = [self.strides(self.features(p)) for p in (q, k, v)]
-        (total, *_), c, d = read[0], self.sizes.get("c", 1), self.sizes.get("d", 1)
-        heads = self.sizes.get("h", 1)
-        of_keys = any(_holds(a, "h") for a in self.features(k))
-        few = self.sizes.get("g", heads if of_keys else 1)
+        heads, few, c = self.sizes.get("h", 1), self.heads_of(k), self.sizes.get("c", 1)
         starts = [start for _, start, _ in read]
-        inner = [strides for *_, strides in read]
-        dense = all(s.get("c", s.get("d", 1)) == 1 for s in inner)
-        by_head = [s.get("h", s.get("g")) for s in inner]
-        if c == d and dense and total == (heads + 2 * few) * c:
-            one = [b is None or b == c for b in by_head]
-            if all(one) and starts == [0, heads * c, (heads + few) * c]:
+        by_head = {strides.get("h", strides.get("g")) for *_, strides in read} - {None}  # of one head none is told
+        if self.are_dense(read, heads + 2 * few):
+            if by_head <= {c} and starts == [0, heads * c, (heads + few) * c]:
                 return "concatenated"
-            if few == heads and all(b is None or b == 3 * c for b in by_head) and starts == [0, c, 2 * c]:
+            if few == heads and by_head <= {3 * c} and starts == [0, c, 2 * c]:
                 return "interleaved"
         raise Unread(
             "the columns of its one projection are in another order than queries, keys, values, as a whole or by head",
@@ -212,10 +249,20 @@ class ProjectionWalk(RotaryWalk):
             "axes",
         )
 
+    def heads_of(self, keys: Product) -> int:
+        """How many heads keys have: fewer than the queries, as many, or one that they have no axis of."""
+        of_keys = any(_holds(a, "h") for a in self.features(keys))
+        return self.sizes.get("g", self.sizes.get("h", 1) if of_keys else 1)
+
+    def are_dense(self, read: Sequence[tuple[int, int, dict[str, int]]], heads: int) -> bool:
+        """Whether columns are those of so many heads and nothing else, the features of each side by side, of values as many as of keys."""
+        c, d = self.sizes.get("c", 1), self.sizes.get("d", 1)
+        return c == d and all(s.get("c", s.get("d", 1)) == 1 for *_, s in read) and read[0][0] == heads * c
+
     def features(self, product: Product) -> Atoms:
         """The columns of a product's weight, outer first, as the product's axes have them."""
-        rows = {a for axis in product.x.shown for a in axis}
-        return tuple(a for axis in product.out.shown for a in axis if a not in rows)
+        rows = product.x.atoms
+        return tuple(a for a in all_letters(product.out.shown) if a not in rows)
 
     def strides(self, atoms: Atoms) -> tuple[int, int, dict[str, int]]:
         """(number of entries, where the first is, stride of each letter) of merged letters and cuts."""

@@ -7,19 +7,19 @@ residual sums, the norms and the feed-forward. It only says what a layer could b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....graph.canonical.fused_nodes import Labelled, labels_of
+from ....graph.canonical.fused_nodes import labels_of
 from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import View
 from ....graph.primitives import SUMS_OVER_DEVICES
-from .axes import Side, Unread, slot_of
+from .axes import Side, Unread, is_plain, is_product, read_by, side_of, slot_of, slot_reading
 from .caches import Cache
 from .factors import FactorWalk
 from .norms import Norm, NormWalk
-from .projections import CODES, HELD, PRODUCTS, Product
+from .projections import CODES, HELD, PRODUCTS, Product, slots_reading
 from .rotary import Rotary
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
@@ -198,33 +198,21 @@ class Reader(NormWalk, FactorWalk):
 
     def consumed(self, node: CNode, side: Side, made: str) -> Product | None:
         """A product that reads `side`, whose weight has the axis `made`; None where the node is none."""
-        if node.op == "gemm_epilogue" and isinstance(node.params, Labelled):
-            slots = [slot_of(node, "x"), slot_of(node, "w"), slot_of(node, "bias")]
-            activation = str(dict(node.params.traits)["activation"])
-        elif node.op == "dot":
-            x = next(i for i, o in enumerate(node.operands) if o.nid == side.nid)
-            slots, activation = [x, 1 - x, None], "none"
-        else:
+        slots = slots_reading(node, side.nid)
+        if slots is None:
             return None
-        ix, iw, ib = slots
-        assert ix is not None
-        assert iw is not None
-        if node.operands[ix].nid != side.nid or any(node.operands[i].coef != 1 for i in slots if i is not None):
-            return None
-        labels = labels_of(node) or ()
-        known = self.slots(node, ix, side.shown)
-        weight = node.operands[iw]
+        known = self.slots(node, slots.x, side.shown)
+        rows, weight = known.keys() & (labels_of(node) or ()), node.operands[slots.w]
         fresh = [x for x in weight.axes if x not in known]
-        if len(fresh) > 1 or any(x in labels and x in known for x in weight.axes):
+        if len(fresh) > 1 or not rows.isdisjoint(weight.axes):
             raise Unread("a weight has rows, or columns along several axes", node.id, "axes")
         for x in fresh:
             self.sizes.setdefault(made, self.node(weight.nid).shape[weight.axes.index(x)])
             known[x] = (made,)
         self.met.append(node.id)
-        sides = [Side(node.operands[i].nid, tuple(known[x] for x in node.operands[i].axes)) for i in (ix, iw)]
-        bias = None if ib is None else Side(node.operands[ib].nid, tuple(known[x] for x in node.operands[ib].axes))
-        weight, bias = self.up(sides[1], parts=False), bias and self.up(bias, parts=False)
-        return Product(node.id, self.result(node, known), sides[0], weight, bias, activation)
+        x, w = side_of(node, slots.x, known), self.up(side_of(node, slots.w, known), parts=False)
+        bias = None if slots.bias is None else self.up(side_of(node, slots.bias, known), parts=False)
+        return Product(node.id, self.result(node, known), x, w, bias, slots.activation)
 
     def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
@@ -236,14 +224,13 @@ class Reader(NormWalk, FactorWalk):
         """The sum that reads a value, and what it adds to it: one of the nodes `of`, if any."""
         side = self.towards(side, ("sum",))
         node = self.sum_of(side, what, of)
-        if len(node.operands) != 2 or any(o.coef != 1 for o in node.operands):
+        if len(node.operands) != 2 or not is_plain(node):
             raise Unread(f"{what} is added with a factor, or to more than one value", node.id, "scalar")
-        mine = next(i for i, o in enumerate(node.operands) if o.nid == side.nid)
+        mine = slot_reading(node, side.nid)
         known = self.slots(node, mine, side.shown)
         total = self.result(node, known)
-        other = node.operands[1 - mine]
         self.met.append(node.id)
-        return total, Side(other.nid, tuple(known[x] for x in other.axes))
+        return total, side_of(node, 1 - mine, known)
 
     def residual(self, product: Product, what: str, of: Collection[int]) -> tuple[Product, Side, Side]:
         """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
@@ -269,7 +256,7 @@ class Reader(NormWalk, FactorWalk):
         if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
             bias = rest
             total, rest = self.added(total, what, of)
-        elif [self.node(u).op for u in self.view.users.get(total.nid, ())] == ["sum"]:
+        elif [n.op for n in self.users(total.nid)] == ["sum"]:
             end, bias = self.added(total, what, ())
             if bias.atoms != {"e"}:
                 raise Unread(f"{what} is added to more than one value", end.nid)
@@ -287,10 +274,7 @@ class Reader(NormWalk, FactorWalk):
         axes = params.get("axes", params.get("axis_name", ()))
         known, self.axes = self.axes, tuple(sorted(map(str, axes)))
         over, coef = ", ".join(self.axes), node.operands[0].coef
-        if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
-            raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
-        if not all(isinstance(axis, str) for axis in axes):
-            raise Unread(f"it sums over {over}, which is no name of a mesh axis", node.id, "region")
+        _check_sum_over_devices(node, params, axes)
         if self.alone is not None:
             raise Unread(
                 f"the output projection's result is not summed over {over}, as the feed-forward's is",
@@ -309,30 +293,16 @@ class Reader(NormWalk, FactorWalk):
                 "add it behind the sum",
             )
         self.met.append(node.id)
-        # A node that the view does not look into names, for each of its own axes, its operand's.
-        own, shown = node.operands[0].axes, product.out.shown
-        if sorted(own) != list(range(len(shown))):
+        if sorted(node.operands[0].axes) != list(range(len(product.out.shown))):
             raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
-        return Side(node.id, tuple(shown[axis] for axis in own))
+        return Side(node.id, self.cut_shown(node, product.out))
 
     def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
         made = self.normed(source)
         of = {source.nid, *(o.nid for o in self.node(source.nid if made is None else made.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
         q, k, v, columns = projected
-        pre = not self.same_value(rest, source)
-        if pre and made is None:
-            raise Unread(
-                "queries, keys and values read no norm, nor what is added to the attention's result",
-                source.nid,
-                about="norm before",
-            )
-        readers = [self.node(u).op for u in self.view.users.get(total.nid, ())]
-        if not pre and "sum" in readers and made is not None:
-            raise Unread(
-                "what is added to the attention's result is its norm's result, needed what that norm was taken of",
-                total.nid,
-            )
+        pre = self.is_norm_first(source, total, rest)
         self.steps += 1
         if pre:
             norm1, norm2, x = self.norms_before(source, total, rest)
@@ -358,6 +328,29 @@ class Reader(NormWalk, FactorWalk):
             pre, columns, self.factor, self.rotary, self.axes, self.sizes, self.halves,
         )  # fmt: skip
 
+    def is_norm_first(self, source: Side, total: Side, rest: Side) -> bool:
+        """Whether the attention reads a norm of what is added to its result, and not that itself.
+
+        Args:
+          source: what queries, keys and values are made of. total: the first residual sum. rest: what it adds.
+
+        Raises:
+          Unread: it reads another value, or the norm of it is added as well.
+        """
+        made, pre = self.normed(source), not self.same_value(rest, source)
+        if pre and made is None:
+            raise Unread(
+                "queries, keys and values read no norm, nor what is added to the attention's result",
+                source.nid,
+                about="norm before",
+            )
+        if not pre and made is not None and any(n.op == "sum" for n in self.users(total.nid)):
+            raise Unread(
+                "what is added to the attention's result is its norm's result, needed what that norm was taken of",
+                total.nid,
+            )
+        return pre
+
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:
         norm1 = self.norm(source)
         if not self.same_value(norm1.x, rest):
@@ -365,7 +358,7 @@ class Reader(NormWalk, FactorWalk):
                 raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
             raise Unread("what is added to the attention's result is not what its norm was taken of", total.nid)
         total = self.towards(total, ("layer_norm",))
-        found = [u for u in self.view.users.get(total.nid, ()) if self.node(u).op == "layer_norm"]
+        found = [n.id for n in self.users(total.nid) if n.op == "layer_norm"]
         if len(found) != 1:
             raise Unread(
                 f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
@@ -383,9 +376,7 @@ class Reader(NormWalk, FactorWalk):
     def feed_forward(self, fed: Side) -> tuple[Product, Product | None, Product]:
         """Up (and gate) and down products of what a norm gave."""
         readers = self.readers(fed.nid)
-        products = [
-            p for n in readers if n.op in ("gemm_epilogue", "dot") and (p := self.consumed(n, fed, "f")) is not None
-        ]
+        products = [p for n in readers if n.op in PRODUCTS and (p := self.consumed(n, fed, "f")) is not None]
         if len(products) == 2:
             return self.gated(products)
         if len(products) != 1:
@@ -398,34 +389,36 @@ class Reader(NormWalk, FactorWalk):
         if (both := self.packed(up)) is not None:
             return both[0], both[1], self.last(both[2])
         if up.activation == "none":
-            user = self.view.users.get(up.nid, (up.nid,))[0]
-            if self.node(user).op in CODES:
-                raise Unread("it stands behind the feed-forward's first product", user)
-            if self.node(user).op in ("split", "slice"):
-                raise Unread(
-                    "one product makes both sides of the feed-forward's gate, where the op has two",
-                    user,
-                    edit="multiply by each part of the weight, w1, w2 = jnp.split(w, 2, -1)",
-                )
-            raise Unread("the feed-forward has no activation that the op knows", user, "activation")
+            raise self.unactivated(self.view.users.get(up.nid, (up.nid,))[0])
         return up, None, self.last(up.out)
 
+    def unactivated(self, user: int) -> Unread:
+        """What is said where a node without an activation that the op knows reads the feed-forward's first product."""
+        if self.node(user).op in CODES:
+            return Unread("it stands behind the feed-forward's first product", user)
+        if self.node(user).op in ("split", "slice"):
+            return Unread(
+                "one product makes both sides of the feed-forward's gate, where the op has two",
+                user,
+                edit="multiply by each part of the weight, w1, w2 = jnp.split(w, 2, -1)",
+            )
+        return Unread("the feed-forward has no activation that the op knows", user, "activation")
+
     def gated(self, products: list[Product]) -> tuple[Product, Product, Product]:
-        active = [p for p in products if p.activation != "none"]
-        if len(active) != 1:
+        """Up, gate and down products, where two read what a norm gave."""
+        up, gate = sorted(products, key=lambda p: p.activation != "none")
+        if up.activation != "none" or gate.activation == "none":
             raise Unread(
                 "two products read the feed-forward's norm, and not one of them is activated",
                 products[0].nid,
                 "activation",
             )
-        (gate,) = active
-        (up,) = (p for p in products if p is not gate)
         node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")
-        if tuple(node.params) != (1.0, 1.0) or {o.nid for o in node.operands} != {gate.nid, up.nid}:
+        if not is_product(node, 2) or read_by(node) != {gate.nid, up.nid}:
             raise Unread("the gate is not multiplied with the other product", node.id)
-        if any(o.coef != 1 for o in node.operands):
+        if not is_plain(node):
             raise Unread("the gate is multiplied by a number", node.id, "scalar")
-        mine = next(i for i, o in enumerate(node.operands) if o.nid == gate.nid)
+        mine = slot_reading(node, gate.nid)
         known = self.slots(node, mine, gate.out.shown)
         if self.slots(node, 1 - mine, up.out.shown) != known:
             raise Unread("the gate is multiplied along other axes", node.id, "axes")
@@ -440,3 +433,17 @@ class Reader(NormWalk, FactorWalk):
         if down.activation != "none":
             raise Unread(f"the feed-forward's second product is activated: {down.activation}", node.id, "activation")
         return down
+
+
+def _check_sum_over_devices(node: CNode, params: Mapping[str, Any], axes: Collection[Any]) -> None:
+    """Whether a node sums a value over all devices along mesh axes.
+
+    Raises:
+      Unread: it sums several, over groups of devices, or over an axis of the array; or leaves each device a part.
+    """
+    if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
+        raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
+    # JAX has an axis of the array, as psum under vmap sums over, by its number among the mesh axes' names.
+    if not all(isinstance(axis, str) for axis in axes):
+        over = ", ".join(sorted(map(str, axes)))
+        raise Unread(f"it sums over {over}, which is no name of a mesh axis", node.id, "region")

@@ -16,8 +16,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....graph.canonical.nodes import CNode
-from .axes import Cut, Side, Unread, parts_of, renamed
+from ....graph.canonical.nodes import CNode, Operand
+from .axes import Cut, Side, Unread, is_plain, parts_of, read_by, renamed
 from .caches import CacheWalk, joins
 
 _FEATURE, _HALF = "c", "w"
@@ -41,6 +41,23 @@ class Rotary:
         return _HALF if _HALF in self.cos.atoms else _FEATURE
 
 
+def _check_table(table: Side, width: str, nid: int) -> None:
+    """Whether a table has an angle for each position, of a text maybe, and each feature.
+
+    Raises:
+      Unread: it has not.
+    """
+    if any(not isinstance(a, str) or not (a in (width, "t") or a.startswith("b")) for a in table.atoms):
+        raise Unread("heads are turned by tables of their own", nid, "rotary")
+    if width not in table.atoms:
+        raise Unread("all features are turned by one angle, where the op has one for each pair", nid, "rotary")
+
+
+def _is_in_order(edge: Operand) -> bool:
+    """Whether a node has an operand's axes as its first ones, in the operand's order."""
+    return edge.axes == tuple(range(len(edge.axes)))
+
+
 class RotaryWalk(CacheWalk):
     """The part of a reading that is about rotary embeddings."""
 
@@ -62,24 +79,19 @@ class RotaryWalk(CacheWalk):
             return None, side
         cos, sin, source, nids = found
         width = _HALF if node.op == "concatenate" else _FEATURE
-        for table in (cos, sin):
-            if any(not isinstance(a, str) or not (a in (width, "t") or a.startswith("b")) for a in table.atoms):
-                raise Unread("heads are turned by tables of their own", node.id, "rotary")
-            if width not in table.atoms:
-                raise Unread(
-                    "all features are turned by one angle, where the op has one for each pair", node.id, "rotary"
-                )
+        _check_table(cos, width, node.id)
+        _check_table(sin, width, node.id)
         self.met += nids
         products = frozenset(n for n in nids if self.node(n).op == "prod")
         return Rotary(cos, sin, products, any(self.node(n).op == "reshape" for n in nids)), self.up(source)
 
     def by_width(self, node: CNode, side: Side) -> Any:
         """x * cos + concatenate([-r, l]) * sin."""
-        terms = self.terms(node, side)
-        if terms is None or [c for c, _ in terms] != [1, 1]:
+        terms = self.terms(node, side, (1, 1))
+        if terms is None:
             return None
         size = self.sizes[_FEATURE] // 2 if _FEATURE in self.sizes else 0
-        for (_, plain), (_, across) in (terms, terms[::-1]):
+        for plain, across in (terms, terms[::-1]):
             for turned, sin in itertools.permutations(self.factors(across)):
                 of = self.halves_turned(self.node(turned.nid), size) or self.neighbours_turned(self.node(turned.nid))
                 for source, cos in itertools.permutations(self.factors(plain)):
@@ -97,25 +109,20 @@ class RotaryWalk(CacheWalk):
     def neighbours_turned(self, merged: CNode) -> int | None:
         """What a node is stack([-odd, even], -1) of, its last two axes merged."""
         made = self.node(merged.operands[0].nid) if merged.op == "reshape" else None
-        if (
-            made is None
-            or made.op != "stack"
-            or [o.coef for o in made.operands] != [-1, 1]
-            or made.params[0][0] != "params"
-        ):
+        if made is None or not self.pairs_up(made) or not _is_in_order(merged.operands[0]):
             return None
-        _, shapes, items = made.params[0]
-        in_order = all(o.axes == tuple(range(len(o.axes))) for o in (*merged.operands, *made.operands))
-        last = int(dict(items)["axis"]) in (-1, len(shapes[0]))
-        if (
-            not in_order
-            or not last
-            or made.shape[-1] != 2
-            or tuple(merged.params) != (*((1, 1),) * (len(made.shape) - 2), (2, 1))
-        ):
+        if tuple(merged.params) != (*((1, 1),) * (len(made.shape) - 2), (2, 1)):
             return None
         odd, even = (self.every_second(o.nid, start) for o, start in zip(made.operands, (1, 0), strict=True))
         return odd if odd == even else None
+
+    def pairs_up(self, made: CNode) -> bool:
+        """Whether a node is stack([-odd, even], -1), whatever those are."""
+        if made.op != "stack" or [o.coef for o in made.operands] != [-1, 1] or made.params[0][0] != "params":
+            return False
+        _, shapes, items = made.params[0]
+        last = int(dict(items)["axis"]) in (-1, len(shapes[0]))
+        return last and made.shape[-1] == 2 and all(map(_is_in_order, made.operands))
 
     def every_second(self, nid: int, first: int) -> int | None:
         """What a node is every second entry of along the last axis, from this one on."""
@@ -124,42 +131,44 @@ class RotaryWalk(CacheWalk):
             return None
         _, (shape, *_), items = node.params[0]
         params = dict(items)
+        *outer, last = (int(n) for n in shape)
         starts, lengths = parts_of("slice", params, shape, 0)
-        whole = not any(starts[:-1]) and lengths[:-1] == [int(n) for n in shape[:-1]]
-        fits = whole and (starts[-1], 2 * lengths[-1]) == (first, shape[-1])
-        strides = [int(n) for n in params.get("strides") or (1,)]
+        fits = starts == [*[0] * len(outer), first] and [*lengths[:-1], 2 * lengths[-1]] == [*outer, last]
+        strides = params.get("strides") or (1,)
         source = node.operands[0]
-        if not fits or strides[-1] != 2 or source.coef != 1 or source.axes != tuple(range(len(source.axes))):
-            return None
-        return source.nid
+        return source.nid if fits and strides[-1] == 2 and source.coef == 1 and _is_in_order(source) else None
 
     def by_halves(self, node: CNode, side: Side) -> Any:
         """concatenate([l * cos - r * sin, r * cos + l * sin])."""
-        shapes, axis = joins(node)
-        if len(node.operands) != 2 or [o.coef for o in node.operands] != [1, 1] or len(shapes) != 2:
-            return None
-        halves = [
-            renamed(self._joined(node, side, o, s, axis), {_FEATURE: _HALF})
-            for o, s in zip(node.operands, shapes, strict=True)
-        ]
-        if any((_HALF,) not in half.shown for half in halves):
+        halves = self.halves_joined(node, side)
+        if halves is None:
             return None
         size = self.sizes.setdefault(_HALF, self.sizes[_FEATURE] // 2)
-        found = []
-        for half in halves:
-            terms = self.terms(self.node(half.nid), half)
-            if terms is None or sorted(c for c, _ in terms) != sorted((1, -1) if half is halves[0] else (1, 1)):
-                return None
-            found.append(terms)
-        (_, plus), (_, minus) = sorted(found[0], key=lambda t: -t[0])
-        read = self.pairs(plus, minus, [{o.nid for o in self.node(term.nid).operands} for _, term in found[1]], size)
+        one, other = (
+            self.terms(self.node(h.nid), h, signs) for h, signs in zip(halves, ((1, -1), (1, 1)), strict=True)
+        )
+        if one is None or other is None:
+            return None
+        read = self.pairs(*one, [read_by(self.node(term.nid)) for term in other], size)
         if read is None:
             return None
         left, cos, sin = read
-        source = self.before_part(self.node(left.nid), left.shown)
-        whole = Side(source.nid, tuple(tuple(_FEATURE if isinstance(a, Cut) else a for a in x) for x in source.shown))
-        nids = [node.id, *(h.nid for h in halves), *(t.nid for terms in found for _, t in terms)]
-        return cos, sin, whole, nids
+        nids = [node.id, *(side.nid for side in (*halves, *one, *other))]
+        return cos, sin, self.whole_of(left), nids
+
+    def halves_joined(self, node: CNode, side: Side) -> list[Side] | None:
+        """The two that a concatenation along the features puts together, as they are; None where it is another."""
+        shapes, axis = joins(node)
+        if len(node.operands) != 2 or not is_plain(node) or len(shapes) != 2:
+            return None
+        joined = (self._joined(node, side, o, s, axis) for o, s in zip(node.operands, shapes, strict=True))
+        halves = [renamed(half, {_FEATURE: _HALF}) for half in joined]
+        return halves if all((_HALF,) in half.shown for half in halves) else None
+
+    def whole_of(self, half: Side) -> Side:
+        """What a half of the features is taken of."""
+        source = self.before_part(self.node(half.nid), half.shown)
+        return Side(source.nid, tuple(tuple(_FEATURE if isinstance(a, Cut) else a for a in x) for x in source.shown))
 
     def pairs(self, plus: Side, minus: Side, again: list[set[int]], size: int) -> tuple[Side, Side, Side] | None:
         """(l, cos, sin) of l * cos - r * sin, where l and r are the halves of one value, and r * cos and l * sin are added elsewhere."""
@@ -174,11 +183,12 @@ class RotaryWalk(CacheWalk):
     def half_of(self, nid: int, start: int, length: int) -> int | None:
         """What a node is this part of."""
         node = self.node(nid)
-        fits = node.op in ("split", "slice") and self.part_of(node) == (start, length)
-        return node.operands[0].nid if fits else None
+        return node.operands[0].nid if self.part_of(node) == (start, length) else None
 
     def part_of(self, node: CNode) -> tuple[int, int] | None:
-        """(start, length) of what a split's result or a slice takes of one axis; None of several, or of every second entry."""
+        """(start, length) of what a split's result or a slice takes of one axis; None of several, of every second entry, of other nodes."""
+        if node.op not in ("split", "slice"):
+            return None
         known, index = node.params
         if known[0] != "params":
             return None
@@ -187,14 +197,15 @@ class RotaryWalk(CacheWalk):
         cut = [(start, n) for start, n, size in zip(starts, lengths, shape, strict=True) if n != size]
         return cut[0] if len(cut) == 1 and set(params.get("strides") or (1,)) == {1} else None
 
-    def terms(self, node: CNode, side: Side) -> list[tuple[float, Side]] | None:
-        """(factor, what is added) of a sum of two products of two."""
-        if node.op != "sum" or len(node.operands) != 2:
+    def terms(self, node: CNode, side: Side, signs: tuple[int, int]) -> tuple[Side, Side] | None:
+        """What a sum adds with these signs, the higher first, where it is of two products of two."""
+        terms = sorted(node.operands if node.op == "sum" else (), key=lambda o: -o.coef)
+        if tuple(o.coef for o in terms) != signs:
             return None
         known = dict(enumerate(side.shown))
-        found = [(o.coef, Side(o.nid, tuple(known.get(x, ()) for x in o.axes))) for o in node.operands]
-        two = all(self.node(s.nid).op == "prod" and len(self.node(s.nid).operands) == 2 for _, s in found)
-        return found if two else None
+        one, other = (Side(o.nid, tuple(known.get(x, ()) for x in o.axes)) for o in terms)
+        factors = self.node(one.nid), self.node(other.nid)
+        return (one, other) if all(n.op == "prod" and len(n.operands) == 2 for n in factors) else None
 
     def factors(self, term: Side) -> list[Side]:
         """The two operands of a product, where neither has a factor."""

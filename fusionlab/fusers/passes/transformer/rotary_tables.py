@@ -95,33 +95,47 @@ def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value
         values = stack.pop()
         if values[0].id in base.known_inputs:
             continue
-        if len({base.twins.get(v.id, v.id) for v in values}) == 1 and (
-            base.nodes[base.ref[values[0].id].nid].op not in _FREELY_MADE or values[0].id not in block.producer
-        ):
+        if _is_shared(base, values):
             given, views = _beneath(base, values[0])
             inputs[given.id] = given
             nodes.update((n.id, n) for n in views)
             continue
-        made = [block.producer.get(v.id) for v in values]
-        if values[0].id in {v.id for n in nodes.values() for v in n.outputs}:
+        first = block.producer.get(values[0].id)
+        if first is not None and first.id in nodes:
             continue
-        first, *others = made
-        if (
-            first is None
-            or has_side_effects(first.eqn)
-            or len(nodes) >= _NODES
-            or any(not _alike(first, n) for n in others)
-        ):
+        made = _like_makers(block, values)
+        if not made or len(nodes) >= _NODES:
             raise Unread("the tables of its rotary embedding are made in different ways", nid, "rotary")
-        nodes[first.id] = first
-        for number, atom in enumerate(first.inputs):
-            if isinstance(atom, Value):
-                stack.append([n.inputs[number] for n in made])  # type: ignore[union-attr]
+        nodes[made[0].id] = made[0]
+        stack += _inputs_of(made)
     return tuple(inputs.values()), tuple(nodes[i] for i in sorted(nodes))
 
 
-def _alike(one: Node, other: Node | None) -> bool:
-    if other is None or one.primitive != other.primitive or len(one.inputs) != len(other.inputs):
+def _is_shared(base: View, values: Sequence[Value]) -> bool:
+    """Whether copies are one value that a table may be read as a function of."""
+    if len({base.twins.get(v.id, v.id) for v in values}) > 1:
+        return False
+    return base.nodes[base.ref[values[0].id].nid].op not in _FREELY_MADE or values[0].id not in base.block.producer
+
+
+def _like_makers(block: Block, copies: Sequence[Value]) -> list[Node]:
+    """The nodes that make several copies of one value; none where they are not alike, or have effects beside their results."""
+    made = [n for v in copies if (n := block.producer.get(v.id)) is not None]
+    if len(made) < len(copies) or has_side_effects(made[0].eqn):
+        return []
+    return made if all(_alike(made[0], n) for n in made) else []
+
+
+def _inputs_of(made: Sequence[Node]) -> Iterator[list[Value]]:
+    """What several like nodes read in each place, without numbers."""
+    for atoms in zip(*(n.inputs for n in made), strict=True):
+        values = [a for a in atoms if isinstance(a, Value)]
+        if values:
+            yield values
+
+
+def _alike(one: Node, other: Node) -> bool:
+    if one.primitive != other.primitive or len(one.inputs) != len(other.inputs):
         return False
     literals = [isinstance(a, Literal) == isinstance(b, Literal) for a, b in zip(one.inputs, other.inputs, strict=True)]
     return all(literals) and jax.tree.structure(one.params) == jax.tree.structure(other.params)

@@ -16,7 +16,7 @@ from ....graph.primitives import SUMS_OVER_DEVICES
 from ....graph.program.ir import Value
 from ...engine.base import Search, all_nodes, escape_text
 from ...engine.outcomes import Candidate
-from .axes import Atoms, Side, Unread
+from .axes import Atoms, Side, Unread, all_letters
 from .factors import BOTH, FACTOR
 from .reading import Layer
 from .rotary_tables import Table, tables_of
@@ -69,10 +69,9 @@ class Site:
     @property
     def heads_before_length(self) -> bool:
         """Whether the caches, or the keys that are given, have heads before positions."""
-        sides = [c.before.shown for c in (self.layer.key_cache,) if c is not None] or [
-            m.side.shown for m in self.others
-        ]
-        order = [a for axis in (sides[0] if sides else ()) for a in axis]
+        cache = self.layer.key_cache
+        sides = [m.side for m in self.others] if cache is None else [cache.before]
+        order = all_letters(sides[0].shown) if sides else ()
         heads = [i for i, a in enumerate(order) if a in _HEADS]
         length = [i for i, a in enumerate(order) if a in ("s", "t", "p")]
         return bool(heads and length) and heads[0] < length[0]
@@ -80,37 +79,67 @@ class Site:
 
 def operands_of(layer: Layer) -> dict[str, Leaf]:
     """Slot -> leaf, of one layer."""
-    batch = tuple(a for a in layer.sizes if a.startswith("b"))
-    key = "g" if "g" in layer.sizes else "h"
-    found: dict[str, Leaf | None] = {"x": Leaf(layer.x, (batch, ("t",), ("e",)))}
+    found: dict[str, Leaf | None] = {"x": Leaf(layer.x, (_batch(layer), ("t",), ("e",)))}
     for name, norm in (("norm1", layer.norm1), ("norm2", layer.norm2)):
         found[f"{name}_scale"] = norm.scale and Leaf(norm.scale, (("e",),))
         found[f"{name}_bias"] = norm.bias and Leaf(norm.bias, (("e",),))
-    if layer.fused:
-        columns = tuple(f"n{i}" for i in range(8))
-        found["qkv"] = Leaf(_as_columns(layer.q.w, layer), (("e",), columns))
-        found["qkv_bias"] = layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))
-    else:
-        for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
-            groups = tuple(layer.parts(a) for a in axes)
-            found[slot] = Leaf(_in_parts(product.w, layer), (("e",), *groups))
-            found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
+    found |= _of_one_projection(layer) if layer.fused else _of_projections(layer)
     found["out"] = Leaf(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
     found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
     for slot, product in (("out", layer.out), ("down", layer.down)):
         found[f"{slot}{FACTOR}"] = product.factor and Leaf(product.factor, (("e",),))
+    found |= _of_feed_forward(layer) | _of_caches(layer)
+    return {slot: leaf for slot, leaf in found.items() if leaf is not None}
+
+
+def _batch(layer: Layer) -> tuple[str, ...]:
+    return tuple(a for a in layer.sizes if a.startswith("b"))
+
+
+def _key(layer: Layer) -> str:
+    """The letter of the heads of keys and values."""
+    return "g" if "g" in layer.sizes else "h"
+
+
+def _of_one_projection(layer: Layer) -> dict[str, Leaf | None]:
+    """The weight and the bias of queries, keys and values together."""
+    columns = tuple(f"n{i}" for i in range(8))
+    weight = Leaf(_as_columns(layer.q.w, layer), (("e",), columns))
+    return {"qkv": weight, "qkv_bias": layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))}
+
+
+def _of_projections(layer: Layer) -> dict[str, Leaf | None]:
+    """The weights and biases of queries, keys and values, each its own."""
+    found: dict[str, Leaf | None] = {}
+    key = _key(layer)
+    for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
+        groups = tuple(layer.parts(a) for a in axes)
+        found[slot] = Leaf(_in_parts(product.w, layer), (("e",), *groups))
+        found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
+    return found
+
+
+def _of_feed_forward(layer: Layer) -> dict[str, Leaf | None]:
+    """The weights and biases of its two or three products."""
+    found: dict[str, Leaf | None] = {}
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
             ends = ("f", "e") if slot == "down" else ("e", "f" if product.part is None else BOTH)
             found[slot] = Leaf(product.w, tuple((a,) for a in ends))
             found[f"{slot}_bias"] = product.bias and Leaf(product.bias, ((ends[1],),))
-    if layer.key_cache is not None and layer.value_cache is not None:
-        length = "s" if layer.key_cache.kind == "write" else "p"
-        found["cache_k"] = Leaf(layer.key_cache.before, (batch, (length,), (key,), ("c",)))
-        found["cache_v"] = Leaf(layer.value_cache.before, (batch, (length,), (key,), ("d",)))
-        if layer.key_cache.step is not None:
-            found["step"] = Leaf(Side(layer.key_cache.step, ()), ())
-    return {slot: leaf for slot, leaf in found.items() if leaf is not None}
+    return found
+
+
+def _of_caches(layer: Layer) -> dict[str, Leaf | None]:
+    """The keys and values of the tokens before, and where this call's are written, if there are any."""
+    if layer.key_cache is None or layer.value_cache is None:
+        return {}
+    batch, key, length = _batch(layer), _key(layer), "s" if layer.key_cache.kind == "write" else "p"
+    return {
+        "cache_k": Leaf(layer.key_cache.before, (batch, (length,), (key,), ("c",))),
+        "cache_v": Leaf(layer.value_cache.before, (batch, (length,), (key,), ("d",))),
+        "step": None if layer.key_cache.step is None else Leaf(Side(layer.key_cache.step, ()), ()),
+    }
 
 
 def _in_parts(side: Side, layer: Layer) -> Side:
@@ -157,24 +186,37 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     base = search.view
     tables = {} if layer.rotary is None else tables_of(view, base, layer.rotary)
     given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
-    given |= {name: base.ref[value.id].nid for name, value in masks.items()}
-    read = {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
-    given |= {name: base.ref[v.id].nid for name, v in read.items()}
+    read = _read_by_tables(tables)
+    given |= {name: base.ref[value.id].nid for name, value in (masks | read).items()}
     root = _raw(view, layer.root.nid, None)
     wide = frozenset({"x", *read, *(n for n in leaves if n.startswith("norm"))})
     region = _cut(base, root, given, wide, masks, ())
     others = _others(view, layer, region)
     if others:
         region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
-    other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
-    if other is not None:
-        raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
+    _check_tables(region, read)
     _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
     sums = _sums(view, region)
     names = {name: name.partition(":")[2] for name in masks}
     precisions = _precisions(region, attention.region)
     factor = _factor(base, region, layer)
     return Site(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
+
+
+def _read_by_tables(tables: Mapping[str, Table]) -> dict[str, Value]:
+    """Leaf -> what tables are made of."""
+    return {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
+
+
+def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
+    """Whether the region reads what its tables are made of as they do.
+
+    Raises:
+      NotARegion: it does not.
+    """
+    other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
+    if other is not None:
+        raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
 
 
 def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:

@@ -82,16 +82,18 @@ def joined(row: Sequence[Found]) -> Region:
     """The regions of a row as one."""
     nodes: dict[int, Node] = {n.id: n for one in row for n in one.region.nodes}
     support = {n.id: n for one in row for n in one.region.support if n.id not in nodes}
-    leaves: dict[str, Value] = {}
-    for i, one in enumerate(row):
-        own = one.region.leaves
-        shared = {n: v for n, v in own.items() if _is_shared(n)}
-        leaves |= {n: v for n, v in shared.items() if i == 0}
-        leaves |= {f"{n}.{i}": v for n, v in own.items() if n not in shared}
     first, last = row[0].region, row[-1].region
     others = tuple(v for one in row for v in one.region.others)
     inner, beside = (tuple(kept[i] for i in sorted(kept)) for kept in (nodes, support))
-    return Region(first.block, last.root, leaves, inner, beside, first.known, others)
+    return Region(first.block, last.root, _leaves_of(row), inner, beside, first.known, others)
+
+
+def _leaves_of(row: Sequence[Found]) -> dict[str, Value]:
+    """The leaves of a row: what its layers share as the first has it, and each layer's own with its number."""
+    leaves = {n: v for n, v in row[0].region.leaves.items() if _is_shared(n)}
+    for i, one in enumerate(row):
+        leaves |= {f"{n}.{i}": v for n, v in one.region.leaves.items() if not _is_shared(n)}
+    return leaves
 
 
 def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None) -> Plan:

@@ -20,18 +20,23 @@ def multiples(view: View, sites: Iterable[Tile]) -> frozenset[int]:
     """
     inside = frozenset[int]().union(*(tile.node_ids for tile in sites))
     found: set[int] = set()
+    for alike in _times_a_number(view):
+        readers = list(_readers(view, alike))
+        sums = [n for n in readers if n.primitive in _SUMS and n.id not in inside]
+        if sums and len(readers) > len(sums):
+            found.update(v.id for v in alike)
+    return frozenset(found)
+
+
+def _times_a_number(view: View) -> Iterator[list[Value]]:
+    """The values that are one number, other than 0 and 1, times one canonical node."""
     for nid, values in view.values_of.items():
         by_number: dict[object, list[Value]] = {}
         for value in values if nid != ONE else ():
             coef = view.ref[value.id].coef
             if coef not in (0, 1) and is_float(value.dtype):
                 by_number.setdefault(coef, []).append(value)
-        for alike in by_number.values():
-            readers = list(_readers(view, alike))
-            sums = [n for n in readers if n.primitive in _SUMS and n.id not in inside]
-            if sums and len(readers) > len(sums):
-                found.update(v.id for v in alike)
-    return frozenset(found)
+        yield from by_number.values()
 
 
 def _readers(view: View, alike: list[Value]) -> Iterator[Node]:
@@ -46,8 +51,7 @@ class StreamWalk(ProjectionWalk):
 
     def readers(self, nid: int) -> list[CNode]:
         """The nodes that read a value; but not a reshape that nothing reads, as one that the next undoes."""
-        users = (self.node(u) for u in self.view.users.get(nid, ()))
-        return [n for n in users if n.op != "reshape" or self.view.users.get(n.id) or self._is_returned(n.id)]
+        return [n for n in self.users(nid) if n.op != "reshape" or self.view.users.get(n.id) or self._is_returned(n.id)]
 
     def _is_returned(self, nid: int) -> bool:
         return any(v.id in self.view.block.returned for v in self.view.values_of.get(nid, ()))

@@ -1,0 +1,56 @@
+"""A site's region as a function of other operands: of what its own are made of, or of fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ....graph.matching.region import Region, dead_with
+from ....graph.program.ir import Block, Node, Value
+
+
+def ancestors(block: Block, values: Iterable[Value], until: Value | None = None) -> list[Node]:
+    """The equations of a block that values are made by; not those that `until` is made by."""
+    found: dict[int, Node] = {}
+    stack = [*values]
+    while stack:
+        at = stack.pop()
+        node = block.producer.get(at.id)
+        if node is None or node.id in found or (until is not None and at.id == until.id):
+            continue
+        found[node.id] = node
+        stack += [a for a in node.inputs if isinstance(a, Value)]
+    return list(found.values())
+
+
+def grown(region: Region, leaves: Mapping[str, Value], made: Iterable[Node]) -> Region:
+    """The region as a function of `leaves`, of which the nodes `made` make its own: those that it alone reads belong to it, the others to
+    its support.
+    """
+    inner = {n.id: n for n in region.nodes}
+    support = {n.id: n for n in region.support} | {n.id: n for n in made if n.id not in inner}
+    inner |= dead_with(region.block, inner, support, leaves.values())
+    return replace(
+        region,
+        leaves=leaves,
+        nodes=tuple(inner[i] for i in sorted(inner)),
+        support=tuple(support[i] for i in sorted(support) if i not in inner),
+    )
+
+
+def without(region: Region, dropped: frozenset[str]) -> Region:
+    """The region as a function of fewer leaves: constants that are dropped become part of its support."""
+    gone = [region.leaves[name] for name in region.leaves.keys() & dropped]
+    leaves = {name: v for name, v in region.leaves.items() if name not in dropped}
+    # What was made like one of them is made again by itself.
+    copies = _copies_of(gone, region)
+    kept = [n for n in region.support if n not in copies]
+    known = {n.id for n in (*region.nodes, *kept)}
+    extra = ancestors(region.block, [*gone, *(n.outputs[0] for n in copies)])
+    support = tuple(sorted((*kept, *(n for n in extra if n.id not in known)), key=lambda n: n.id))
+    return Region(region.block, region.root, leaves, region.nodes, support, region.known)
+
+
+def _copies_of(leaves: list[Value], region: Region) -> list[Node]:
+    """The support nodes that give one of these leaves for a value that the program makes like it."""
+    return [n for n in region.support if n.id < 0 and n.inputs[0] in leaves]
