@@ -24,6 +24,12 @@ Groups = Sequence[Sequence[int]]  # of the axes of an op's operand: the classes 
 BROADCAST = -1  # in place of a class: the value repeats itself along this axis
 
 
+def places(region: Region) -> dict[str, int]:
+    """Leaf -> which of the site's inputs it is."""
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    return {name: position[v.id] for name, v in region.leaves.items()}
+
+
 def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast: bool = False) -> Axes:
     """The class of each axis of `value`, which shows the target node bound to `pattern_node`.
 
@@ -143,7 +149,7 @@ def _flat(groups: Groups) -> list[int]:
     return [c for group in groups for c in group]
 
 
-def _present(axes: Axes) -> list[int]:
+def present(axes: Axes) -> list[int]:
     """The classes of axes that are no unit axes, in order."""
     return [c for c in axes if c is not None]
 
@@ -156,13 +162,13 @@ def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
 
 def permutes(have: Axes, groups: Groups) -> bool:
     """Whether `arrange` and `restore` transpose an array with axes `have`; classes it lacks are broadcast where they stand."""
-    kept = _present(have)
+    kept = present(have)
     return kept != [c for c in _flat(groups) if c in kept]
 
 
 def arrange(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
     """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
-    order, kept = _flat(groups), _present(have)
+    order, kept = _flat(groups), present(have)
     merged = [math.prod(sizes[c] for c in group) for group in groups]
     if kept == order:
         return jnp.reshape(x, merged)
@@ -188,7 +194,7 @@ def arrange_thin(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -
 
 def restore(x: Any, groups: Groups, want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
     """The inverse: from one axis per group to the axes `want` with `shape`."""
-    order, wanted = _flat(groups), _present(want)
+    order, wanted = _flat(groups), present(want)
     if order != wanted:
         x = jnp.transpose(jnp.reshape(x, [sizes[c] for c in order]), [order.index(c) for c in wanted])
     return jnp.reshape(x, shape)
