@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,61 +110,79 @@ def _find_in(
 ) -> Findings:
     for pass_, options in passes:
         getattr(pass_, "check", lambda options: None)(options)
-    started = time.perf_counter()
+    seconds: dict[str, float] = {}
     unread: list[tuple[Block, Fault]] = []
-    found_views = list(views(graph, failed=lambda block, fault: unread.append((block, fault))))
-    seconds = {"canonicalise": time.perf_counter() - started}
-    found: list[Candidate | Rejection] = []
-    found += [_unread(pass_, *one) for pass_, _ in passes for one in unread if one[0].nodes]
+    with _timed(seconds, "canonicalise"):
+        found_views = list(views(graph, failed=lambda block, fault: unread.append((block, fault))))
+    found: list[Candidate | Rejection] = [*_unread(passes, unread)]
     differentiated = is_differentiated(graph)
     derivatives = Derivatives() if differentiated else None
     shared: dict[Any, Any] = {}
     for pass_, options in sorted(passes, key=lambda asked: is_whole(asked[0])):
-        if implementation is not None and implementation not in op_of(pass_).implementations:
+        if implementation not in (None, *op_of(pass_).implementations):
             continue
-        started = time.perf_counter()
-        for view, owner in found_views:
-            search = Search(graph, view, device, certifier, options, implementation, derivatives, shared)
-            items = shared[found_at(pass_.name, view)] = _searched(pass_, search)
-            found += [_inside_rule(item, owner) if owner is not None else item for item in items]
-        seconds[pass_.name] = time.perf_counter() - started
-    started = time.perf_counter()
-    candidates, rejections = guarded(
-        lambda: _settled(graph, passes, [view for view, _ in found_views], found, certifier, derivatives),
-        lambda fault: ([], [failed_on(item, fault) for item in found]),
-    )
-    if differentiated:
-        seconds["pairs"] = time.perf_counter() - started
-    names = tuple(p.name for p, _ in passes)
-    gradients = tuple(f"{p.name}_grad" for p, options in passes if has_gradient(p) and options.get(GRADIENT, True))
-    found_all = _number(candidates, rejections)
-    library = next((o.get("library") for p, o in passes if p.name == "matmul_schedule"), None)
+        with _timed(seconds, pass_.name):
+            for view, owner in found_views:
+                search = Search(graph, view, device, certifier, options, implementation, derivatives, shared)
+                found += _searched(pass_, search, owner)
+    with _timed(seconds if differentiated else {}, "pairs"):
+        candidates, rejections = guarded(
+            lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
+            lambda fault: ([], [failed_on(item, fault) for item in found]),
+        )
     searched = [(Search(graph, view, device, certifier, {}, implementation), owner) for view, owner in found_views]
     return Findings(
         graph,
-        names,
-        *found_all,
+        tuple(p.name for p, _ in passes),
+        *_number(candidates, rejections),
         seconds,
         str(device),
-        gradients=gradients,
+        gradients=_gradients(passes),
         differentiated=differentiated,
-        router=functools.partial(routes_of, searched, library),
+        router=functools.partial(routes_of, searched, _option(passes, "matmul_schedule", "library")),
     )
 
 
-def _searched(pass_: Pass, search: Search) -> list[Candidate | Rejection]:
-    """What a pass finds in a block; where it fails on the block itself, what it found before that."""
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Keeps under a name how long what stands inside took."""
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
+
+
+def _gradients(passes: Iterable[tuple[Pass, Mapping[str, Any]]]) -> tuple[str, ...]:
+    """The names of the `_grad` passes that are on."""
+    return tuple(f"{p.name}_grad" for p, options in passes if has_gradient(p) and options.get(GRADIENT, True))
+
+
+def _option(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str, key: str) -> Any:
+    """An option of a pass as it was given; None where it was not, or the pass was not asked."""
+    return next((options.get(key) for p, options in passes if p.name == pass_name), None)
+
+
+def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
+    """What a pass finds in a block; where it fails on the block itself, what it found before that. `rule`: whose block it is, of the user's
+    own rules for derivatives."""
     found: list[Candidate | Rejection] = []
     nodes = search.block.nodes
     failed = guarded(
         lambda: found.extend(pass_.search(search)),
         lambda fault: faulty(search, pass_.name, fault, nodes[0], nodes) if nodes else None,
     )
-    return [*found, failed] if failed is not None else found
+    items = search.shared[found_at(pass_.name, search.view)] = [*found, failed] if failed is not None else found
+    return items if rule is None else [_inside_rule(item, rule) for item in items]
 
 
-def _unread(pass_: Pass, block: Block, fault: Fault) -> Rejection:
-    """The rejection of a block that no pass can look at: it has no canonical form."""
+def _unread(
+    passes: Iterable[tuple[Pass, Mapping[str, Any]]], unread: Sequence[tuple[Block, Fault]]
+) -> Iterator[Rejection]:
+    """The rejections of blocks that no pass can look at: they have no canonical form."""
+    for pass_, _ in passes:
+        yield from (_unread_by(pass_, block, fault) for block, fault in unread if block.nodes)
+
+
+def _unread_by(pass_: Pass, block: Block, fault: Fault) -> Rejection:
     nodes = tuple(n.id for n in block.nodes)
     where = f"the body {block.path}" if block.path else "the program"
     told = ("uncertified", f"{where} of {len(nodes)} nodes was not searched: {fault}", nodes, frozenset(nodes))
@@ -176,7 +194,7 @@ def _unread(pass_: Pass, block: Block, fault: Fault) -> Rejection:
 def _settled(
     graph: Graph,
     passes: list[tuple[Pass, Mapping[str, Any]]],
-    found_views: list[View],
+    found_views: list[tuple[View, Node | None]],
     found: list[Candidate | Rejection],
     certifier: Certifier,
     derivatives: Derivatives | None,
@@ -185,8 +203,8 @@ def _settled(
     last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
     found = with_shares_left(found, last)
     if derivatives is not None:
-        found = with_backward(graph, found_views, found, certifier, derivatives)
-        found = grouped(found, next((o.get("grouping") for p, o in passes if p.name == "gemm_epilogue"), None))
+        found = with_backward(graph, [view for view, _ in found_views], found, certifier, derivatives)
+        found = grouped(found, _option(passes, "gemm_epilogue", "grouping"))
     return settle(found, last)
 
 

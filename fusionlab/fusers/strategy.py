@@ -75,13 +75,7 @@ def select(
     if isinstance(passes, str):
         passes = [passes]
     chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
-    for name, value in chosen.items():
-        forward = registry.get(name.removesuffix("_grad"))
-        if name not in registry and (forward is None or not has_gradient(forward)):
-            gradients = (f"{n}_grad" for n, p in registry.items() if has_gradient(p))
-            raise unknown_name("pass", name, (*registry, *gradients))
-        if name not in registry:
-            _check_gradient(name, value, chosen)
+    _check_names(registry, chosen)
     result = []
     for name, pass_ in registry.items():
         value = chosen.get(name, False)
@@ -92,6 +86,18 @@ def select(
         if value is not False:
             result.append((pass_, options))
     return result
+
+
+def _check_names(registry: Mapping[str, Pass], chosen: Mapping[str, Any]) -> None:
+    """Raises UnknownNameError for what is no pass and no `_grad` of one, ArgumentError for a `_grad` that cannot be had."""
+    for name, value in chosen.items():
+        if name in registry:
+            continue
+        forward = registry.get(name.removesuffix("_grad"))
+        if forward is None or not has_gradient(forward):
+            gradients = (f"{n}_grad" for n, p in registry.items() if has_gradient(p))
+            raise unknown_name("pass", name, (*registry, *gradients))
+        _check_gradient(name, value, chosen)
 
 
 def _check_gradient(name: str, value: Any, chosen: Mapping[str, Any]) -> None:

@@ -16,14 +16,13 @@ from ...errors import unknown_name
 from ...graph.backward.find import Derivatives
 from ...graph.canonical.view import View
 from ...graph.certify.certify import Certifier, Verdict, misplaced, weak_gradients
-from ...graph.dtypes import is_float, narrows
+from ...graph.dtypes import is_float
 from ...graph.matching.region import Region, region_signature
 from ...graph.matching.wide import arithmetic_of, wider_in
-from ...graph.primitives import SUMS_OVER_DEVICES
 from ...graph.program.boundary import guarded
 from ...graph.program.explicit_axes import Misplaced, placing, told, typed_shapes
 from ...graph.program.graph import Graph
-from ...graph.program.in_shard_map import Sums, has_mesh, make_jaxpr
+from ...graph.program.in_shard_map import Sums, make_jaxpr
 from ...graph.program.ir import Block, Node
 from ...graph.program.ir import all_nodes as all_nodes
 from ...graph.program.trace import block_of_jaxpr
@@ -40,6 +39,7 @@ from .declining import reason_to_tell as reason_to_tell
 from .declining import reject as reject
 from .other_numbers import notes_of
 from .outcomes import Backend, Candidate, Rejection, Residual
+from .unfit import unfit
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
@@ -145,6 +145,11 @@ class Plan:
     arithmetic: str = ""
     device: Device | None = None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The attributes without the name of an implementation."""
+        return {k: v for k, v in self.attrs.items() if k != "implementation"}
+
     def call(self, *inputs: Any) -> Any:
         return self.calling(*inputs)[1]
 
@@ -187,7 +192,7 @@ def propose(
     plan = replace(plan, device=search.device)
     if not search.gradient:
         plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
-    problem = _unfit(region, sums)
+    problem = unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
     arithmetic = arithmetic_of(region.root.dtype)
@@ -212,14 +217,7 @@ def propose(
     if facts.refused:
         return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
     if not facts.verdict.ok:
-        sentence = (
-            f"{anchor_text(anchor)} ends what looks like {plan.formula} and is another function: {facts.verdict.detail}"
-        )
-        code, edit = facts.verdict.code or "value", None
-        if code in ("sharding", "uncertified"):
-            sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {facts.verdict.detail}"
-        if code == "sharding":
-            sentence, edit = f"{sentence}{_asked(region)}", AUTO_AXES
+        code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
         return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)
     said = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
     if isinstance(said, str):
@@ -231,15 +229,28 @@ def propose(
         edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
         return reject(search, name, left.kind.value, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+    return _candidate(name, region, plan, anchor, facts, left if search.by_default else None, said, concepts)
+
+
+def _candidate(
+    name: str,
+    region: Region,
+    plan: Plan,
+    anchor: Node,
+    facts: _Facts,
+    left: LeftToXLA | None,
+    notes: tuple[str, ...],
+    concepts: Sequence[str],
+) -> Candidate:
+    """The candidate of a site that is certified."""
     assert facts.program is not None
-    plan_call, left = plan.call, left if search.by_default else None
     place = region.block.path, region.nodes, region.root, region.inputs
-    replacement = Replacement(*place, plan_call, others=region.others, weak=weak_gradients(region))
+    replacement = Replacement(*place, plan.call, others=region.others, weak=weak_gradients(region))
     return Candidate(
         id=f"{name}@{anchor.scope}",
         pass_name=name,
         op=plan.op.name,
-        attrs={k: v for k, v in plan.attrs.items() if k != "implementation" and v is not None},
+        attrs={k: v for k, v in plan.settings.items() if v is not None},
         node_ids=region.node_ids,
         root=region.root,
         others=region.others,
@@ -253,13 +264,24 @@ def propose(
         residuals=facts.residuals,
         backends=facts.backends,
         left_to_xla=left,
-        notes=(*said, LEFT + left.why) if left else said,
+        notes=(*notes, LEFT + left.why) if left else notes,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
         region=region,
         plan=plan,
     )
+
+
+def _unproved(region: Region, plan: Plan, verdict: Verdict, anchor: Node) -> tuple[str, str, str | None]:
+    """Code, sentence and edit for a site that was not certified."""
+    where, code = anchor_text(anchor), verdict.code or "value"
+    replaced = f"{where}: {plan.formula} would replace it, but {verdict.detail}"
+    if code == "sharding":
+        return code, f"{replaced}{_asked(region)}", AUTO_AXES
+    if code == "uncertified":
+        return code, replaced, None
+    return code, f"{where} ends what looks like {plan.formula} and is another function: {verdict.detail}", None
 
 
 def _refused(
@@ -285,38 +307,6 @@ def _asked(region: Region) -> str:
     return f" ({'; '.join(told_of)}, which the fused op's own product cannot be asked for)" if asking else ""
 
 
-def _unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
-    """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
-    values = *region.inputs, *region.roots
-    floats = [v.dtype for v in values if is_float(v.dtype)]
-    if any(0 in v.shape for v in values):
-        return "axes", f"{region.root!r} or one of its operands is empty"
-    odd = next((v for v in region.roots if not is_float(v.dtype)), None) if region.others else None
-    if odd is not None:
-        return "dtype", f"{odd!r}, a result of the site, is no float"
-    summed = next((n for n in all_nodes(region.nodes) if n.primitive in SUMS_OVER_DEVICES), None)
-    if summed is not None and not sums:
-        return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
-    if not all(has_mesh(v.aval) for v in values):
-        return (
-            "region",
-            f"{region.root!r} or one of its operands varies along an axis of no mesh around it, or is still to be summed along one",
-        )
-    for node in all_nodes(region.nodes):
-        made = node.outputs[0].dtype
-        read = [a.dtype for a in node.inputs if is_float(a.dtype)]
-        if not is_float(made) or not read:
-            continue
-        # A cast may round to what the site's operands have anyway; a product that rounds its own sum is another matter.
-        against = floats if node.primitive == "convert_element_type" else read
-        if all(narrows(made, dtype) for dtype in against):
-            return (
-                "dtype",
-                f"{anchor_text(node)} rounds to {made} inside the site; the fused op would not round there",
-            )
-    return None
-
-
 def wider_text(node: Node, dtype: Any) -> str:
     """The sentence for a node that computes wider than the fused op would, in `dtype`."""
     made = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
@@ -324,8 +314,7 @@ def wider_text(node: Node, dtype: Any) -> str:
 
 
 def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
-    avals, asked = [v.aval for v in region.inputs], search.implementation
-    attrs = {k: v for k, v in plan.attrs.items() if k != "implementation"}
+    avals, asked, attrs = [v.aval for v in region.inputs], search.implementation, plan.settings
 
     def backends(operands: Sequence[Any]) -> tuple[Backend, ...]:
         return plan.op.backends(*operands, device=search.device, implementation=asked, **attrs)
@@ -334,7 +323,7 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
         with placing(avals):
             if asked is not None:  # and cannot be bound where it cannot run
                 able = backends(typed_shapes(plan.operands, avals))
-                if refusal := next((b.reason for b in able if b.name == asked and b.verdict == "unavailable"), None):
+                if refusal := _refusal(able, asked):
                     return _Facts(Verdict(None), backends=able, refused=refusal)
             traced = functools.cache(lambda: _program(plan, avals, region.sums))
             what = (plan.op.name, tuple(sorted(plan.attrs.items())))
@@ -349,6 +338,11 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
     if left is not None and left.is_declined and asked is not None:
         left = None  # who names an implementation has it
     return _Facts(verdict, program, saved, backends(operands), left)
+
+
+def _refusal(backends: Sequence[Backend], name: str) -> str | None:
+    """Why the implementation of this name cannot run; None where it can."""
+    return next((b.reason for b in backends if b.name == name and b.verdict == "unavailable"), None)
 
 
 def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[Any]]:

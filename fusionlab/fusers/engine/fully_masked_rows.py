@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ...graph.canonical.nodes import ONE
+from ...graph.canonical.nodes import ONE, CNode
 from ...graph.canonical.view import View
 from ...graph.dtypes import is_float
 from ...graph.matching.region import VIEWS, constant_array
@@ -33,28 +34,40 @@ def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str
 
 
 def _may_be_infinite(view: View, bias: Value, several: bool, memo: Memo) -> bool:
-    # A larger literal is infinite once it is cast; the view has 12 digits of one.
-    largest = float(jnp.finfo(bias.dtype).max)
-    most = largest / _ADD_UP if several or bias.dtype == np.float16 else largest * (1 + 1e-9)
+    most = _most_finite(bias.dtype, several)
     array = constant_array(view, bias, memo, True)
     if array is not None:
         return not bool((np.abs(array.astype(np.float64)) <= most).all())
     level, inside = [view.ref[bias.id].nid], [view.ref[bias.id].coef]
     for _ in range(_MAKERS):
-        for nid in level:
-            node = view.nodes[nid]
-            shown = view.values_of.get(nid)
-            if node.op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype)):
-                return True
-            inside += [o.coef for o in node.operands]
+        if any(_is_any_number(view, nid) for nid in level):
+            return True
+        inside += [o.coef for nid in level for o in view.nodes[nid].operands]
         if any(abs(float(c)) > most for c in inside):
             return True
-        level = list(
-            dict.fromkeys(o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
-        )
+        level = _chosen_from(view, level)
         if not level:
             return False
     return True
+
+
+def _most_finite(dtype: Any, several: bool) -> float:
+    """The largest magnitude of a bias that makes no score infinite."""
+    largest = float(jnp.finfo(dtype).max)
+    # A larger literal is infinite once it is cast; the view has 12 digits of one.
+    return largest / _ADD_UP if several or dtype == np.float16 else largest * (1 + 1e-9)
+
+
+def _chosen_from(view: View, level: list[int]) -> list[int]:
+    """What some canonical nodes choose between, add up or cast, each once."""
+    below = (o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
+    return list(dict.fromkeys(below))
+
+
+def _is_any_number(view: View, nid: int) -> bool:
+    """Whether a canonical node is of floats, and neither a constant nor chosen, added up or cast from others."""
+    shown = view.values_of.get(nid)
+    return view.nodes[nid].op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype))
 
 
 def nan_test(view: View, root: Value) -> Node | None:
@@ -93,18 +106,28 @@ def _among_users(view: View, starts: list[int], before: float = math.inf) -> Nod
             if user in seen or node.op.startswith("reduce_"):
                 continue
             seen.add(user)
-            raw = next((n for v in view.values_of.get(user, ()) if (n := view.block.producer.get(v.id))), None)
+            raw = _raw_of(view, user)
             if raw is not None and raw.id >= before:
                 continue
             stack.append(user)
             if raw is None:
                 continue
-            if node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1):
+            if _asks_of_itself(node):
                 return raw
             inside = next(_questions(raw), None)
             if inside is not None:
                 return inside
     return None
+
+
+def _raw_of(view: View, nid: int) -> Node | None:
+    """A raw node that makes a canonical node's value."""
+    return next((n for v in view.values_of.get(nid, ()) if (n := view.block.producer.get(v.id))), None)
+
+
+def _asks_of_itself(node: CNode) -> bool:
+    """Whether a canonical node asks whether a number is NaN: NaN alone is not equal to itself."""
+    return node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1)
 
 
 def _questions(holder: Node) -> Iterator[Node]:
@@ -123,8 +146,7 @@ def _questions(holder: Node) -> Iterator[Node]:
 
 def _maker(block: Block, node: Node) -> Node | None:
     """What makes the first operand of a node that is no literal, in the block."""
-    first = next((a for a in node.inputs if isinstance(a, Value)), None)
-    return None if first is None else block.producer.get(first.id)
+    return block.producer.get(node.values[0].id) if node.values else None
 
 
 def _asks(node: Node) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ...graph.canonical.nodes import nonunit
 from ...graph.canonical.view import View
 from ...graph.matching.match import Match
 from ...graph.matching.region import VIEWS, NotARegion, Region
@@ -21,6 +22,12 @@ Axes = tuple[int | None, ...]
 Groups = Sequence[Sequence[int]]  # of the axes of an op's operand: the classes that each merges, in order
 
 BROADCAST = -1  # in place of a class: the value repeats itself along this axis
+
+
+def places(region: Region) -> dict[str, int]:
+    """Leaf -> which of the site's inputs it is."""
+    position = {v.id: i for i, v in enumerate(region.inputs)}
+    return {name: position[v.id] for name, v in region.leaves.items()}
 
 
 def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast: bool = False) -> Axes:
@@ -127,10 +134,24 @@ def moved(node: Node, axis: int) -> int | None:
     if node.primitive == "transpose":
         return [int(p) for p in node.params["permutation"]].index(axis)
     before, after = node.inputs[0].shape, node.outputs[0].shape
-    if [s for s in before if s != 1] != [s for s in after if s != 1]:
+    if nonunit(before) != nonunit(after):
         return None
-    number = sum(s != 1 for s in before[:axis])
-    return [d for d, s in enumerate(after) if s != 1][number]
+    return real_axes(after)[len(nonunit(before[:axis]))]
+
+
+def real_axes(shape: Sequence[int]) -> list[int]:
+    """The axes of more or fewer entries than one."""
+    return [d for d, n in enumerate(shape) if n != 1]
+
+
+def _flat(groups: Groups) -> list[int]:
+    """The classes of all groups, in order."""
+    return [c for group in groups for c in group]
+
+
+def present(axes: Axes) -> list[int]:
+    """The classes of axes that are no unit axes, in order."""
+    return [c for c in axes if c is not None]
 
 
 def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
@@ -141,24 +162,27 @@ def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
 
 def permutes(have: Axes, groups: Groups) -> bool:
     """Whether `arrange` and `restore` transpose an array with axes `have`; classes it lacks are broadcast where they stand."""
-    kept = [c for c in have if c is not None]
-    return kept != [c for group in groups for c in group if c in kept]
+    kept = present(have)
+    return kept != [c for c in _flat(groups) if c in kept]
 
 
 def arrange(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
     """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
-    order = [c for group in groups for c in group]
-    kept = [c for c in have if c is not None]
+    order, kept = _flat(groups), present(have)
     merged = [math.prod(sizes[c] for c in group) for group in groups]
     if kept == order:
         return jnp.reshape(x, merged)
     x = jnp.reshape(x, [s for s, c in zip(x.shape, have, strict=True) if c is not None])
     x = jnp.transpose(x, [kept.index(c) for c in order if c in kept])
-    missing = [c for c in order if c not in kept]
-    if missing:
-        x = jnp.reshape(x, [1 if c in missing else sizes[c] for c in order])
-        x = jnp.broadcast_to(x, [sizes[c] for c in order])
-    return jnp.reshape(x, merged)
+    return jnp.reshape(_broadcast(x, kept, order, sizes), merged)
+
+
+def _broadcast(x: Any, kept: Sequence[int], order: Sequence[int], sizes: Mapping[int, int]) -> Any:
+    """`x`, which has those of the classes `order` that are `kept`, with all of them."""
+    if all(c in kept for c in order):
+        return x
+    x = jnp.reshape(x, [sizes[c] if c in kept else 1 for c in order])
+    return jnp.broadcast_to(x, [sizes[c] for c in order])
 
 
 def arrange_thin(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
@@ -170,8 +194,7 @@ def arrange_thin(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -
 
 def restore(x: Any, groups: Groups, want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
     """The inverse: from one axis per group to the axes `want` with `shape`."""
-    order = [c for group in groups for c in group]
-    wanted = [c for c in want if c is not None]
+    order, wanted = _flat(groups), present(want)
     if order != wanted:
         x = jnp.transpose(jnp.reshape(x, [sizes[c] for c in order]), [order.index(c) for c in wanted])
     return jnp.reshape(x, shape)

@@ -36,27 +36,23 @@ def squares_note(dtype: Any) -> str:
     return f"where squares overflow {name} (beyond {root:.1e}) the gradient of the program may be NaN, and that of the fused op is 0"
 
 
-def _out_of_reach(dtype: Any) -> bool:
+def _out_of_reach(op: str, dtype: Any) -> bool:
     """Whether no score of a model comes near the largest number: scores that overflow in one order of factors and sums then do in many."""
-    return float(jnp.finfo(dtype).max) > _NO_SCORE
+    return op in _ATTENDS and float(jnp.finfo(dtype).max) > _NO_SCORE
 
 
 def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequence[str]) -> tuple[str, ...] | str:
     """The notes with what the proof has shown beside them; a sentence where the site has to stay as it is."""
-    found = list(notes)
+    found, dtype = list(notes), region.root.dtype
     if verdict.lost and NOTE not in found:
         if op not in _ATTENDS:
             return f"its {verdict.lost[0]} is NaN where a mask hides everything, which would become a number"
-        asked = nan_test(view, region.root)
-        if asked is not None:
+        if asked := nan_test(view, region.root):
             return f"{NOTE}, and {asked!r} asks where the NaN are"
         found.append(NOTE)
-    if (
-        verdict.edge
-        and not (op in _ATTENDS and _out_of_reach(region.root.dtype))
-        and not any(_EDGE in n for n in found)
-    ):
-        found.append(edge_note(region.root.dtype))
-    if verdict.regained and op == "layer_norm" and not any("overflows sooner" in n for n in found):
-        found.append(squares_note(region.root.dtype))
+    told = "\n".join(found)
+    if verdict.edge and not _out_of_reach(op, dtype) and _EDGE not in told:
+        found.append(edge_note(dtype))
+    if verdict.regained and op == "layer_norm" and "overflows sooner" not in told:
+        found.append(squares_note(dtype))
     return tuple(found)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ...graph.backward.gradients import first_gradients
+from ...graph.backward.gradients import BackwardPart, first_gradients
+from ...graph.program.ir import Block
 from ...graph.program.order import SitesWaitError, in_order
 from .outcomes import Candidate, Rejection
 
@@ -92,7 +93,7 @@ def _settled(
     candidates = [c for c in found if isinstance(c, Candidate)]
     for c in sorted(candidates, key=lambda c: (bool(c.idle), (c.pass_name, c.op) in last, -c.nodes_before)):
         others = taken.overlapping(c)
-        if others and ((c.pass_name, c.op) not in last or c.same_code or not all(o.same_code for o in others)):
+        if _gives_way(c, others, last):
             lost[id(c)] = others[0]
             continue
         for other in others:
@@ -101,6 +102,16 @@ def _settled(
         taken.add(c)
     rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= taken.owner.keys()]
     return _with_losers(candidates, lost, rejections)
+
+
+def _gives_way(c: Candidate, others: Sequence[Candidate], last: Collection[tuple[str, str]]) -> bool:
+    """Whether a site is declined for those it overlaps, which stand so far.
+
+    One of `last` stands all the same where it has code of its own, and each of the others is what XLA runs anyway.
+    """
+    if not others:
+        return False
+    return (c.pass_name, c.op) not in last or c.same_code or not all(o.same_code for o in others)
 
 
 class _Taken:
@@ -149,14 +160,24 @@ def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] |
     """A candidate of several results that cannot be replaced with the others, and those of several results that it and they wait for."""
     for block in {c.region.block.path: c.region.block for c in candidates if c.others and c.region}.values():
         here = [c for c in candidates if c.block_path == block.path]
-        parts = (c.site.backward for c in candidates)
-        pairs = [(i, part) for i, part in enumerate(parts) if part is not None and part.block_path == block.path]
+        pairs = parts_in(block, enumerate(candidates))
         try:
             in_order(block, first_gradients(block, pairs), [c.site for c in here])
         except SitesWaitError as error:
             round_ = sorted((here[i] for i in error.numbers), key=lambda c: (not c.idle, c.nodes_before))
             return round_[0], round_[1:]
     return None
+
+
+def part_in(block: Block, item: Candidate | Rejection) -> BackwardPart | None:
+    """The backward pass that is replaced with a site, if it stands in a block."""
+    part = item.site.backward if isinstance(item, Candidate) else None
+    return part if part is not None and part.block_path == block.path else None
+
+
+def parts_in(block: Block, items: Iterable[tuple[int, Candidate | Rejection]]) -> list[tuple[int, BackwardPart]]:
+    """The backward passes that are replaced with sites and stand in a block, each with the number of its site."""
+    return [(i, part) for i, item in items if (part := part_in(block, item)) is not None]
 
 
 def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ...graph.backward.find import Backward, Derivatives, Sums, find_backward
-from ...graph.backward.gradients import BackwardPart, first_gradients
+from ...graph.backward.gradients import first_gradients
 from ...graph.backward.joined_blocks import joined_views
 from ...graph.backward.pair import Pairer, Pairing, Unpaired
 from ...graph.canonical.view import View
@@ -21,6 +21,7 @@ from ...graph.program.ir import Block
 from ...graph.program.order import PairsWaitError, in_order
 from ...graph.program.scopes import in_backward
 from .outcomes import Candidate, Rejection
+from .overlaps import part_in, parts_in
 from .pairs import Pair
 from .site import FUSE_FIRST
 
@@ -60,12 +61,6 @@ def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
     sentence = f"{item.formula}{where} is a site: {fault}"
     told = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
     return Rejection(*told, concepts=item.concepts, origin=fault.origin, failed=True)
-
-
-def _part(item: Candidate | Rejection, path: str) -> BackwardPart | None:
-    """The backward pass that is replaced with a site, if it stands in the block of this path."""
-    part = item.site.backward if isinstance(item, Candidate) else None
-    return part if part is not None and part.block_path == path else None
 
 
 def _place(item: Candidate | Rejection) -> tuple[int, int]:
@@ -152,15 +147,14 @@ class _Search:
     def untangle(self, block: Block, result: dict[int, list[Candidate | Rejection]]) -> None:
         """Gives up pairs of a block that wait for each other, until none do. They exist where cotangents do not hang on results."""
         while True:
-            parts = ((i, _part(item, block.path)) for i, items in result.items() for item in items)
-            pairs = [(i, part) for i, part in parts if part is not None]
+            pairs = parts_in(block, ((i, item) for i, items in result.items() for item in items))
             try:
                 in_order(block, first_gradients(block, pairs))
                 return
             except PairsWaitError as error:
                 why = "it and another backward pass would each wait for the other's gradients"
                 items = result[error.number]
-                undone = (self.undone(i, why) if _part(i, block.path) else iter([i]) for i in items)
+                undone = (self.undone(i, why) if part_in(block, i) else iter([i]) for i in items)
                 result[error.number] = [item for some in undone for item in some]
 
     def undone(self, item: Candidate | Rejection, why: str) -> Iterator[Candidate | Rejection]:

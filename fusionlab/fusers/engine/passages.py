@@ -18,6 +18,7 @@ from ...graph.canonical.nodes import nonunit
 from ...graph.canonical.rules import reshape_groups
 from ...graph.matching.region import CASTS, VIEWS, NotARegion, widens
 from ...graph.program.ir import Node, Value
+from .layout import real_axes
 from .site import Site
 
 _HALVES = ("bfloat16", "float16")
@@ -131,7 +132,7 @@ def _before(node: Node, thin: tuple[int, ...]) -> tuple[int, ...] | None:
     if node.primitive == "transpose":
         at = node.params["permutation"]
         return tuple(thin[at.index(i)] for i in range(len(whole)))
-    rows, columns = (iter([d for d, n in enumerate(shape) if n != 1]) for shape in (whole, made))
+    rows, columns = iter(real_axes(whole)), iter(real_axes(made))
     before = [1] * len(whole)
     for old, new in reshape_groups(nonunit(whole), nonunit(made)):
         axes = list(itertools.islice(rows, old))
@@ -158,9 +159,14 @@ def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], arra
     assert shapes is not None
     array = jnp.reshape(array, [n for n in bound.shape if n != 1])
     array = jnp.reshape(jnp.transpose(array, [dims.index(d) for d in wanted]), thin)
+    return _undone(views, shapes, array)
+
+
+def _undone(views: Sequence[Node], shapes: Sequence[tuple[int, ...]], x: Any) -> Any:
+    """An operand that stands behind the views as they read it: the last is undone first. `shapes` as of `shapes_before`."""
     for node, shape in zip(reversed(views), shapes, strict=True):
         if node.primitive == "transpose":
-            array = jnp.transpose(array, [int(i) for i in np.argsort(node.params["permutation"])])
+            x = jnp.transpose(x, [int(i) for i in np.argsort(node.params["permutation"])])
         else:
-            array = jnp.reshape(array, shape)
-    return array
+            x = jnp.reshape(x, shape)
+    return x

@@ -11,7 +11,7 @@ from ...graph.canonical.rules import passed_whole
 from ...graph.canonical.view import View
 from ...graph.matching.match import Match, Miss
 from ...graph.matching.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
-from ...graph.program.ir import Node, Value
+from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
 from .base import Pass, Plan, Search, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
@@ -35,6 +35,11 @@ def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
     if give is None:
         return replace(outcome, concepts=concepts)
     return replace(outcome, concepts=concepts, otherwise=lambda: [with_concepts(o, concepts) for o in give()])
+
+
+def input_index(block: Block, value: Value) -> int | None:
+    """Which of a block's inputs a value is; None where it is none."""
+    return next((i for i, v in enumerate(block.inputs) if v.id == value.id), None)
 
 
 class Site:
@@ -110,10 +115,11 @@ class Site:
             if maker is not None:
                 value = maker.inputs[0] if maker.primitive in VIEWS | {"convert_element_type"} else None
                 continue
-            index = next((i for i, v in enumerate(view.block.inputs) if v.id == value.id), None)
-            if index is None or view.outer is None:
-                names = self.search.graph.in_names
-                return None if index is None or index >= len(names) else names[index]
+            index = input_index(view.block, value)
+            if index is None:
+                return None
+            if view.outer is None:
+                return next(iter(self.search.graph.in_names[index:]), None)
             view, node = view.outer
             value = node.inputs[index] if index < passed_whole(node) else None
         return None

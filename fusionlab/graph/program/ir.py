@@ -149,6 +149,11 @@ class Node:
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
+    @property
+    def values(self) -> list[Value]:
+        """Its inputs that are values, in order: no literals."""
+        return [a for a in self.inputs if isinstance(a, Value)]
+
     @functools.cached_property
     def source(self) -> Source | None:
         """The user's source line this equation came from, or None where JAX kept none."""

@@ -19,6 +19,7 @@ from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels import OPS
 from ...engine.base import Pass, Plan, Search
+from ...engine.layout import places
 from ...engine.outcomes import Candidate, Rejection
 from ..linear.epilogues import Epilogue
 from .misses import NormSite
@@ -84,18 +85,18 @@ class GroupSite(NormSite):
             if not self.is_smooth(node):
                 self.odd = self.odd or node
                 return None
-            for a in node.inputs:
-                if not isinstance(a, Value) or a == self.channels.x or self.number(a) is not None:
-                    continue
+            for a in self.read(node):
                 if self.is_of_x(a):
                     stack.append(a)
                     continue
                 slot, vector = _slot(node, a), self.flat(a)
-                if slot is None or vector is None:
-                    return None
-                if found.setdefault(slot, vector).id != vector.id:
+                if slot is None or vector is None or found.setdefault(slot, vector).id != vector.id:
                     return None
         return found
+
+    def read(self, node: Node) -> list[Value]:
+        """What a node reads, but x itself and numbers."""
+        return [a for a in node.values if a != self.channels.x and self.number(a) is None]
 
     def number(self, atom: Atom) -> Any:
         """The number that a value is everywhere; None where it is none."""
@@ -147,9 +148,7 @@ class GroupSite(NormSite):
 
     def plan(self, region: Region, activation: str, epsilon: float) -> Plan:
         """x as it stands, [*B, *P, C]; the vectors [C], in the order of the groups."""
-        position = {v.id: i for i, v in enumerate(region.inputs)}
-        where = {n: position[v.id] for n, v in region.leaves.items()}
-        root = region.root
+        where, root = places(region), region.root
 
         def operands(*inputs: Any) -> tuple[Any, ...]:
             vectors = (inputs[where[n]].reshape(-1) if n in where else None for n in ("scale", "bias"))

@@ -28,7 +28,7 @@ from ....graph.program.order import waits_for_itself
 from ....graph.program.scopes import in_backward, is_backward
 from ....kernels import OPS
 from ...engine.base import Plan, Search, anchor_text, examined, propose
-from ...engine.layout import Axes, arrange, axes_of, in_order, restore
+from ...engine.layout import Axes, arrange, axes_of, in_order, places, present, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
 from .examples import EXAMPLES, NEAR, PLAIN
@@ -109,34 +109,50 @@ class _Site(NormSite):
         if not self.around.is_mean:
             edit = "take the mean of the squares, jnp.mean, if that is what is meant"
             return self.rejection("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
-        channels = Groups.of(self.around)
-        problem: Rejection | None = None
-        if channels is not None:
-            site = GroupSite(self.pass_, self.search, self.anchor, self.around, channels)
-            for outcome in site.outcomes():
-                if isinstance(outcome, Candidate):
-                    return outcome
-                problem = problem or outcome
-            problem = problem or self.grouped(channels, site.odd)
-        paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
-        values: list[Value] = []
-        for value in self.around.results:
-            if narrows(value.dtype, self.around.x.dtype) or self.is_widened(value) or self.is_one_of_casts(value):
-                continue  # the result has the dtype of x: a cast of it stays outside
-            found = self.matched(value)
-            if isinstance(found, Match):
-                outcome = self.named(self.candidate(found, value), found.pattern.example)
-                if isinstance(outcome, Candidate) and outcome.otherwise is None:
-                    return outcome if paired is None else _else(paired, outcome)
-                paired = paired or (outcome if isinstance(outcome, Candidate) else None)
-                problem = problem or (outcome if isinstance(outcome, Rejection) else None)
-            values.append(value)
-        if paired is not None:
-            return paired
-        if problem is not None:
-            return problem
+        of_groups = self.of_groups()
+        if isinstance(of_groups, Candidate):
+            return of_groups
+        results = self.own_results()
+        outcome = self.furthest(results, of_groups)
+        if outcome is not None:
+            return outcome
         told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
-        return told or self.missed(self.nearest(values))
+        return told or self.missed(self.nearest(results))
+
+    def of_groups(self) -> Candidate | Rejection | None:
+        """What becomes of a norm of groups of channels; None where this is none."""
+        channels = Groups.of(self.around)
+        if channels is None:
+            return None
+        problem: Rejection | None = None
+        site = GroupSite(self.pass_, self.search, self.anchor, self.around, channels)
+        for outcome in site.outcomes():
+            if isinstance(outcome, Candidate):
+                return outcome
+            problem = problem or outcome
+        return problem or self.grouped(channels, site.odd)
+
+    def own_results(self) -> list[Value]:
+        """What may be the norm's result: it has the dtype of x, and a cast of it stays outside."""
+        around = self.around
+        wide = (v for v in around.results if not narrows(v.dtype, around.x.dtype))
+        return [v for v in wide if not (self.is_widened(v) or self.is_one_of_casts(v))]
+
+    def furthest(self, results: Sequence[Value], problem: Rejection | None) -> Candidate | Rejection | None:
+        """The candidate with the furthest result, else the `problem`, else why the furthest match is none; None where nothing matches."""
+        paired: Candidate | None = None  # the furthest that may be fused with its backward pass, if with nothing less
+        for value in results:
+            found = self.matched(value)
+            if found is None:
+                continue
+            outcome = self.named(self.candidate(found, value), found.pattern.example)
+            if isinstance(outcome, Rejection):
+                problem = problem or outcome
+            elif outcome.otherwise is None:
+                return outcome if paired is None else _else(paired, outcome)
+            else:
+                paired = paired or outcome
+        return paired or problem
 
     def rejection(self, *args: Any, **told: Any) -> Rejection:
         """As of any site: with where the root meets x, however far a match got."""
@@ -181,20 +197,23 @@ class _Site(NormSite):
 
     def nearest(self, values: Sequence[Value]) -> Miss:
         """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
-        best: Miss | None = None
-        for ref in (self.view.ref[value.id] for value in values):
-            for example in EXAMPLES:
-                if not close(ref.coef, 1.0) or not example.ends_in(self.view, ref.nid):
-                    continue
-                found = match(pattern_of(example), self.view, ref.nid, self.x)
-                if isinstance(found, Miss) and (best is None or found.matched > best.matched):
-                    best = found
+        misses = (miss for value in values for miss in self.misses_at(value))
+        best = max(misses, key=lambda miss: miss.matched, default=None)
         if best is not None:
             return best
         value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
         found = match(pattern_of(PLAIN), self.view, self.nid(value), self.x)
         assert isinstance(found, Miss)
         return found
+
+    def misses_at(self, value: Value) -> Iterator[Miss]:
+        """How far each example that ends so comes at a value."""
+        ref = self.view.ref[value.id]
+        for example in EXAMPLES if close(ref.coef, 1.0) else ():
+            if example.ends_in(self.view, ref.nid):
+                found = match(pattern_of(example), self.view, ref.nid, self.x)
+                if isinstance(found, Miss):
+                    yield found
 
     def nearly(self) -> Rejection | None:
         """The rejection for a function known to be nearly a norm."""
@@ -252,24 +271,31 @@ class _Site(NormSite):
 
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
         """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
-        x = region.leaves["x"]
-        if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None or x.dtype != region.root.dtype:
+        if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None:
             return plain
-        axes = axes_of(found, self.view, found.leaf_id("x"), x)
-        features = in_order(axes, found.letters["n"])
-        summands = summands_of(self.search.block, x, axes.index(features[0]) if len(features) == 1 else None, self.made)
+        summands = self.summands(found, region)
         if summands is None:
             return plain
         leaks = escapes(summands.joined_to(region))
         # A site of several results is not fused with its backward pass: that is for who reads the sum there to allow.
         gives_sum = bool(leaks) and not self.search.differentiated
-        wide = summands.joined_to(region, (x,) if gives_sum else ())
-        if gives_sum and (escapes(wide) or waits_for_itself(wide.block, wide.leaves.values(), wide.roots) is not None):
+        wide = summands.joined_to(region, (region.leaves["x"],) if gives_sum else ())
+        if gives_sum and not _stands_alone(wide):
             return plain
         outcome = self.proposed(found, wide, summands)
         if not isinstance(outcome, Candidate) or outcome.same_code:
             return plain
         return replace(outcome, plain=plain, otherwise=(lambda: (plain,)) if leaks and not gives_sum else None)
+
+    def summands(self, found: Match, region: Region) -> Summands | None:
+        """How x is added up right before the norm, in the dtype of its result; None where it is not."""
+        x = region.leaves["x"]
+        if x.dtype != region.root.dtype:
+            return None
+        axes = axes_of(found, self.view, found.leaf_id("x"), x)
+        features = in_order(axes, found.letters["n"])
+        feature = axes.index(features[0]) if len(features) == 1 else None
+        return summands_of(self.search.block, x, feature, self.made)
 
     def proposed(self, found: Match, region: Region, summands: Summands | None = None) -> Candidate | Rejection:
         plan = _plan(self.search, self.view, found, region, summands)
@@ -294,6 +320,11 @@ class _Site(NormSite):
         return self.unguarded(epsilon)
 
 
+def _stands_alone(region: Region) -> bool:
+    """Whether nothing outside reads an inner value of a region, and no leaf of it waits for one of its results."""
+    return not escapes(region) and waits_for_itself(region.block, region.leaves.values(), region.roots) is None
+
+
 def _else(first: Candidate, last: Candidate) -> Candidate:
     """A site that has to be fused with its backward pass, with one that has not in its place where that cannot be."""
     if first.plain is None:
@@ -302,24 +333,28 @@ def _else(first: Candidate, last: Candidate) -> Candidate:
     return replace(first, plain=plain, otherwise=lambda: (plain,))
 
 
+def _groups(order: Sequence[int], features: tuple[int, ...]) -> list[list[int]] | None:
+    """What each axis of the op's x merges, of classes in this order; None where several are normalised over that are not the last."""
+    if len(features) == 1:
+        return [[c] for c in order]
+    rows = [c for c in order if c not in features]
+    return [*([c] for c in rows), list(features)] if tuple(order[len(rows) :]) == features else None
+
+
 def _plan(search: Search, view: View, found: Match, region: Region, summands: Summands | None = None) -> Plan | str:
     """x (and a residual) as it stands where one axis is normalised over, else [*R, N] with the last axes merged; the vectors [N].
 
     A sentence where several axes are normalised over that are not the last.
     """
     sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
-    own = {n: v for n, v in region.leaves.items() if n in found.leaves} | {"x": x}
+    own = {n: region.leaves[n] for n in found.leaves} | {"x": x}
     axes: dict[str, Axes] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
-    order = [c for c in axes["x"] if c is not None]
     features = in_order(axes["x"], found.letters["n"])
-    rows = [[c] for c in order if c not in features]
-    direct = len(features) == 1
-    if not direct and tuple(order[len(rows) :]) != features:
-        places = tuple(i for i, c in enumerate(axes["x"]) if c in features)
-        return f"it normalises over axes {places} of {list(x.shape)}; of several axes the fused op takes the last ones"
-    position = {v.id: i for i, v in enumerate(region.inputs)}
-    where = {n: position[v.id] for n, v in region.leaves.items()}
-    groups = [[c] for c in order] if direct else [*rows, list(features)]
+    groups = _groups(present(axes["x"]), features)
+    if groups is None:
+        over = tuple(i for i, c in enumerate(axes["x"]) if c in features)
+        return f"it normalises over axes {over} of {list(x.shape)}; of several axes the fused op takes the last ones"
+    where, direct = places(region), len(features) == 1
     root_axes = axes_of(found, view, found.pattern.root, region.root)
     dtype = region.root.dtype
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -54,11 +55,11 @@ class NormSite(Site):
     x: Mapping[str, int]
 
     def missed(self, miss: Miss) -> Rejection:
-        near = self.near_miss(miss)
-        edge, edit = miss.pattern.edges.get(miss.at) if miss.at is not None else None, near.edit
-        if near.code == "scalar" and edge is not None and edge.scalar == "1/N":
+        near, scalar = self.near_miss(miss), _scalar_at(miss)
+        edit = near.edit
+        if near.code == "scalar" and scalar == "1/N":
             edit = BY_COUNT  # two different shares of one sum: the sample variance of a right mean, mostly
-        elif near.code == "structure" and edge is not None and edge.scalar == "epsilon" and miss.wanted is not None:
+        elif near.code == "structure" and scalar == "epsilon" and miss.wanted is not None:
             name = self.argument(miss.target)
             if name is not None:
                 sentence = f"{anchor_text(self.anchor)}: {ARGUMENT.format('epsilon', name)}"
@@ -107,8 +108,7 @@ class NormSite(Site):
         elif any(narrows(statistics_dtype(made), v.dtype) for v in region.leaves.values()):
             what = f"takes parameters wider than the {np.dtype(statistics_dtype(made)).name} it would be computed in"
         else:
-            casts = [n for n in region.nodes if n.primitive in CASTS and is_float(n.outputs[0].dtype)]
-            rounding = next((n for n in casts if narrows(n.outputs[0].dtype, x)), None)
+            rounding = _rounding(region, x)
             if rounding is None:
                 return None
             what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
@@ -142,3 +142,15 @@ class NormSite(Site):
         return self.rejection(
             "axes", sentence, [node, *sums[:1]], edit="keep the axis of mean and variance: keepdims=True"
         )
+
+
+def _scalar_at(miss: Miss) -> str | None:
+    """The number of the example that stands where a match ended, by its name; None where there is none."""
+    edge = miss.pattern.edges.get(miss.at) if miss.at is not None else None
+    return None if edge is None else edge.scalar
+
+
+def _rounding(region: Region, dtype: Any) -> Node | None:
+    """The first cast inside a site to a float of fewer bits than `dtype`."""
+    made = ((n, n.outputs[0].dtype) for n in region.nodes if n.primitive in CASTS)
+    return next((n for n, to in made if is_float(to) and narrows(to, dtype)), None)

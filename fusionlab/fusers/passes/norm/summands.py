@@ -50,24 +50,22 @@ def summands_of(block: Block, x: Value, feature: int | None, made: Collection[in
       feature: the axis that is normalised over; None for several, of which no vector is looked for.
       made: ids of the results of norms that were found before.
     """
-    outer = _addition(block, x) if x.id not in made else None
+    outer = _addition(block, x, made)
     if outer is None:
         return None
-    for full, other in (outer.sides, outer.sides[::-1]):
-        found = _vector(block, x, full, other, feature)
-        if found is not None:
-            return Summands(full, None, found[0], (outer.node, *found[1]))
+    shifted = _shifted(block, x, outer, feature)
+    if shifted is not None:
+        return shifted
     left, right = outer.sides
     if not (_fits(left, x) and _fits(right, x)):
         return None
     for one, other in ((left, right), (right, left)):
-        inner = _addition(block, one) if one.id not in made and one.id != other.id else None
+        inner = _addition(block, one, made) if one.id != other.id else None
         if inner is None or one.id in block.returned or len(block.users.get(one.id, ())) != 1:
             continue
-        for full, vector in (inner.sides, inner.sides[::-1]):
-            found = _vector(block, x, full, vector, feature)
-            if found is not None:
-                return Summands(full, other, found[0], (outer.node, inner.node, *found[1]))
+        shifted = _shifted(block, x, inner, feature)
+        if shifted is not None:
+            return replace(shifted, residual=other, nodes=(outer.node, *shifted.nodes))
     return Summands(left, right, None, (outer.node,))
 
 
@@ -76,8 +74,19 @@ class _Addition(NamedTuple):
     sides: tuple[Value, Value]
 
 
-def _addition(block: Block, value: Value) -> _Addition | None:
-    """The node that adds a value up of two others of its dtype."""
+def _shifted(block: Block, x: Value, added: _Addition, feature: int | None) -> Summands | None:
+    """An addition of a vector of features; None where neither of its sides is one."""
+    for full, vector in (added.sides, added.sides[::-1]):
+        found = _vector(block, x, full, vector, feature)
+        if found is not None:
+            return Summands(full, None, found[0], (added.node, *found[1]))
+    return None
+
+
+def _addition(block: Block, value: Value, made: Collection[int]) -> _Addition | None:
+    """The node that adds a value up of two others of its dtype; None for the result of another norm, whose own bias that is."""
+    if value.id in made:
+        return None
     node = block.producer.get(value.id)
     if node is None or node.primitive not in _ADDS or is_backward(node.eqn):
         return None
@@ -103,8 +112,11 @@ def _vector(
     a product."""
     if feature is None or not _fits(full, x) or _is_product(block, full):
         return None
-    if _along(value, x, feature):
-        return value, ()
+    return (value, ()) if _along(value, x, feature) else _broadcast(block, x, value, feature)
+
+
+def _broadcast(block: Block, x: Value, value: Value, feature: int) -> tuple[Value, tuple[Node, ...]] | None:
+    """The vector of features that a node broadcasts to a value, and that node; None where there is none."""
     node = block.producer.get(value.id)
     source = node.inputs[0] if node is not None and node.primitive == "broadcast_in_dim" else None
     if node is None or not isinstance(source, Value) or not _fits(value, x):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from ...engine.base import Search
 ROOTS = having("root") | {"pow"}
 _WRAPPERS = having("mark", "variance", "rule") | {"copy"}
 _LINEAR = VIEWS | CASTS | _WRAPPERS | having("difference", "scaling") | {"add"}
+# What may stand between the root and a norm.
+_BEHIND = _LINEAR | {"integer_pow"}
 # What may stand between x and a norm of it.
 INNER = _LINEAR | ROOTS | having("extreme") | frozenset("square integer_pow select_n reduce_sum abs".split())
 _NODE_LIMIT = 96  # of the nodes looked at around an anchor; a norm in bfloat16 has about 30
@@ -64,8 +66,7 @@ class MadeOf:
             return self.known[atom.id]
         self.known[atom.id] = False
         node = self.around.maker(atom)
-        inner = node is not None and (node.primitive in INNER or self.around.summed(node))
-        if node is None or not inner or len(self.known) > _NODE_LIMIT:
+        if node is None or not self.around.is_inner(node) or len(self.known) > _NODE_LIMIT:
             return False
         if self.first is not None and node.id < self.first.id:
             return False
@@ -116,12 +117,16 @@ class Surroundings:
     def first(self, primitive: str) -> Node | None:
         return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
 
+    def is_inner(self, node: Node) -> bool:
+        """Whether a node may stand between x and a norm of it."""
+        return node.primitive in INNER or self.summed(node) is not None
+
     def summed(self, node: Node) -> Value | None:
         """What a node of the user's own sums up over more than unit axes: by a sum, or by a product of a value with itself or with one
         number everywhere, which the view has as a sum.
         """
         sums = node.primitive in ("reduce_sum", "dot_general") and not is_backward(node.eqn)
-        values = [a for a in node.inputs if isinstance(a, Value) and not self._literal(a)] if sums else []
+        values = [a for a in node.values if not self._literal(a)] if sums else []
         if not values or math.prod(values[0].shape) <= math.prod(node.outputs[0].shape):
             return None
         view = self.search.view
@@ -144,10 +149,13 @@ class Surroundings:
                 seen.add(node.id)
                 if self.summed(node) is not None:
                     found.append(node)
-                    self.is_mean |= node.primitive == "dot_general" and any(map(self._literal, node.inputs))
                 elif node.primitive in INNER and not is_backward(node.eqn):
-                    self.is_mean |= node.primitive in ("mul", "div") and any(map(self._literal, node.inputs))
                     above += map(self.maker, node.inputs)
+                else:
+                    continue
+                # A product with one number everywhere is a sum of its multiples.
+                factor = node.primitive in ("mul", "div", "dot_general")
+                self.is_mean |= factor and any(map(self._literal, node.inputs))
             level = above
         return found
 
@@ -178,22 +186,26 @@ class Surroundings:
         """What a sum of squares, or of x itself, is a sum of: past the square, and past the subtraction of a mean of it."""
         of = self.summed(total)
         assert of is not None
-        value = self._as_read(of)
-        for _ in range(4):
-            node = self.maker(value)
-            if node is None or node.primitive not in _WRAPPERS | {"square", "integer_pow", "pow", "mul", "abs"}:
-                break
-            read = [self._as_read(a) for a in node.inputs if isinstance(a, Value)]
-            if len({self.search.view.ref[v.id] for v in read}) != 1:
-                break  # a product of two values: x itself
-            value = read[0]
-            if node.primitive not in _WRAPPERS | {"abs"}:
-                break
+        value = self._past_square(self._as_read(of))
         node = self.maker(value)
         if node is not None and node.primitive == "sub" and isinstance(node.inputs[0], Value):
             start = self._as_read(node.inputs[0])
             if self._is_mean_of(node.inputs[1], start):
                 return start
+        return value
+
+    def _past_square(self, value: Value) -> Value:
+        """What a value is the square of, through what wraps it; the value itself where it is none."""
+        for _ in range(4):
+            node = self.maker(value)
+            if node is None or node.primitive not in _WRAPPERS | {"square", "integer_pow", "pow", "mul", "abs"}:
+                break
+            read = [self._as_read(a) for a in node.values]
+            if len({self.search.view.ref[v.id] for v in read}) != 1:
+                break  # a product of two values: x itself
+            value = read[0]
+            if node.primitive not in _WRAPPERS | {"abs"}:
+                break
         return value
 
     def _is_mean_of(self, atom: Any, x: Value) -> bool:
@@ -217,33 +229,52 @@ class Surroundings:
             return []
         found: list[Value] = []
         stack = [(self.anchor.outputs[0], False)]
-        size, seen = math.prod(self.x.shape), {self.anchor.id}
+        seen = {self.anchor.id}
         while stack and len(seen) < _NODE_LIMIT:
             value, ended = stack.pop(0)
             for node in self.block.users.get(value.id, ()):
-                if node.id in seen or node.primitive not in _LINEAR | {"integer_pow"} or is_backward(node.eqn):
+                if node.id in seen or node.primitive not in _BEHIND or is_backward(node.eqn):
                     continue
-                others = [a for a in node.inputs if isinstance(a, Value) and a.id != value.id and not self._literal(a)]
-                shifted = bool(others) and all(map(self._after_root, others))
-                adds = node.primitive in ("add", "sub") and bool(others) and not shifted
-                if ended and (adds or others):
+                others = self._others(node, value)
+                if ended and others:
                     continue
                 seen.add(node.id)
                 self._nodes[node.id] = node
                 made = node.outputs[0]
                 self._made[made.id] = True
-                whole = math.prod(made.shape) == size
-                if node.primitive in ("mul", "div"):
-                    # Each is looked at, for its nodes: x, or a mean that x is shifted by.
-                    met = [a for a in others if self.of_x(a)]
-                    if whole and any(math.prod(a.shape) == size for a in met):
-                        self.quotients.append(node)
-                elif shifted and len(list(filter(self.of_x, others))) == len(others):
-                    self.shifts.append(node)
-                if whole and node.primitive not in VIEWS and is_float(made.dtype):
+                adds = self._join(node, others)
+                if self._may_be_result(node):
                     found.append(made)
                 stack.append((made, ended or adds))
         return sorted(found, key=lambda v: -v.id)
+
+    def _others(self, node: Node, value: Value) -> list[Value]:
+        """What a node reads beside a value, but numbers."""
+        return [a for a in node.values if a.id != value.id and not self._literal(a)]
+
+    def _join(self, node: Node, others: Sequence[Value]) -> bool:
+        """Keeps a node behind the root as a quotient or a shift, if it is one; whether it adds a term that is not made of the root.
+
+        Args:
+          others: what it reads beside what is made of the root.
+        """
+        shifted = bool(others) and all(map(self._after_root, others))
+        # Each of the others is looked at, for its nodes: x, or a mean that x is shifted by.
+        if node.primitive in ("mul", "div"):
+            met = [a for a in others if self.of_x(a)]
+            if self._is_whole(node.outputs[0]) and any(map(self._is_whole, met)):
+                self.quotients.append(node)
+        elif shifted and len([a for a in others if self.of_x(a)]) == len(others):
+            self.shifts.append(node)
+        return node.primitive in ("add", "sub") and bool(others) and not shifted
+
+    def _is_whole(self, value: Value) -> bool:
+        """Whether a value is as large as x."""
+        return math.prod(value.shape) == math.prod(self.x.shape)
+
+    def _may_be_result(self, node: Node) -> bool:
+        made = node.outputs[0]
+        return self._is_whole(made) and node.primitive not in VIEWS and is_float(made.dtype)
 
     def _after_root(self, value: Value) -> bool:
         """Whether a value is made of the root, as the shift of a norm is that is written as a scale and a shift."""
@@ -256,7 +287,7 @@ class Surroundings:
             if view.ref[node.outputs[0].id].nid == root:
                 return True
             seen.add(node.id)
-            stack += [a for a in node.inputs if isinstance(a, Value)] if node.primitive in _LINEAR else []
+            stack += node.values if node.primitive in _LINEAR else []
         return False
 
     def _factor(self, view: View) -> None:
@@ -275,26 +306,25 @@ class Surroundings:
     def _view(self) -> View:
         """Over the nodes between x and the results, and the views of whatever else those read."""
         nodes, leaves = dict(self._nodes), [self.x]
-        made = {v.id for n in nodes.values() for v in n.outputs} | {self.x.id}
-        stack = [a for n in nodes.values() for a in n.inputs if isinstance(a, Value) and a.id not in made]
-        seen: set[int] = set()
+        stack, seen = self._read_beside(), set[int]()
         while stack:
             value = stack.pop()
             if value.id in seen:
                 continue
             seen.add(value.id)
-            node = self.maker(value)
-            if self._literal(value):
-                below = [] if node is None else [a for a in node.inputs if isinstance(a, Value)]
-            elif value.id == self.base(value).id:
+            node, is_literal = self.maker(value), self._literal(value)
+            if not is_literal and value.id == self.base(value).id:
                 leaves.append(value)
-                continue
-            else:
-                below = [a for a in self.block.producer[value.id].inputs[:1] if isinstance(a, Value)]
-            if node is not None:
+            elif node is not None:
                 nodes[node.id] = node
-            stack += below
+                # Of a view that is no literal only what it is a view of.
+                stack += node.values if is_literal else node.values[:1]
         return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])
+
+    def _read_beside(self) -> list[Value]:
+        """What the nodes between x and the results read that is neither x nor made by one of them."""
+        made = {v.id for n in self._nodes.values() for v in n.outputs} | {self.x.id}
+        return [a for n in self._nodes.values() for a in n.values if a.id not in made]
 
 
 @dataclass(frozen=True)
@@ -321,12 +351,18 @@ class Groups:
         if maker is None or maker.primitive != "reshape" or not isinstance(x := maker.inputs[0], Value):
             return None
         summed = set(summed_axes(sums[0], around.x))
-        starts = {math.prod(x.shape[:i]): n for i, n in enumerate(x.shape)}  # entries before an axis -> its length
-        for i, (groups, each) in enumerate(itertools.pairwise(value.shape)):
-            split = min(groups, each) > 1 and starts.get(math.prod(value.shape[:i])) == groups * each
-            if split and i not in summed and i + 1 in summed and len(summed) > 1:
+        for i, groups, each in _taken_apart(x.shape, value.shape):
+            if summed & {i, i + 1} == {i + 1} and len(summed) > 1:
                 return cls(x, groups, each, _batch_axes(x.shape, value.shape, i, summed))
         return None
+
+
+def _taken_apart(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where a reshape makes two axes of one: the first of them, and the lengths of both."""
+    starts = {math.prod(before[:i]): n for i, n in enumerate(before)}  # entries before an axis -> its length
+    for i, (outer, inner) in enumerate(itertools.pairwise(after)):
+        if min(outer, inner) > 1 and starts.get(math.prod(after[:i])) == outer * inner:
+            yield i, outer, inner
 
 
 def _batch_axes(before: Sequence[int], after: Sequence[int], i: int, summed: set[int]) -> int | None:

@@ -1,0 +1,63 @@
+"""What no fused op can stand for, whatever it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...graph.dtypes import is_float, narrows
+from ...graph.matching.region import Region
+from ...graph.primitives import SUMS_OVER_DEVICES
+from ...graph.program.in_shard_map import has_mesh
+from ...graph.program.ir import Atom, Node, Value, all_nodes
+from .declining import anchor_text
+
+
+def unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
+    """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
+    values = *region.inputs, *region.roots
+    if any(0 in v.shape for v in values):
+        return "axes", f"{region.root!r} or one of its operands is empty"
+    odd = _odd_result(region)
+    if odd is not None:
+        return "dtype", f"{odd!r}, a result of the site, is no float"
+    summed = None if sums else _sum_over_devices(region)
+    if summed is not None:
+        return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
+    if not all(has_mesh(v.aval) for v in values):
+        return (
+            "region",
+            f"{region.root!r} or one of its operands varies along an axis of no mesh around it, or is still to be summed along one",
+        )
+    rounding = _rounding(region)
+    if rounding is not None:
+        made = rounding.outputs[0].dtype
+        return "dtype", f"{anchor_text(rounding)} rounds to {made} inside the site; the fused op would not round there"
+    return None
+
+
+def _odd_result(region: Region) -> Value | None:
+    """Of several results the first that is no float."""
+    return next((v for v in region.roots if not is_float(v.dtype)), None) if region.others else None
+
+
+def _sum_over_devices(region: Region) -> Node | None:
+    return next((n for n in all_nodes(region.nodes) if n.primitive in SUMS_OVER_DEVICES), None)
+
+
+def _rounding(region: Region) -> Node | None:
+    """The first node that rounds to fewer bits than what the fused op would keep there."""
+    floats = _floats((*region.inputs, *region.roots))
+    for node in all_nodes(region.nodes):
+        made = node.outputs[0].dtype
+        read = _floats(node.inputs)
+        # A cast may round to what the site's operands have anyway; a product that rounds its own sum is another matter.
+        against = floats if node.primitive == "convert_element_type" else read
+        if is_float(made) and read and all(narrows(made, dtype) for dtype in against):
+            return node
+    return None
+
+
+def _floats(atoms: Iterable[Atom]) -> list[Any]:
+    """The dtypes that are floats of some values."""
+    return [a.dtype for a in atoms if is_float(a.dtype)]
