@@ -13,13 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from ....graph.certify.activations import between
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens
 from ....graph.program.ir import Node, Value
-from ....kernels.op.arrays import is_explicitly_sharded, precisions
+from ....kernels.op.arrays import is_default, is_explicitly_sharded
 from ....kernels.ops.matmul.axes import Dimensions, Product, canonical
 from ...engine.site import Site
 from ..linear.epilogues import Epilogue
@@ -91,10 +90,9 @@ class Reader:
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
-        if any(p not in (None, lax.Precision.DEFAULT) for p in precisions(call.precision)):
-            return (
-                call  # asked for more than the default, or for an algorithm by name: with the operands that they have
-            )
+        if not is_default(call.precision):
+            # Asked for more than the default, or for an algorithm by name: with the operands that they have.
+            return call
         # In float32 products of numbers of 16 bits are exact, and summed in float32 they are what the product of both as they are is.
         return replace(call, a=narrow[0], b=narrow[1], widened=True)
 
