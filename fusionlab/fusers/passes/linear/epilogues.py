@@ -79,6 +79,13 @@ class Epilogue:
             problem = self.unknown(nodes, *first_unknown)
         return None, None, problem or self.custom_rule()
 
+    def last(self) -> tuple[Value | None, str | None, Rejection | None]:
+        """`activation`; in a differentiated program also one whose inner values are read elsewhere: by the backward pass, maybe."""
+        end, name, problem = self.activation()
+        if end is None and self.leaking is not None and self.site.search.differentiated:
+            end, name = self.leaking
+        return end, name, problem
+
     def alike(self, nodes: list[Node]) -> Iterator[Node]:
         """Those of some nodes that make values like the start, the last first."""
         like = self.start.shape, self.start.dtype
