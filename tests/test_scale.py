@@ -207,7 +207,7 @@ def test_unfolding_a_group_does_not_fold_the_program_again(measured, layers, mon
     small, found = (found for found, *_ in measured)
     drawn(Pictures(small.graph, small), [])
     folds = []
-    monkeypatch.setattr(pictures_module, "fold", lambda *a, **k: folds.append(1) or fold(*a, **k))
+    monkeypatch.setattr(pictures_module, "fold_graph", lambda *a, **k: folds.append(1) or fold(*a, **k))
     pictures = Pictures(found.graph, found)
     view, first = counted(lambda: pictures.view(enabled=None))
     wanted = next(b["id"] for b in view["boxes"] if b["closed"])

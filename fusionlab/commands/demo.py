@@ -116,11 +116,17 @@ class Demo:
         yield from (_timing_row(timing) for timing in self.result.timings)
         if not self.result.timings:
             yield ["time", "", "", "", f"not measured: {self.result.verdict}"]
+        yield from self._memory_rows()
+        yield from self._error_rows()
+
+    def _memory_rows(self) -> Iterator[list[str]]:
         for what, memory in (("forward", self.result.memory), ("forward + backward", self.result.memory_grad)):
             if memory is not None:
                 before, after = memory.before.temp, memory.after.temp
                 ratio = f"{before / after:.2f}x" if after else ""
                 yield [f"compiled temporaries, {what}", mebibytes(before), mebibytes(after), ratio, ""]
+
+    def _error_rows(self) -> Iterator[list[str]]:
         leaves = self.result.numerics.leaves if self.result.numerics else ()
         for kind in ("output", "gradient"):
             of_kind = [leaf for leaf in leaves if leaf.kind == kind]

@@ -97,14 +97,16 @@ class Doctor:
         lines += [f"  the first has {', '.join(facts)}"] if (facts := list(_facts(self.device))) else []
         lines += ["Backends and outputs"]
         lines += [f"  {'ready  ' if a.ready else 'missing'}  {a.name:<22} {a.reason}" for a in self.abilities]
-        lines += ["Packages and programs"]
-        for n in self.needs:
-            state = n.version or "found" if n.present else "missing"
-            lines.append(f"  {n.name:<16} {state:<10} {n.purpose}" + ("" if n.present else f"; {n.remedy}"))
+        lines += ["Packages and programs", *map(_need_line, self.needs)]
         lines += ["Caches of this process"]
         for name, counts in self.caches.items():
             lines.append(f"  {name:<16} " + ", ".join(f"{k} {v}" for k, v in counts.items()))
         return "\n".join([*lines, "Next", f"  {self.next_command}"])
+
+
+def _need_line(need: Need) -> str:
+    state = need.version or "found" if need.present else "missing"
+    return f"  {need.name:<16} {state:<10} {need.purpose}" + ("" if need.present else f"; {need.remedy}")
 
 
 def _facts(device: Device) -> Iterator[str]:

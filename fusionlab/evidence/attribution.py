@@ -136,15 +136,21 @@ def _compiled(block: Block, cut: Sequence[tuple[str, list[Node]]], leaves: Seque
     consts = {v.id for v, _ in block.consts}
     programs = []
     for name, nodes in cut:
-        made = {v.id: v for n in nodes for v in n.outputs}
-        taken = {a.id: a for n in nodes for a in n.inputs if isinstance(a, Value) and a.id not in made}
-        inputs = [v for v in taken.values() if v.id not in consts]
-        inside = {n.id for n in nodes}
-        given = [v for v in made.values() if v.id in block.returned or _leaves_part(block, v, inside)]
+        taken, given = _ends(block, nodes)
+        inputs = [v for v in taken if v.id not in consts]
         program = _program(name, slice_jaxpr(block, nodes, inputs, given), [known[v.id] for v in inputs])
         known.update(zip((v.id for v in given), program.run(), strict=True))
         programs.append(program)
     return programs
+
+
+def _ends(block: Block, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
+    """What a part of a block reads that it does not make, and what it makes for the rest."""
+    made = {v.id: v for n in nodes for v in n.outputs}
+    taken = {a.id: a for n in nodes for a in n.values if a.id not in made}
+    inside = {n.id for n in nodes}
+    given = [v for v in made.values() if v.id in block.returned or _leaves_part(block, v, inside)]
+    return list(taken.values()), given
 
 
 def _leaves_part(block: Block, value: Value, inside: set[int]) -> bool:

@@ -137,9 +137,7 @@ def _peak(memory: Memory | None) -> str:
 
 
 def _errors(old: Evidence, new: Evidence) -> Iterator[Change]:
-    before, after = (
-        {f"{leaf.kind} {leaf.name}": leaf for leaf in (e.numerics.leaves if e.numerics else ())} for e in (old, new)
-    )
+    before, after = _leaves(old), _leaves(new)
     for name in (*before, *(n for n in after if n not in before)):
         first, second = before.get(name), after.get(name)
         was, now = _error(first), _error(second)
@@ -147,6 +145,11 @@ def _errors(old: Evidence, new: Evidence) -> Iterator[Change]:
             yield Change(name, was, now, "not compared", "in one of them only")
         else:
             yield Change(name, was, now, "same" if first.ok == second.ok else "better" if second.ok else "worse")
+
+
+def _leaves(record: Evidence) -> dict[str, LeafNumerics]:
+    """Every output and gradient with its errors, by kind and name."""
+    return {f"{leaf.kind} {leaf.name}": leaf for leaf in (record.numerics.leaves if record.numerics else ())}
 
 
 def _error(leaf: LeafNumerics | None) -> str:

@@ -86,13 +86,15 @@ def _told(text: str) -> str:
     if op == "gemm_epilogue":
         shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
         return f"{op} {c['activation']} {shape} {c['dtype']} {role}" + (", mask in bits" if c["packed"] else "")
-    lists = {
-        k: (" " if all(isinstance(one, str) for one in v) else "x").join(map(str, v))
-        for k, v in c.items()
-        if isinstance(v, list)
-    }
-    told = (f"{k} {lists.get(k, v)}" for k, v in c.items() if v is not False)
+    told = (f"{k} {_value_text(v)}" for k, v in c.items() if v is not False)
     return f"{op} {', '.join(told)}, {role}"
+
+
+def _value_text(value: Any) -> str:
+    """A setting for a reader: a list of numbers as sizes."""
+    if not isinstance(value, list):
+        return str(value)
+    return (" " if all(isinstance(one, str) for one in value) else "x").join(map(str, value))
 
 
 def _with_times(choice: Choice) -> str:
@@ -165,13 +167,7 @@ def tune_calls(calls: Sequence[Call], progress: Progress = False, samples: int =
 
 
 def _rivals(call: Call, device: Device, samples: int) -> Rivals | None:
-    op, role = call.primitive.op, call.primitive.role
-    variants = []
-    for change in op.variants(role, **dict(call.params)):
-        params = dict(call.params) | change
-        shapes = op.operand_shapes(dict(call.shapes), **params)
-        names = [n for n, one in op.implementations.items() if not one.refuses(shapes, device, role=role, **params)]
-        variants.append((change, params, shapes, names))
+    variants = list(_variants(call, device))
     if all(names == ["xla"] for *_, names in variants):
         return None
     times = []
@@ -184,6 +180,16 @@ def _rivals(call: Call, device: Device, samples: int) -> Rivals | None:
         timed = time_on_device(programs, samples=samples)
         times.append((change, {n: t.median_s * 1e6 for n, t in timed.items()}))
     return Rivals(call, tuple(times))
+
+
+def _variants(call: Call, device: Device) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
+    """Each change of a call's settings: what is changed, the parameters, the operands' shapes, and the implementations that can run it."""
+    op, role = call.primitive.op, call.primitive.role
+    for change in op.variants(role, **dict(call.params)):
+        params = dict(call.params) | change
+        shapes = op.operand_shapes(dict(call.shapes), **params)
+        names = [n for n, one in op.implementations.items() if not one.refuses(shapes, device, role=role, **params)]
+        yield change, params, shapes, names
 
 
 def _program(function: Any, operands: Sequence[Any]) -> Any:

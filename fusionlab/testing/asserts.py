@@ -133,16 +133,17 @@ def assert_fused(
         raise ArgumentError("assert_fused: got neither expect nor survive, needed a count to assert")
     call = Call(fn, args, **options)
     found = call.find()
-    counts = _counts(found, expect or {})
-    wrong = {name: n for name, n in (expect or {}).items() if counts[name] != n}
+    expect, survive = expect or {}, survive or {}
+    counts = _counts(found, expect)
+    wrong = {name: n for name, n in expect.items() if counts[name] != n}
     after = found.apply() if survive else found.graph
-    left = {name: survivors(found, after, name) for name in survive or {}}
-    odd = {name: n for name, n in (survive or {}).items() if len(left[name]) != n}
+    left = {name: (n, survivors(found, after, name)) for name, n in survive.items()}
+    odd = {name: (n, stay) for name, (n, stay) in left.items() if len(stay) != n}
     if wrong or odd:
         said = [f"{name}: {_count_text(counts[name])}, expected {n}" for name, n in wrong.items()]
-        said += [f"{name}: {len(left[name])} not fused, expected {n}" for name, n in odd.items()]
-        lines = _count_lines(found, wrong, counts, {name: (n, left[name]) for name, n in odd.items()})
-        raise FusionAssertionError("\n".join([f"{call.name}: {'; '.join(said)}", *lines]), found)
+        said += [f"{name}: {len(stay)} not fused, expected {n}" for name, (n, stay) in odd.items()]
+        lines = [f"{call.name}: {'; '.join(said)}", *_count_lines(found, wrong, counts, odd)]
+        raise FusionAssertionError("\n".join(lines), found)
     return found
 
 
@@ -169,19 +170,25 @@ def _count_lines(
     odd: Mapping[str, tuple[int, list[Survivor]]],
 ) -> list[str]:
     """Below the headline: what there is too much of, and why there is too little."""
-    lines: list[str] = []
     extra = [name for name, n in wrong.items() if isinstance(n, int) and _as_int(counts[name]) > n]
-    for name in extra:
-        own = [c for c in found.select() if c.pass_name == name.removesuffix("_grad") or name in c.concepts]
-        lines += [f"fused by {name}:", *site_lines(own)]
+    lines = [line for name in extra for line in (f"fused by {name}:", *site_lines(_sites_of(found, name)))]
     stay = [s for n, left in odd.values() if len(left) > n for s in left]
     lines += ["not fused:", *survivor_lines(stay)] if stay else []
     lacking = [name.removesuffix("_grad") for name in wrong if name not in extra]
-    if lacking or stay:
-        concepts = [name for name in lacking if name not in found.passes]
-        lines += nearest_lines(found, nearest(found, lacking, concepts, stay))
-        lines += [f"  backward: {p.text}" for p in found.pairs if p.stays and p.site.partition("@")[0] in lacking][:3]
-    return lines
+    return [*lines, *_lacking_lines(found, lacking, stay)] if lacking or stay else lines
+
+
+def _sites_of(found: Findings, name: str) -> list[Candidate]:
+    """The sites that are fused, of a pass (also by the name of its gradient) or of a concept."""
+    return [c for c in found.select() if c.pass_name == name.removesuffix("_grad") or name in c.concepts]
+
+
+def _lacking_lines(found: lab.Findings, lacking: Sequence[str], stay: Sequence[Survivor]) -> list[str]:
+    """The nearest misses of passes and concepts that fuse too little, and the backward passes that stay as they are."""
+    concepts = [name for name in lacking if name not in found.passes]
+    stays = (p for p in found.pairs if p.stays and p.site.partition("@")[0] in lacking)
+    backward = [f"  backward: {p.text}" for p in stays]
+    return [*nearest_lines(found, nearest(found, lacking, concepts, stay)), *backward[:3]]
 
 
 def _as_int(count: int | str) -> int:
@@ -222,22 +229,31 @@ def assert_rejected(
     found = call.find()
     if pass_ is not None and pass_ not in found.passes:
         raise unknown_name("pass", pass_, found.passes)
-    asked = [r for r in found.rejections if pass_ in (None, r.pass_name) and _stands_at(found, r, at)]
+    asked = [r for r in found.rejections if _is_asked(found, r, pass_, at)]
     same = tuple(r for r in asked if r.code == code)
     if same and count in (None, len(same)):
         return same
-    wanted = f"{'a site' if count is None else count} declined [{code}]"
-    where = "".join((f" by {pass_}" if pass_ else "", f" at {at}" if at else ""))
-    lines = [f"{call.name}: expected {wanted}{where}, got {len(same) or 'none'}"]
-    fused = [c for c in found.select() if pass_ in (None, c.pass_name) and _stands_at(found, c, at)]
-    lines += ["fused:", *site_lines(fused)] if fused else []
+    headline = f"{call.name}: expected {_wanted(code, pass_, at, count)}, got {len(same) or 'none'}"
+    fused = [c for c in found.select() if _is_asked(found, c, pass_, at)]
+    raise FusionAssertionError("\n".join([headline, *_instead_lines(found, fused, asked, code)]), found)
+
+
+def _is_asked(found: lab.Findings, item: Candidate | Rejection, pass_: str | None, at: str | None) -> bool:
+    """Whether a site is of a pass, and stands somewhere; None for any, and for anywhere."""
+    return pass_ in (None, item.pass_name) and at in (None, item.id, item.scope, *map(str, sources_of(found, item)))
+
+
+def _wanted(code: str, pass_: str | None, at: str | None, count: int | None) -> str:
+    """What `assert_rejected` is asked for, in words."""
+    by, where = f" by {pass_}" if pass_ else "", f" at {at}" if at else ""
+    return f"{'a site' if count is None else count} declined [{code}]{by}{where}"
+
+
+def _instead_lines(found: lab.Findings, fused: Sequence[Candidate], asked: Sequence[Rejection], code: str) -> list[str]:
+    """Where a site should be declined for a reason: what is fused there, and what is declined there, or for that, or at all."""
+    lines = ["fused:", *site_lines(fused)] if fused else []
     others = asked or [r for r in found.rejections if r.code == code] or found.rejections
-    lines += nearest_lines(found, others) if others or not fused else []
-    raise FusionAssertionError("\n".join(lines), found)
-
-
-def _stands_at(found: lab.Findings, item: Candidate | Rejection, at: str | None) -> bool:
-    return at in (None, item.id, item.scope, *map(str, sources_of(found, item)))
+    return [*lines, *nearest_lines(found, others)] if others or not fused else lines
 
 
 def assert_equivalent(
@@ -282,10 +298,14 @@ def assert_equivalent(
         n = len(evidence.numerics.leaves)
         lines = [f"{call.name}: {len(bad)} of {n} outputs and gradients are worse than the original's"]
         lines += [f"  {leaf}" for leaf in bad[:3]] + ([f"  and {len(bad) - 3} more"] if len(bad) > 3 else [])
-        fusing = found.select() if found is not None else ()
-        lines += ["fused:", *site_lines(fusing)] if fusing else []
-        raise FusionAssertionError("\n".join(lines), found, evidence)
+        raise FusionAssertionError("\n".join([*lines, *_fused_lines(found)]), found, evidence)
     return evidence
+
+
+def _fused_lines(found: lab.Findings | None) -> list[str]:
+    """The sites that are fused by default; none where there are no findings."""
+    fusing = found.select() if found is not None else ()
+    return ["fused:", *site_lines(fusing)] if fusing else []
 
 
 def assert_not_slower(
@@ -334,9 +354,7 @@ def assert_not_slower(
     slow = [t for t in evidence.timings if judged(t).interval[1] < 1 - margin]
     if slow:
         lines = [f"{call.name}: slower than jax.jit of it by more than {margin:.0%}", *(f"  {t}" for t in slow)]
-        fusing = found.select() if found is not None else ()
-        lines += ["fused:", *site_lines(fusing)] if fusing else []
-        raise FusionAssertionError("\n".join(lines), found, evidence)
+        raise FusionAssertionError("\n".join([*lines, *_fused_lines(found)]), found, evidence)
     return evidence
 
 

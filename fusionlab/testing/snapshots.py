@@ -97,13 +97,23 @@ def check_snapshot(path: Path, text: str, update: bool, found: Findings | None =
     where = f"{FOLDER}/{path.parent.name}/{path.name}"
     if stored is None:
         raise FusionAssertionError(f"no snapshot {where} yet: run pytest {UPDATE}, read the file, and commit it", found)
-    new = [r for r in found.rejections if _declined(r) not in stored] if found is not None else []
-    reasons = nearest_lines(found, new) if found is not None and new else []
+    reasons = _newly_declined(found, stored) if found is not None else []
+    advice = f"if that is meant, run pytest {UPDATE} and commit the file"
+    lines = [f"snapshot {where} differs; {advice}", *reasons, *_difference(stored, text)]
+    raise FusionAssertionError("\n".join(lines), found)
+
+
+def _newly_declined(found: Findings, stored: str) -> list[str]:
+    """The sites that were not declined when a text was stored, as a failure tells them."""
+    new = [r for r in found.rejections if _declined(r) not in stored]
+    return nearest_lines(found, new) if new else []
+
+
+def _difference(stored: str, text: str) -> list[str]:
+    """What differs, cut short."""
     lines = list(difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now", lineterm="", n=1))
     more = len(lines) - _LINES
-    lines = [*lines[:_LINES], f"... and {more} more lines"] if more > 0 else lines
-    advice = f"if that is meant, run pytest {UPDATE} and commit the file"
-    raise FusionAssertionError("\n".join([f"snapshot {where} differs; {advice}", *reasons, *lines]), found)
+    return [*lines[:_LINES], f"... and {more} more lines"] if more > 0 else lines
 
 
 def _declined(rejection: Rejection) -> str:

@@ -16,6 +16,7 @@ from ..errors import unknown_name
 from ..fusers import Candidate, Findings, Rejection
 from ..fusers.passes.linear.epilogues import KNOWN
 from ..graph.canonical.blocks import views
+from ..graph.canonical.view import View
 from ..graph.certify.activations import NONLINEAR, between, cone, recognise
 from ..graph.certify.certify import Certifier
 from ..graph.program.graph import Graph
@@ -75,25 +76,34 @@ def activations(graph: Graph) -> list[tuple[str, Node]]:
     certifier = Certifier(plain_meaning_of)
     ends: dict[int, tuple[str, Node]] = {}
     for view, _ in views(graph):
-        # The nodes of those found so far, but for their last ones, from whose values others may start.
-        inner: set[int] = set()
-        block = view.block
-        for start in (*block.inputs, *(v for n in block.nodes for v in n.outputs)):
-            maker = block.producer.get(start.id)
-            if (maker is not None and maker.id in inner) or not _is_float(start):
-                continue
-            nodes = [n for n in cone(view, start) if not in_backward(n)]
-            if not any(n.primitive in NONLINEAR for n in nodes):
-                continue
-            for node in reversed(nodes):
-                end = node.outputs[0]
-                if node.id in inner or node.id in ends or (end.shape, end.dtype) != (start.shape, start.dtype):
-                    continue
-                name = recognise(view, start, end, KNOWN, certifier).name
-                if name is not None:
-                    inner.update(n.id for n in between(view, start, end) if n.id != node.id)
-                    ends[node.id] = (ACTIVATIONS[name].kind, node)
+        _add_activations(view, certifier, ends)
     return [ends[i] for i in sorted(ends)]
+
+
+def _add_activations(view: View, certifier: Certifier, ends: dict[int, tuple[str, Node]]) -> None:
+    """Adds the known activations of a block to `ends`, by the nodes that end them."""
+    # The nodes of those found so far, but for their last ones, from whose values others may start.
+    inner: set[int] = set()
+    block = view.block
+    for start in (*block.inputs, *(v for n in block.nodes for v in n.outputs)):
+        maker = block.producer.get(start.id)
+        if (maker is not None and maker.id in inner) or not _is_float(start):
+            continue
+        for node in _ends_alike(view, start):
+            if node.id in inner or node.id in ends:
+                continue
+            name = recognise(view, start, node.outputs[0], KNOWN, certifier).name
+            if name is not None:
+                inner |= {n.id for n in between(view, start, node.outputs[0])} - {node.id}
+                ends[node.id] = (ACTIVATIONS[name].kind, node)
+
+
+def _ends_alike(view: View, start: Value) -> Iterator[Node]:
+    """The nodes that may end an activation of a value in the forward pass: they make values like it. The last first."""
+    nodes = [n for n in cone(view, start) if not in_backward(n)]
+    if any(n.primitive in NONLINEAR for n in nodes):
+        like = start.shape, start.dtype
+        yield from (n for n in reversed(nodes) if (n.outputs[0].shape, n.outputs[0].dtype) == like)
 
 
 def _is_float(value: Value) -> bool:

@@ -65,12 +65,19 @@ def tolerance(dtype: Any, reduction_size: int = 1, *, tf32: bool = False) -> Tol
         raise ArgumentError(f"dtype: got {dtype}, needed a floating dtype; integers and bools are compared exactly")
     if reduction_size < 1:
         raise ArgumentError(f"reduction_size: got {reduction_size}, needed at least 1")
-    name = {"complex64": "float32", "complex128": "float64"}.get(str(dtype), str(dtype))
-    name = "float8" if name.startswith("float8") else name
-    name = "tf32" if tf32 and name == "float32" else name
+    name = _row_name(str(dtype), tf32)
     rows = [t for t in TOLERANCES if t.dtype == name and reduction_size <= t.reduction_size]
     if not rows:
         raise ArgumentError(
             f"dtype: got {dtype}, needed one of {', '.join(dict.fromkeys(t.dtype for t in TOLERANCES))}"
         )
     return rows[0]
+
+
+def _row_name(dtype: str, tf32: bool) -> str:
+    """What the table calls a dtype."""
+    if dtype.startswith("float8"):
+        return "float8"
+    # Each part of a complex number is a float of half its bits.
+    name = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    return "tf32" if tf32 and name == "float32" else name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -53,23 +55,36 @@ class Filtered:
 
     def _split(self, args: tuple, kwargs: dict) -> tuple[_Fixed, list[Any]]:
         if self._nums or self._names:
-            args = tuple(_Whole(a) if i in self._nums else a for i, a in enumerate(args))
-            kwargs = {key: _Whole(a) if key in self._names else a for key, a in kwargs.items()}
+            args, kwargs = self._with_whole(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=self._is_leaf)
         kinds = [_ARRAY if type(x) in _ARRAYS else _kind_of(x) for x in leaves]
-        # Numbers are fixed beside what has to be, as filter_jit has it; alone they are arrays, as jax.jit has it.
-        others = self._numbers or _OTHER in kinds
-        moving = [kind is _ARRAY or (kind is _NUMBER and not others) for kind in kinds]
-        for kind, x in zip(kinds, leaves, strict=True):
-            if kind is _OTHER and _may_change(x):
-                raise self._may_change(x, args, kwargs)
+        if _OTHER in kinds:
+            self._check(leaves, kinds, args, kwargs)
+        moving = self._moving(kinds)
         keys = tuple(_ARRAY if m else _key(x) for m, x in zip(moving, leaves, strict=True))
-        fixed = _Fixed(tree, keys, tuple(x for m, x in zip(moving, leaves, strict=True) if not m))
+        fixed = _Fixed(tree, keys, tuple(itertools.compress(leaves, map(operator.not_, moving))))
         try:
             hash(fixed)
         except TypeError:
             raise unhashable(self._fn, args, kwargs) from None
-        return fixed, [x for m, x in zip(moving, leaves, strict=True) if m]
+        return fixed, list(itertools.compress(leaves, moving))
+
+    def _with_whole(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, those that are fixed as a whole marked."""
+        marked = tuple(_Whole(a) if i in self._nums else a for i, a in enumerate(args))
+        return marked, {key: _Whole(a) if key in self._names else a for key, a in kwargs.items()}
+
+    def _moving(self, kinds: list[str]) -> list[bool]:
+        """Of leaves of these kinds, which are arrays of the call; the rest is fixed."""
+        # Numbers are fixed beside what has to be, as filter_jit has it; alone they are arrays, as jax.jit has it.
+        others = self._numbers or _OTHER in kinds
+        return [kind is _ARRAY or (kind is _NUMBER and not others) for kind in kinds]
+
+    def _check(self, leaves: list[Any], kinds: list[str], args: tuple, kwargs: dict) -> None:
+        """Raises MayChange for a leaf that is to be fixed and may be another at the next call."""
+        for kind, x in zip(kinds, leaves, strict=True):
+            if kind is _OTHER and _may_change(x):
+                raise self._may_change(x, args, kwargs)
 
     def _with_fixed(self, fixed: _Fixed, arrays: list[Any]) -> Any:
         given, held = iter(arrays), iter(fixed.values)

@@ -62,6 +62,18 @@ _DROPPING = {"jax": "a transformation of JAX's own", "equinox": "a transformatio
 _WANTS_A_NUMBER = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
 
+def _joined(asked: Mapping[str, Any], own: Mapping[str, Any], before: int) -> dict[str, Any]:
+    """What is held fixed of a function that has so many arguments before those that its user counts.
+
+    Args:
+      asked: what `fuse` was asked to hold fixed, as keyword arguments of `jax.jit`; `own`: what the function's own jit holds fixed.
+    """
+    nums = tuple(n + before if n >= 0 else n for n in asked["static_argnums"])
+    both = {k: (*v, *own.get(k, ())) for k, v in {**asked, "static_argnums": nums}.items()}
+    # jit infers the one from the other only where the other is not given at all.
+    return {k: v for k, v in both.items() if v}
+
+
 class Fused:
     """A function with its sites fused: same signature as the original, used like `jax.jit` of it.
 
@@ -85,10 +97,7 @@ class Fused:
         functools.update_wrapper(self, fn, updated=())
         own = self._jit.static if self._jit is not None else {}
         self.asked: Mapping[str, Any] = {k: as_tuple(options[k]) for k in ("static_argnums", "static_argnames")}
-        nums = tuple(n + len(self._head) if n >= 0 else n for n in self.asked["static_argnums"])
-        asked = {**self.asked, "static_argnums": nums}
-        # jit infers the one from the other only where the other is not given at all.
-        self.static: Mapping[str, Any] = {k: v for k, v in ((k, (*v, *own.get(k, ()))) for k, v in asked.items()) if v}
+        self.static: Mapping[str, Any] = _joined(self.asked, own, len(self._head))
         self._way = {"nnx.jit": CARRIES}.get(self._jit.kind, self._jit.kind) if self._jit is not None else ASKS
         self._runners: dict[tuple[str, str], Any] = {}
         self._usual = self._first()
@@ -136,16 +145,21 @@ class Fused:
         device = Device.current()
         found = find_in(graph, o["passes"], device, o["implementation"])
         self._check_implementation(found)
-        if o["dump"] is not None:
-            from .dump import write_dump
-
-            write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
+        self._dump(graph, device)
         closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
         outs = as_function(closed)(*jax.tree.leaves((bound.args, bound.kwargs)))
         out = bound.finish(jax.tree.unflatten(graph.out_tree, outs))
         if way == ASKS and _holds_objects(out):
             raise _Objects
         return out
+
+    def _dump(self, graph: PlainGraph, device: Device) -> None:
+        """Writes what `dump=` asked for, if it did."""
+        o = self._options
+        if o["dump"] is not None:
+            from .dump import write_dump
+
+            write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
 
     def _check_implementation(self, found: PlainFindings) -> None:
         """Raises BackendError where the implementation that was named cannot run a site that is to be fused."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,16 +128,17 @@ class Findings:
         Raises:
           UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
         """
-        names = {c.id for c in self.candidates} | {r.id for r in self.rejections} | set(self.passes)
-        wanted = None if enabled is None else {enabled} if isinstance(enabled, str) else set(enabled)
-        skip = {skip} if isinstance(skip, str) else set(skip)
-        for name in (*(wanted or ()), *skip):
-            if name not in names:
-                raise unknown_name("site or pass", name, names)
-        chosen = (
-            c for c in self.candidates if (not c.idle if wanted is None else c.id in wanted or c.pass_name in wanted)
-        )
-        return tuple(c for c in chosen if c.id not in skip and c.pass_name not in skip)
+        wanted, left = None if enabled is None else _names(enabled), _names(skip)
+        self._check_names((*(wanted or ()), *left))
+        chosen = (c for c in self.candidates if (not c.idle if wanted is None else _is_named(c, wanted)))
+        return tuple(c for c in chosen if not _is_named(c, left))
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Raises UnknownNameError for what is neither a site of this graph nor a pass that was asked."""
+        known = {c.id for c in self.candidates} | {r.id for r in self.rejections} | set(self.passes)
+        for name in names:
+            if name not in known:
+                raise unknown_name("site or pass", name, known)
 
     def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
         """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
@@ -173,12 +174,12 @@ class Findings:
     def line(self, pass_name: str) -> str:
         """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
         found = [c for c in self.candidates if c.pass_name == pass_name]
-        mine = [c for c in found if not c.idle]
+        mine = [c.id for c in found if not c.idle]
         left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
         why = f" ({', '.join(counted(declined))})" if declined else ""
         before = self.graph.node_count
-        after = self.apply([c.id for c in mine]).node_count if mine else before
+        after = self.apply(mine).node_count if mine else before
         return (
             f"{pass_name}: {len(mine)} subgraphs fused{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
         )
@@ -264,13 +265,7 @@ class Findings:
         With `origin`, a rejection says which line of FusionLab declined it.
         """
         if isinstance(node, str) and "@" in node:
-            return "\n".join(
-                [
-                    _explained(self[node], origin),
-                    *self._site_cost(node),
-                    *(f"  {p.text}" for p in self.pairs if p.site == node),
-                ]
-            )
+            return self._explained_site(node, origin)
         given = self._given(node)
         if given is not None:
             return given
@@ -280,6 +275,11 @@ class Findings:
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().told(found)}")
         return "\n".join([node_text(found), *("  " + text for text in texts)])
+
+    def _explained_site(self, site: str, origin: bool) -> str:
+        """A site or a structure, what it costs, and its backward pass."""
+        pairs = (f"  {p.text}" for p in self.pairs if p.site == site)
+        return "\n".join([_explained(self[site], origin), *self._site_cost(site), *pairs])
 
     def _site_cost(self, site: str) -> list[str]:
         """What the nodes of a candidate cost as they are, and as one kernel."""
@@ -370,6 +370,10 @@ def _explained(item: Candidate | Rejection | Structure, origin: bool) -> str:
         return f"{item}\n  {REJECTIONS[item.code]}{where}"
     if isinstance(item, Structure):
         return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
+    return _explained_candidate(item)
+
+
+def _explained_candidate(item: Candidate) -> str:
     lines = [str(item), *(f"  {n}" for n in item.notes)]
     lines += [f"  gives {', '.join(map(repr, item.roots))}"] if item.others else []
     lines += [f"  products in {item.arithmetic}"] if item.arithmetic else []
@@ -379,3 +383,13 @@ def _explained(item: Candidate | Rejection | Structure, origin: bool) -> str:
         for r in item.residuals
     ]
     return "\n".join(lines)
+
+
+def _names(given: Iterable[str] | str) -> set[str]:
+    """Names of which one may stand alone."""
+    return {given} if isinstance(given, str) else set(given)
+
+
+def _is_named(candidate: Candidate, names: Collection[str]) -> bool:
+    """Whether a candidate, or its pass, is among some names."""
+    return candidate.id in names or candidate.pass_name in names

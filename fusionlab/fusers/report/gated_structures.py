@@ -42,24 +42,27 @@ def gated_attentions(view: View) -> Iterator[Told]:
 def triangles(view: View) -> Iterator[Told]:
     """The product over one axis of pairs of two gated projections of them, channel by channel."""
     for nid in view.by_op.get("dot", ()):
-        node = view.nodes[nid]
-        one, two = node.operands
-        kept = set(node.params)
-        channels, over = set(one.axes) & set(two.axes) & kept, set(one.axes) & set(two.axes) - kept
-        free = [[x for x in o.axes if x in kept and x not in channels] for o in (one, two)]
-        if len(over) != 1 or not channels or any(len(f) != 1 for f in free):
+        rows = _axes_of_pairs(view.nodes[nid])
+        if rows is None:
             continue
-        sides = [_gated(view, o.nid) for o in (one, two)]
-        if any(s is None for s in sides):
+        operands = view.nodes[nid].operands
+        first, second = (_gated(view, o.nid) for o in operands)
+        if first is None or second is None or first[1] != second[1]:
             continue
-        (first, x), (second, y) = (s for s in sides if s is not None)
-        rows = [{*over, *f} for f in free]
-        pairs = (
-            _are_pairs(view, o.nid, [o.axes.index(i) for i in r], x) for o, r in zip((one, two), rows, strict=True)
-        )
-        if x == y and len(view.nodes[x].shape) > 2 and all(pairs):
+        x = first[1]
+        pairs = (_are_pairs(view, o.nid, [o.axes.index(i) for i in r], x) for o, r in zip(operands, rows, strict=True))
+        if len(view.nodes[x].shape) > 2 and all(pairs):
             text = "sum over k of a[i, k] * b[j, k], a and b gated projections of one value: a triangle multiplication"
-            yield Told("triangle_multiplication", text, tuple(sorted({*first, *second, nid})))
+            yield Told("triangle_multiplication", text, tuple(sorted({*first[0], *second[0], nid})))
+
+
+def _axes_of_pairs(dot: CNode) -> tuple[set[int], set[int]] | None:
+    """The two axes of pairs that each operand of a product has, one summed over; None for a product of anything but pairs with channels."""
+    one, two = dot.operands
+    kept, shared = set(dot.params), set(one.axes) & set(two.axes)
+    channels, over = shared & kept, shared - kept
+    i, j = ([x for x in o.axes if x in kept and x not in channels] for o in (one, two))
+    return ({*over, *i}, {*over, *j}) if channels and len(over) == len(i) == len(j) == 1 else None
 
 
 def is_attention(view: View, nid: int) -> bool:
@@ -113,18 +116,24 @@ def _products(view: View, start: int) -> set[int]:
 
 def _gated(view: View, nid: int) -> tuple[set[int], int] | None:
     """The nodes of a gated projection, and what it is one of: a multiple of a sigmoid whose products all read one value."""
-    seen, level, gates = {nid}, [nid], 0
-    for _ in range(_STEPS):
-        below = [o.nid for n in level for o in view.nodes[n].operands if view.nodes[n].op in (*_PASSED, "prod")]
-        level = [n for n in dict.fromkeys(below) if n not in seen]
-        seen.update(level)
-        gates += sum(_is_sigmoid(view.nodes[n]) for n in level)
+    factors = _factors(view, nid)
+    gates = any(_is_sigmoid(view.nodes[n]) for n in factors - {nid})
     products = _products(view, nid)
     read = [{o.nid for o in view.nodes[p].operands[:2]} for p in products]
     shared = set.intersection(*read) if read else set()
     if not gates or len(products) < 2 or len(shared) != 1:
         return None
-    return {*products, *(n for n in seen if view.nodes[n].op in ("prod", "logistic"))}, shared.pop()
+    return {*products, *(n for n in factors if view.nodes[n].op in ("prod", "logistic"))}, shared.pop()
+
+
+def _factors(view: View, nid: int) -> set[int]:
+    """A node, and what it is a multiple of within a few steps, through views, parts and casts."""
+    seen, level = {nid}, [nid]
+    for _ in range(_STEPS):
+        below = [o.nid for n in level for o in view.nodes[n].operands if view.nodes[n].op in (*_PASSED, "prod")]
+        level = [n for n in dict.fromkeys(below) if n not in seen]
+        seen.update(level)
+    return seen
 
 
 def _are_pairs(view: View, nid: int, axes: list[int], x: int) -> bool:

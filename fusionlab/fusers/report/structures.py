@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...graph.canonical.blocks import views
 from ...graph.canonical.fused_nodes import Labelled, labels_of
-from ...graph.canonical.nodes import ONE, CNode, Tile
+from ...graph.canonical.nodes import ONE, CNode, Operand, Tile
 from ...graph.canonical.view import View
 from ...graph.matching.match import Match, match
 from ...graph.matching.pattern import pattern_of
@@ -26,6 +26,7 @@ from ..engine.form import Form
 from ..passes.lerp.blends import blends
 from ..passes.matmul.gates import packed, sides_of
 from .gated_structures import gated_attentions, triangles
+from .layer_rows import rows_of
 from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX
 
 if TYPE_CHECKING:
@@ -143,6 +144,18 @@ class _Searcher:
         for op in SUMS_OVER_DEVICES:
             for nid in self.view.by_op.get(op, ()):
                 yield from self.row_parallel(nid)
+        yield from self.folded()
+        for told in (*gated_attentions(self.view), *triangles(self.view)):
+            if self.forward(max(told.nodes)):
+                yield self.record(told.kind, told.text, told.nodes)
+        for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
+            yield from self.softmax(found)
+        for blend in blends(self.view):
+            if blend.nodes[-1].id not in self.told:
+                yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
+
+    def folded(self) -> Iterator[Structure]:
+        """What is made of folded sites: matched, then gated pairs of another kind, then equal layers in a row."""
         layers: list[tuple[Match, Structure]] = []
         pairs: set[int] = set()  # the last nodes of gated pairs
         for form, found in self.matches(FOLDED, self.has_op):
@@ -155,15 +168,7 @@ class _Searcher:
                 pairs.add(max(structure.node_ids))
             yield structure
         yield from self.gated(pairs)
-        yield from self.in_a_row(layers)
-        for told in (*gated_attentions(self.view), *triangles(self.view)):
-            if self.forward(max(told.nodes)):
-                yield self.record(told.kind, told.text, told.nodes)
-        for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
-            yield from self.softmax(found)
-        for blend in blends(self.view):
-            if blend.nodes[-1].id not in self.told:
-                yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
+        yield from map(_row, rows_of(self.view, layers))
 
     def matches(self, forms: Sequence[Form], wanted: Callable[[CNode], bool]) -> Iterator[tuple[Form, Match]]:
         """At every node that is `wanted` the first of the forms of each kind."""
@@ -197,9 +202,6 @@ class _Searcher:
         """The raw node that first makes a canonical node's value."""
         producer = self.view.block.producer
         return next((producer[v.id] for v in self.view.values_of.get(nid, ()) if v.id in producer), None)
-
-    def dtype(self, found: Match) -> Any:
-        return self.view.values_of[found.nodes[found.pattern.root]][0].dtype
 
     # -- records --------------------------------------------------------------------------------------------------
 
@@ -238,15 +240,20 @@ class _Searcher:
         products = [next(iter(m)) for m in made]
         if any(self.view.nodes[p].op == "dot_product_attention" for p in products):
             return
+        if self.have_one_factor(products):
+            text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
+            yield self.record("qkv_siblings", text, [*products, attention])
+
+    def have_one_factor(self, products: Sequence[int]) -> bool:
+        """Whether products share one factor, along the same axes, and have another each, of no higher rank."""
         read = [self.factors(p) for p in products]
-        shared = set.intersection(*(set(r) for r in read))
-        if len(shared) == 1:
-            (x,) = shared
-            weights = {nid for r in read for nid, _ in r if nid != x[0]}
-            wide = all(len(self.view.nodes[x[0]].shape) >= len(self.view.nodes[w].shape) for w in weights)
-            if len(weights) == 3 and wide:
-                text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
-                yield self.record("qkv_siblings", text, [*products, attention])
+        shared = set.intersection(*map(set, read))
+        if len(shared) != 1:
+            return False
+        ((x, _),) = shared
+        weights = {nid for r in read for nid, _ in r if nid != x}
+        rank = len(self.view.nodes[x].shape)
+        return len(weights) == len(products) and all(rank >= len(self.view.nodes[w].shape) for w in weights)
 
     def factors(self, product: int) -> list[tuple[int, frozenset[int]]]:
         """The operands of a product, of a fused one x and w, each with its axes that are summed over."""
@@ -286,22 +293,34 @@ class _Searcher:
 
     def row_parallel(self, summed: int) -> Iterator[Structure]:
         """A product, the sum over devices of it alone, and a vector along its features that is added as its bias."""
-        node = self.view.nodes[summed]
-        adds = [u for u in self.view.users.get(summed, ()) if self.view.nodes[u].op == "sum"]
-        if len(node.operands) != 1 or len(adds) != 1 or not self.is_bare(node.operands[0].nid):
+        node, added = self.view.nodes[summed], self.added_to(summed)
+        if len(node.operands) != 1 or added is None:
             return
-        edges = self.view.nodes[adds[0]].operands
-        if len(edges) != 2 or any(o.coef != 1 for o in (*edges, node.operands[0])):
+        (product,), (total, mine, bias) = node.operands, added
+        if product.coef != 1 or not self.is_bare(product.nid):
             return
-        mine, bias = sorted(edges, key=lambda o: o.nid != summed)
         slots = {slot: axis for axis, slot in enumerate(mine.axes)}
         along = [slots.get(slot, -1) for slot in bias.axes]
-        order = self.view.ref[self.view.values_of[summed][0].id].dims
-        features = frozenset(node.operands[0].axes[axis] for axis in along if axis >= 0)
-        last = along and -1 not in along and sorted(along) == sorted(order[-len(along) :])
-        if last and features in self.free_axes(node.operands[0].nid):
+        if not self.are_last(summed, along):
+            return
+        if frozenset(product.axes[axis] for axis in along) in self.free_axes(product.nid):
             text = "x @ w summed over devices, and its bias added after: a row-parallel product"
-            yield self.record("row_parallel", text, [node.operands[0].nid, summed, adds[0]])
+            yield self.record("row_parallel", text, [product.nid, summed, total])
+
+    def added_to(self, nid: int) -> tuple[int, Operand, Operand] | None:
+        """The only sum that reads a canonical node, the node as a term of it, and its other term; None for any other than of two, as
+        they are."""
+        sums = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "sum"]
+        terms = self.view.nodes[sums[0]].operands if len(sums) == 1 else ()
+        if len(terms) != 2 or any(o.coef != 1 for o in terms):
+            return None
+        mine, other = sorted(terms, key=lambda o: o.nid != nid)
+        return sums[0], mine, other
+
+    def are_last(self, nid: int, axes: Sequence[int]) -> bool:
+        """Whether some axes of a canonical node, at least one, are the last of the value that shows it; -1 is none of them."""
+        order = self.view.ref[self.view.values_of[nid][0].id].dims
+        return bool(axes) and -1 not in axes and sorted(axes) == sorted(order[-len(axes) :])
 
     def free_axes(self, product: int) -> list[frozenset[int]]:
         """For each factor of a product, the product's own axes that it alone has; none where the factors share an axis."""
@@ -326,52 +345,6 @@ class _Searcher:
         if region.node_ids & self.told:
             return
         yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
-
-    def in_a_row(self, layers: Sequence[tuple[Match, Structure]]) -> Iterator[Structure]:
-        """Equal layers each of which reads the one before: told by what they compute and where it goes, not by names."""
-        after: dict[Any, list[tuple[Match, Structure]]] = {}
-        for found, structure in layers:
-            after.setdefault((self.kind_of(found), self.reads(found)), []).append((found, structure))
-        used: set[int] = set()
-        for found, structure in layers:
-            row = [structure]
-            while id(row[-1]) not in used:
-                used.add(id(row[-1]))
-                following = after.get((self.kind_of(found), self.gives(found)), ())
-                found, following = next(((m, s) for m, s in following if id(s) not in used), (found, None))
-                if following is None:
-                    break
-                row.append(following)
-            if len(row) > 1:
-                yield _row(row)
-
-    def reads(self, found: Match) -> tuple[int, tuple[str, ...]]:
-        """What a layer reads, and the letter of each of its axes."""
-        return found.leaves["x"], self.letters_of(found, found.leaf_id("x"))
-
-    def gives(self, found: Match) -> tuple[int, tuple[str, ...]]:
-        """What a layer makes, and the letter of each of its axes: the next one may read it turned."""
-        return found.nodes[found.pattern.root], self.letters_of(found, found.pattern.root)
-
-    def letters_of(self, found: Match, pid: int) -> tuple[str, ...]:
-        letter = {c: x for x, cs in found.letters.items() for c in cs}
-        return tuple(letter[found.axes[pid, axis]] for axis in range(len(self.view.nodes[found.nodes[pid]].shape)))
-
-    def kind_of(self, found: Match) -> Any:
-        """What a match computes, whatever its weights: equal for equal layers."""
-        inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
-        nodes = [self.view.nodes[found.nodes[p]] for p in inner]
-        made = tuple(
-            (n.params.traits, n.params.slots, _numbers(n)) if isinstance(n.params, Labelled) else () for n in nodes
-        )
-        sizes = tuple((x, tuple(sorted(found.sizes[c] for c in cs))) for x, cs in sorted(found.letters.items()))
-        return found.pattern.example.name, made, sizes, str(self.dtype(found))
-
-
-def _numbers(node: CNode) -> tuple[tuple[str, Any], ...]:
-    """The numbers among a fused op's operands, and its mask: layers that see other keys are no equal ones."""
-    slots = zip(node.params.slots, node.operands, strict=True)
-    return tuple((slot, o.nid if slot == "mask" else o.coef) for slot, o in slots if o.nid == ONE or slot == "mask")
 
 
 def _row(row: Sequence[Structure]) -> Structure:

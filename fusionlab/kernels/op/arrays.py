@@ -76,6 +76,11 @@ def names_algorithm(precision: Any) -> bool:
     return any(p is not None and not isinstance(p, lax.Precision) for p in precisions(precision))
 
 
+def is_default(precision: Any) -> bool:
+    """Whether a product asks for no more than the default, as `None` does."""
+    return all(p in (None, lax.Precision.DEFAULT) for p in precisions(precision))
+
+
 def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
 

@@ -6,7 +6,7 @@ carry themselves: the gradient that Adam blends into its moments has the loss's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,35 +58,46 @@ def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
     if all(n.primitive != "mul" for n in near):
         return None
     wide = _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})
-    # An optimizer has thousands of sums, and views of their own are dear: x and y are each multiplied, or their difference is.
-    difference = any(n.primitive == "sub" for n in near if n is not root)
-    if difference and not _moves_to(view, root, near):
+    if not _may_be_one(view, root, near, wide, weighted_sums):
         return None
-    if not difference and sum(n.primitive == "mul" for n in wide) < 2:
-        return None
-    if not difference and not weighted_sums and _weighted(view, root):
-        return None
-    for nodes in (near, wide):
-        part = view.over((), nodes)
-        ref = part.ref[root.outputs[0].id]
-        target = part.nodes[ref.nid]
-        for form in LERP:
-            pattern = pattern_of(form.example)
-            if ref.coef != 1 or pattern.nodes[pattern.root].op != target.op:
-                continue
+    return _matched(view, root, near) or _matched(view, root, wide)
+
+
+def _may_be_one(view: View, root: Node, near: tuple[Node, ...], wide: tuple[Node, ...], weighted_sums: bool) -> bool:
+    """Whether x and y are each multiplied, or their difference is: an optimizer has thousands of sums, and views of their own are dear."""
+    inner = [n for n in near if n.primitive == "sub" and n is not root]
+    if inner:
+        return _moves_to(view, root, inner)
+    if sum(n.primitive == "mul" for n in wide) < 2:
+        return False
+    return weighted_sums or not _weighted(view, root)
+
+
+def _matched(view: View, root: Node, nodes: tuple[Node, ...]) -> Blend | None:
+    """The first spelling that some nodes match."""
+    part = view.over((), nodes)
+    ref = part.ref[root.outputs[0].id]
+    target = part.nodes[ref.nid]
+    for form in LERP if ref.coef == 1 else ():
+        pattern = pattern_of(form.example)
+        if pattern.nodes[pattern.root].op == target.op:
             found = match(pattern, part, ref.nid)
             if isinstance(found, Match) and _adds_up(view, root, found):
                 return Blend(form, _used(part, found, nodes), part, found)
     return None
 
 
-def _moves_to(view: View, root: Node, near: tuple[Node, ...]) -> bool:
+def _moves_to(view: View, root: Node, differences: Sequence[Node]) -> bool:
     """Whether a sum may read what one of the differences under it reads, too: in a norm, (x - mean) * scale + bias, it does not."""
     if sum(maker is not None and maker.primitive in ("mul", "add", "sub") for maker, _ in _makers(view, root)) != 1:
         return True
-    inner = [n for n in near if n.primitive == "sub" and n is not root]
-    own, others = ({_source(view, a) for n in nodes for a in n.inputs} for nodes in ([root], inner))
+    own, others = _sources(view, [root]), _sources(view, differences)
     return None in own or None in others or not own.isdisjoint(others)
+
+
+def _sources(view: View, nodes: Sequence[Node]) -> set[int | None]:
+    """The values under the views and casts of what some nodes read; None among them for numbers."""
+    return {_source(view, a) for n in nodes for a in n.inputs}
 
 
 def _source(view: View, atom: Any) -> int | None:
@@ -118,7 +129,7 @@ def _expanded(view: View, roots: list[Node], into: dict[str, set[str]]) -> tuple
 
 def _makers(view: View, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
     """What makes each operand of a node, and the views and casts between; None for what is made elsewhere, or in a folded site."""
-    for value in (a for a in node.inputs if isinstance(a, Value)):
+    for value in node.values:
         crossed: list[Node] = []
         maker = view.block.producer.get(value.id)
         while maker is not None and maker.primitive in _TRANSPARENT and maker.id not in view.covered:

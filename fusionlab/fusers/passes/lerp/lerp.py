@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
+from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.ops.lerp.op import DTYPES
 from ...engine.base import Pass, Plan, Search, anchor_text, examined, option, propose
-from ...engine.layout import arrange_thin, axes_of, restore
+from ...engine.layout import arrange_thin, axes_of, places, restore
 from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
@@ -106,14 +107,7 @@ class _Site(Site):
         """The rejection for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
         made = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
-        casts = (
-            n
-            for n in region.nodes
-            if n.primitive in CASTS and is_float(n.outputs[0].dtype) and is_float(n.inputs[0].dtype)
-        )
-        rounding = next((n for n in casts if narrows(n.outputs[0].dtype, n.inputs[0].dtype)), None)
-        floats = (n for n in region.nodes if n.primitive not in CASTS | VIEWS and is_float(n.outputs[0].dtype))
-        narrow = next((n for n in floats if narrows(n.outputs[0].dtype, made)), None)
+        rounding, narrow = _rounding(region), _narrow(region)
         where, edit = anchor_text(self.anchor), "cast x, y and w to the dtype of the result first"
         if not given <= set(DTYPES):
             what = f"blends {', '.join(sorted(given))} to {made}; the fused op takes {', '.join(DTYPES)}"
@@ -128,14 +122,25 @@ class _Site(Site):
         return self.rejection("dtype", f"{where} {what}", edit=edit, site=region.nodes)
 
 
+def _rounding(region: Region) -> Node | None:
+    """The first cast inside a site from a float to one of fewer bits."""
+    ends = ((n, n.inputs[0].dtype, n.outputs[0].dtype) for n in region.nodes if n.primitive in CASTS)
+    return next((n for n, of, to in ends if is_float(of) and is_float(to) and narrows(to, of)), None)
+
+
+def _narrow(region: Region) -> Node | None:
+    """The first node inside a site that computes in a float of fewer bits than the result."""
+    made = ((n, n.outputs[0].dtype) for n in region.nodes if n.primitive not in CASTS | VIEWS)
+    return next((n for n, dtype in made if is_float(dtype) and narrows(dtype, region.root.dtype)), None)
+
+
 def _plan(search: Search, blend: Blend, region: Region) -> Plan:
     """Operands with the result's axes, of size 1 where they are broadcast, in its dtype; a number for w as a scalar."""
     found, view, sizes = blend.match, blend.view, blend.match.sizes
     root_axes = axes_of(found, view, found.pattern.root, region.root)
     groups = [[c] for c in root_axes if c is not None]
     axes = {n: axes_of(found, view, found.leaf_id(n), v, broadcast=True) for n, v in region.leaves.items()}
-    position = {v.id: i for i, v in enumerate(region.inputs)}
-    where = {n: position[v.id] for n, v in region.leaves.items()}
+    where = places(region)
     dtype, number = region.root.dtype, found.scalars.get("w")
 
     def operands(*inputs: Any) -> tuple[Any, ...]:

@@ -77,10 +77,10 @@ def activates(search: Search, node: Node) -> bool:
     if node.primitive == "log1p":  # a softplus; of anything else it is a loss
         return _maker(search, node, {"exp", "exp2"}) is not None
     if node.primitive in ("max", "min"):
-        return any(_is_number(search, a) for a in node.inputs) and is_float(node.outputs[0].dtype)
+        return _reads_a_number(search, node) and is_float(node.outputs[0].dtype)
     if node.primitive == "select_n":
         maker = _maker(search, node, having("order"))
-        return maker is not None and any(_is_number(search, a) for a in maker.inputs)
+        return maker is not None and _reads_a_number(search, maker)
     return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_one(node.blocks))
 
 
@@ -97,6 +97,10 @@ def _holds_one(blocks: Collection[Block]) -> bool:
 
 def _is_number(search: Search, atom: Any) -> bool:
     return not isinstance(atom, Value) or search.view.is_literal(search.view.ref[atom.id])
+
+
+def _reads_a_number(search: Search, node: Node) -> bool:
+    return any(_is_number(search, a) for a in node.inputs)
 
 
 def _is_summed(block: Block, node: Node) -> bool:
@@ -116,45 +120,57 @@ def _read_back(search: Search, activation: Node) -> Between | None:
     """What an activation is made of; None where that is something else than products and what is given, or another activation's."""
     products: dict[int, Node] = {}
     on_the_way: dict[int, Node] = {}
-    stack, seen = [a for a in activation.inputs if isinstance(a, Value)], set[int]()
+    stack, seen = activation.values, set[int]()
     while stack:
         value = stack.pop()
         if value.id in seen or _is_number(search, value):
             continue
         seen.add(value.id)
         node = search.block.producer.get(value.id)
-        if len(seen) > _STEPS or (node is not None and activates(search, node)):
+        if len(seen) > _STEPS:
             return None
         if node is None:
             continue
+        if activates(search, node):
+            return None
         if is_product(node):
             products[node.id] = node
-        elif node.primitive in ELEMENTWISE | VIEWS | _COPIES | SUMS_OVER_DEVICES:
-            on_the_way[node.id] = node
-            stack += [a for a in node.inputs if isinstance(a, Value)]
-        elif node.primitive in PARTS and isinstance(node.inputs[0], Value):
-            on_the_way[node.id] = node
-            stack.append(node.inputs[0])
-        else:
+            continue
+        below = _passed_on(node)
+        if below is None:
             return None
+        on_the_way[node.id] = node
+        stack += below
     return _nearest(search, on_the_way, products) if products else None
+
+
+def _passed_on(node: Node) -> list[Value] | None:
+    """Which of the values a node reads may be a product on its way to an activation; None where none gets through it."""
+    if node.primitive in ELEMENTWISE | VIEWS | _COPIES | SUMS_OVER_DEVICES:
+        return node.values
+    source = node.inputs[0] if node.primitive in PARTS else None
+    return [source] if isinstance(source, Value) else None
 
 
 def _nearest(search: Search, nodes: Mapping[int, Node], products: Mapping[int, Node]) -> Between | None:
     """Of what stands between products and an activation what to speak of: where two products meet, else where one is taken apart, else
     the first that is no part of an epilogue."""
+    ranked = _ranked(search, nodes, products)
+    _, node, made_of = min(ranked, key=lambda one: one[0], default=(0, None, frozenset()))
+    return None if node is None else Between(node, {i: products[i] for i in sorted(made_of)})
+
+
+def _ranked(
+    search: Search, nodes: Mapping[int, Node], products: Mapping[int, Node]
+) -> Iterator[tuple[int, Node, frozenset[int]]]:
+    """Each node that is made of products, in program order: its rank, itself, and the products."""
     below: dict[int, frozenset[int]] = {v.id: frozenset({n.id}) for n in products.values() for v in n.outputs}
-    best: tuple[int, Node, frozenset[int]] | None = None
     for _, node in sorted(nodes.items()):
-        made_of = {a.id: below[a.id] for a in node.inputs if isinstance(a, Value) and a.id in below}
-        if not made_of:
-            continue
-        all_of = frozenset[int]().union(*made_of.values())
-        below.update((v.id, all_of) for v in node.outputs)
-        rank = _rank(search, node, len(set(made_of.values())))
-        if best is None or rank < best[0]:
-            best = rank, node, all_of
-    return None if best is None else Between(best[1], {i: products[i] for i in sorted(best[2])})
+        made_of = {below[a.id] for a in node.values if a.id in below}
+        if made_of:
+            all_of = frozenset[int]().union(*made_of)
+            below.update((v.id, all_of) for v in node.outputs)
+            yield _rank(search, node, len(made_of)), node, all_of
 
 
 def _rank(search: Search, node: Node, operands: int) -> int:
@@ -163,11 +179,15 @@ def _rank(search: Search, node: Node, operands: int) -> int:
         return 0
     if node.primitive in PARTS:
         return 1
-    given = [a for a in node.inputs if isinstance(a, Value) and not _is_number(search, a)]
+    given = [a for a in node.values if not _is_number(search, a)]
     bias = node.primitive in _COPIES | {"add"} or (node.primitive in ELEMENTWISE and len(given) == 1)
-    shapes = (tuple(n for n in v.shape if n > 1) for v in (node.outputs[0], node.inputs[0]))
-    unit = node.primitive in VIEWS and len(set(shapes)) == 1
-    return 3 if bias or unit else 2
+    return 3 if bias or _adds_unit_axes(node) else 2
+
+
+def _adds_unit_axes(node: Node) -> bool:
+    """Whether a node is a view that has the same axes but for those of one entry."""
+    before, after = (tuple(n for n in v.shape if n > 1) for v in (node.inputs[0], node.outputs[0]))
+    return node.primitive in VIEWS and before == after
 
 
 # -- what is said -------------------------------------------------------------------------------------------------------------
@@ -245,18 +265,17 @@ def _gates(search: Search, activation: Node) -> list[Node]:
 def _parts_below(search: Search, node: Node) -> set[int]:
     """The parts that a node is made of by elementwise steps: ids of the values."""
     found: set[int] = set()
-    stack, seen = [a for a in node.inputs if isinstance(a, Value)], set[int]()
+    stack, seen = node.values, set[int]()
     while stack and len(seen) < _STEPS:
         value = stack.pop()
         maker = search.block.producer.get(value.id)
         if value.id in seen or maker is None:
             continue
         seen.add(value.id)
-        if maker.primitive in PARTS:
-            source = search.block.producer.get(getattr(maker.inputs[0], "id", -1))
-            unit = maker.primitive == "squeeze" and source is not None and source.primitive in PARTS
-            found |= set() if unit else {value.id}
-            stack += [maker.inputs[0]] if unit and isinstance(maker.inputs[0], Value) else []
+        if maker.primitive == "squeeze" and _maker(search, maker, PARTS) is not None:
+            stack += maker.values
+        elif maker.primitive in PARTS:
+            found.add(value.id)
         elif maker.primitive in ELEMENTWISE | VIEWS | _COPIES | _RULES:
-            stack += [a for a in maker.inputs if isinstance(a, Value)]
+            stack += maker.values
     return found

@@ -6,6 +6,7 @@ where nothing stands between that means something of its own: a derivative of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ....graph.certify.activations import NONLINEAR, Known, Recognised, between, cone, recognise, value_name
@@ -49,18 +50,21 @@ class Epilogue:
         # The end and the name of the activation that was declined for who else reads its inner values.
         self.leaking: tuple[Value, str] | None = None
 
+    @property
+    def what(self) -> str:
+        """The start, in words."""
+        return "sum with the bias" if self.biased else "product"
+
     def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
         """The last recognised function of the start that nothing escapes from, or why there is none."""
-        start, nodes = self.start, cone(self.view, self.start)
+        nodes = cone(self.view, self.start)
         if not any(n.primitive in NONLINEAR for n in nodes):
             return None, None, self.custom_rule()
         problem: Rejection | None = None
         first_unknown: tuple[Node, Recognised] | None = None
-        for node in reversed(nodes):
+        for node in self.alike(nodes):
             value = node.outputs[0]
-            if value.shape != start.shape or value.dtype != start.dtype:
-                continue
-            known = recognise(self.view, start, value, KNOWN, self.certifier)
+            known = recognise(self.view, self.start, value, KNOWN, self.certifier)
             if known.name is None:
                 if first_unknown is None and self.is_applied(node, nodes):
                     first_unknown = node, known
@@ -68,16 +72,30 @@ class Epilogue:
             leak = self.leak(value)
             if leak is None:
                 return value, known.name, None
-            larger = leak.user is not None and leak.user in nodes and not is_differentiated(leak.node.eqn)
-            if larger and first_unknown is not None:
+            if first_unknown is not None and _goes_on_in(leak, nodes):
                 continue  # a part of a larger function, which is the one to speak of
-            edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
-            if problem is None:
-                self.leaking = value, known.name
-                problem = self.site.escaping(leak, edit, nodes, shown(known.name), concepts_of(False, known.name))
+            problem = problem or self.leaks(leak, value, known.name, nodes)
         if problem is None and first_unknown is not None:
             problem = self.unknown(nodes, *first_unknown)
         return None, None, problem or self.custom_rule()
+
+    def last(self) -> tuple[Value | None, str | None, Rejection | None]:
+        """`activation`; in a differentiated program also one whose inner values are read elsewhere: by the backward pass, maybe."""
+        end, name, problem = self.activation()
+        if end is None and self.leaking is not None and self.site.search.differentiated:
+            end, name = self.leaking
+        return end, name, problem
+
+    def alike(self, nodes: list[Node]) -> Iterator[Node]:
+        """Those of some nodes that make values like the start, the last first."""
+        like = self.start.shape, self.start.dtype
+        return (n for n in reversed(nodes) if (n.outputs[0].shape, n.outputs[0].dtype) == like)
+
+    def leaks(self, leak: Escape, end: Value, name: str, nodes: list[Node]) -> Rejection:
+        """For a known activation whose inner values are read elsewhere, which is kept as `leaking`."""
+        self.leaking = end, name
+        edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
+        return self.site.escaping(leak, edit, nodes, shown(name), concepts_of(False, name))
 
     def is_applied(self, node: Node, nodes: list[Node]) -> bool:
         """Whether the program goes on with what a node makes of the start, so that it may be meant for an activation.
@@ -89,12 +107,17 @@ class Epilogue:
         made_by = {n.primitive for n in between(self.view, self.start, value)}
         if in_backward(node) or not made_by & NONLINEAR:
             return False
-        block, inside = self.site.search.block, {n.id for n in nodes}
+        block = self.site.search.block
         if value.id in block.returned and not (block.path and in_differentiated(node)):
             return True
-        readers = [u for u in self.site.users(value) if u.id not in inside and not in_backward(u)]
+        readers = self.forward_readers(value, nodes)
         measured = made_by & NONLINEAR <= _MEASURES
         return any(u.primitive != "reduce_sum" or not (measured or u.outputs[0].shape == ()) for u in readers)
+
+    def forward_readers(self, value: Value, nodes: list[Node]) -> list[Node]:
+        """What reads a value but some nodes and the backward pass."""
+        inside = {n.id for n in nodes}
+        return [u for u in self.site.users(value) if u.id not in inside and not in_backward(u)]
 
     def leak(self, end: Value) -> Escape | None:
         """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
@@ -150,8 +173,8 @@ class Epilogue:
                 edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
                 return self.with_what_follows("named_residual", sentence, user, edit)
             if user.primitive in LAYS_OUT and self.goes_on(user.outputs[0]):
-                behind = "sum with the bias" if self.biased else "product"
-                sentence = f"{anchor_text(user)} says where the {behind} lies on the mesh before what follows; a fused op has no such value"
+                where = f"where the {self.what} lies on the mesh before what follows"
+                sentence = f"{anchor_text(user)} says {where}; a fused op has no such value"
                 edit = "say it of x, of w, or of the result behind the bias and the activation"
                 return self.with_what_follows("sharding", sentence, user, edit)
             if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
@@ -211,6 +234,11 @@ class Epilogue:
             if user.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}:
                 return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
         return None
+
+
+def _goes_on_in(leak: Escape, nodes: list[Node]) -> bool:
+    """Whether it is another of some nodes that reads an inner value, and no backward pass does."""
+    return leak.user is not None and leak.user in nodes and not is_differentiated(leak.node.eqn)
 
 
 # -- what is no activation ------------------------------------------------------------------------------------------------

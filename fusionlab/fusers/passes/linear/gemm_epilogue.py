@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ....errors import unknown_name
 from ....graph.certify.alike import most_sizes_first
@@ -23,7 +22,7 @@ from ....graph.matching.match import close
 from ....graph.matching.region import CASTS, NotARegion, Region, cut
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
-from ....kernels.op.arrays import precisions
+from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 from ....kernels.ops.gemm_epilogue.op import DTYPES
 from ...engine.base import Search, anchor_text, examined, option, reason_to_tell
@@ -36,7 +35,6 @@ from .linear_parts import Linear, LinearSite
 from .plan import plan_of
 
 _KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
-DEFAULT = lax.Precision.DEFAULT
 _BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
@@ -260,9 +258,9 @@ class _Site(LinearSite):
             return None
         if np.dtype(self.anchor.inputs[0].dtype) != np.float32:
             return first
-        asked = precisions(self.anchor.params.get("precision"))
-        bias = [v for v in self.view.values_of[linear.leaves["b"]] if v.dtype == first] if linear.bias else [None]
-        return first if bias and all(p in (None, DEFAULT) for p in asked) else None
+        # A product that is asked for more than the default is not the one of operands of 16 bits.
+        narrow_bias = not linear.bias or any(v.dtype == first for v in self.view.values_of[linear.leaves["b"]])
+        return first if narrow_bias and is_default(self.anchor.params.get("precision")) else None
 
     def widened(self, dtype: Any) -> frozenset[str]:
         """The leaves that are read as they are before they are widened."""
@@ -298,11 +296,20 @@ class _Site(LinearSite):
         )
 
     def conditions(self, linear: Linear, region: Region, activation: str, wide: Wide) -> Rejection | None:
+        """The rejection for what the fused op does not take.
+
+        Raises:
+          NotARegion: the product is not in the region.
+        """
         if self.anchor not in region.nodes:
             raise NotARegion("the product does not stand inside the site")
+        concepts = concepts_of(linear.bias, activation)
+        return self.dtypes(region, wide, concepts) or self.operands(linear, region, concepts)
+
+    def dtypes(self, region: Region, wide: Wide, concepts: tuple[str, ...]) -> Rejection | None:
+        """The rejection for several dtypes, for one that the op does not take, and for float32 sums of float16."""
         values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
         dtypes = {str(v.dtype) for v in values} if not self.mixed(region) else {str(region.root.dtype)}
-        concepts = concepts_of(linear.bias, activation)
         if len(dtypes) != 1:
             sentence = (
                 f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
@@ -320,6 +327,10 @@ class _Site(LinearSite):
         if not dtypes <= set(DTYPES):
             sentence = f"{anchor_text(self.anchor)} computes in {dtypes.pop()}; the fused op takes {', '.join(DTYPES)}"
             return self.rejection("dtype", sentence, edit=_FLOATS, concepts=concepts)
+        return None
+
+    def operands(self, linear: Linear, region: Region, concepts: tuple[str, ...]) -> Rejection | None:
+        """The rejection for a rank that the op, or the option `strict_rank`, does not take, for a convolution and for a factor."""
         x, w = region.leaves["x"], region.leaves["w"]
         if len(x.shape) < 2:
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"

@@ -7,7 +7,7 @@ only the next, the first one's act' goes behind the second one's dX; an activati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,12 @@ import jax
 
 from ....graph.backward.gradients import BackwardPart, Chain
 from ....graph.backward.vjp_split import Split, split_vjp
+from ....graph.program.ir import Block, Value
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 from ....kernels.ops.gemm_epilogue.reference import unpacked
 from ...engine.base import Plan
 from ...engine.outcomes import Candidate, Rejection
+from ...engine.pairs import Pair
 
 GROUPINGS = ("per_layer", "chained")
 
@@ -30,18 +32,24 @@ def grouped(found: Sequence[Candidate | Rejection], grouping: str | None) -> lis
     made: dict[int, Candidate] = {}
     for c in sites:
         assert c.backward is not None
-        assert c.region is not None
         pair = replace(c.backward, grouping=grouping or GROUPINGS[0])
-        if grouping != "chained":
-            made[id(c)] = replace(c, backward=pair)
-            continue
-        x = c.region.leaves["x"]
-        before = maker.get(x.id)
-        link = before if before is not None and _feeds_only(before, c) else None
-        part = replace(c.site.backward, chain=_chain(c, link))
-        pair = replace(pair, joins="x" if link is not None else None)
-        made[id(c)] = replace(c, site=replace(c.site, backward=part), backward=pair)
+        made[id(c)] = _chained(c, pair, maker) if grouping == "chained" else replace(c, backward=pair)
     return [made.get(id(item), item) for item in found]
+
+
+def _chained(c: Candidate, pair: Pair, maker: Mapping[int, Candidate]) -> Candidate:
+    """A site with its derivative behind another layer's product, and that of the layer before behind its own where that feeds it alone.
+
+    Args:
+      c, pair: the site, and its backward pass as it is told.
+      maker: value -> the site that makes it.
+    """
+    assert c.region is not None
+    before = maker.get(c.region.leaves["x"].id)
+    link = before if before is not None and _feeds_only(before, c) else None
+    part = replace(c.site.backward, chain=_chain(c, link))
+    pair = replace(pair, joins="x" if link is not None else None)
+    return replace(c, site=replace(c.site, backward=part), backward=pair)
 
 
 def _is_linear(c: Candidate) -> bool:
@@ -61,21 +69,25 @@ def _is_linear(c: Candidate) -> bool:
 def _feeds_only(before: Candidate, c: Candidate) -> bool:
     """Whether the first site's activated result is read by the second alone, whose gradient of it is the first one's cotangent."""
     one, two = before.site.backward, c.site.backward
-    if before.attrs.get("activation", "none") == "none" or (one.block_path, one.site_path) != (
-        two.block_path,
-        two.site_path,
-    ):
+    if before.attrs.get("activation", "none") == "none" or not _in_one_block(one, two):
         return False
-    if one.block_path != one.site_path or not (_in_place(before) and _in_place(c)):
+    if not all(map(_in_place, (before, c))):
         return False
     share = next((s for i, s in two.gradients if two.leaves[i].id == before.root.id), None)
     if share is None or share.own != {share.value.id} or share.value.id != one.cotangent.id:
         return False
-    block = one.block
     gone = before.all_node_ids | c.all_node_ids
-    read = (u for v in (before.root, share.value) for u in block.users.get(v.id, ()))
-    returned = {before.root.id, share.value.id} & block.returned
-    return not returned and all(u.id in gone for u in read)
+    return all(_is_read_in(one.block, v, gone) for v in (before.root, share.value))
+
+
+def _in_one_block(one: BackwardPart, two: BackwardPart) -> bool:
+    """Whether two sites and their backward passes all stand in one block."""
+    return len({one.block_path, one.site_path, two.block_path, two.site_path}) == 1
+
+
+def _is_read_in(block: Block, value: Value, nodes: Collection[int]) -> bool:
+    """Whether nothing but some nodes reads a value."""
+    return value.id not in block.returned and all(u.id in nodes for u in block.users.get(value.id, ()))
 
 
 def _in_place(c: Candidate) -> bool:

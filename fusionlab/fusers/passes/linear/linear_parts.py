@@ -14,10 +14,10 @@ from ....graph.matching.match import Match, match
 from ....graph.matching.pattern import Example, pattern_of
 from ....graph.program.ir import Node, Value
 from ...engine.base import Pass, Search, anchor_text
-from ...engine.layout import BROADCAST, axes_of
+from ...engine.layout import BROADCAST, axes_of, present, real_axes
 from ...engine.outcomes import Rejection
-from ...engine.passages import passage, shapes_before, thin_shape
-from ...engine.site import Site
+from ...engine.passages import Passage, passage, shapes_before, thin_shape
+from ...engine.site import Site, input_index
 from .beyond import activates
 from .epilogues import Epilogue, concepts_of, feeds_softmax
 
@@ -96,22 +96,30 @@ class LinearSite(Site):
                 return None  # it subtracts its maximum
             return self.bare()  # h + 0.044715 h^3, and the like
         if node.primitive == "sub":
-            if self.batch() and feeds_softmax(self, total):
-                return None  # attention scores
-            if sum(d >= 0 for d in self.view.read(other).dims) >= len(self.view.nodes[self.nid(self.product)].shape):
-                return self.bare()  # a difference from something as large, as a loss takes it: no bias
-            of = (
-                f"the product from {self.shown(other)}"
-                if other is node.inputs[0]
-                else f"{self.shown(other)} from the product"
-            )
-            sentence = f"{anchor_text(node)} subtracts {of}, where a bias is added"
-            return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
+            return self.difference(node, total, other)
         found = match(pattern_of(LINEAR), self.view, self.nid(total))
         if isinstance(found, Match):
             rows = self.row_bias(found, total, node)
             return rows or Linear(total, found, True)
         return self.not_a_bias(node, other)
+
+    def difference(self, node: Node, total: Value, other: Any) -> Linear | Rejection | None:
+        """What becomes of a product that something is subtracted from, or that is subtracted from something."""
+        if self.batch() and feeds_softmax(self, total):
+            return None  # attention scores
+        if self.span(other) >= len(self.view.nodes[self.nid(self.product)].shape):
+            return self.bare()  # a difference from something as large, as a loss takes it: no bias
+        of = (
+            f"the product from {self.shown(other)}"
+            if other is node.inputs[0]
+            else f"{self.shown(other)} from the product"
+        )
+        sentence = f"{anchor_text(node)} subtracts {of}, where a bias is added"
+        return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
+
+    def span(self, atom: Any) -> int:
+        """How many axes an operand does not repeat itself along."""
+        return sum(d >= 0 for d in self.view.read(atom).dims)
 
     def bare(self) -> Linear | Rejection | None:
         """The product without a bias."""
@@ -121,30 +129,34 @@ class LinearSite(Site):
     def biased_behind(self) -> Linear | Rejection | None:
         """The product with a bias that is added to it in another shape; a Rejection where that is given, and no bias."""
         way = passage(self, self.product)
-        adds = [u for u in self.users(way.end) if u.primitive == "add" and way.views]
-        others = [a for a in adds[0].inputs if a is not way.end] if adds else []
-        thin = thin_shape(self, others[0], len(way.end.shape)) if len(others) == 1 else None
+        node, other = self.added_behind(way)
+        thin = thin_shape(self, other, len(way.end.shape)) if other is not None else None
         found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
-        if thin is None or not isinstance(found, Match):
+        if node is None or thin is None or not isinstance(found, Match):
             return None
-        (other,) = others
         assert isinstance(other, Value)
         shapes = shapes_before(way.views, thin)
         last = thin[-1] != 1
         linear = None if shapes is None else self.of_features(found, shapes[-1], last)
         if linear is not None:
             behind = Behind(other, self.nid(other), way.views)
-            return replace(linear, value=adds[0].outputs[0], bias=True, behind=behind)
+            return replace(linear, value=node.outputs[0], bias=True, behind=behind)
         if thin == tuple(way.end.shape) or not self.given(other):
             return None  # as large as the product, as a residual connection is, or made of something else
         sentence = (
-            f"{anchor_text(adds[0])} adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
+            f"{anchor_text(node)} adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
             f"seen before that it varies along other axes of {self.product!r}"
         )
         edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
-        following = Epilogue(self, adds[0].outputs[0], True).following(adds[0].outputs[0])
-        told = self.rejection("bias", sentence, [adds[0]], (1, 2), edit)
+        following = Epilogue(self, node.outputs[0], True).following(node.outputs[0])
+        told = self.rejection("bias", sentence, [node], (1, 2), edit)
         return replace(told, site_ids=told.site_ids | {n.id for n in (*way.views, *following)})
+
+    def added_behind(self, way: Passage) -> tuple[Node | None, Any]:
+        """The add that reads the product behind views of it, and its other operand; None for each where there is none."""
+        node = next((u for u in self.users(way.end) if u.primitive == "add"), None) if way.views else None
+        others = [a for a in node.inputs if a is not way.end] if node is not None else []
+        return (node, others[0]) if len(others) == 1 else (None, None)
 
     def of_features(self, found: Match, thin: tuple[int, ...], last: bool) -> Linear | None:
         """The product, its weight the operand along whose free axes, and no others, something of this shape varies: the features, which
@@ -154,7 +166,7 @@ class LinearSite(Site):
         if BROADCAST in axes:
             return None
         varies = {c for c, n in zip(axes, thin, strict=True) if n != 1}
-        real = [c for c in axes if c is not None]
+        real = present(axes)
         for swapped, letter in ((False, "n"), (True, "m")):
             if varies and varies == set(found.letters[letter]) and (last or real[-1] in varies):
                 return Linear(self.product, found, False, swapped)
@@ -192,25 +204,24 @@ class LinearSite(Site):
         value = self.product
         while True:
             users = self.users(value)
-            adds = [
-                u
-                for u in users
-                if u.primitive in ("add", "sub") and self.view.nodes[self.nid(u.outputs[0])].op == "sum"
-            ]
-            if adds:
-                total = adds[0].outputs[0]
-                others = [a for a in adds[0].inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
-                return (adds[0], total, others[0]) if len(others) == 1 else None
+            node = next(filter(self.is_sum, users), None)
+            if node is not None:
+                others = [a for a in node.inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
+                return (node, node.outputs[0], others[0]) if len(others) == 1 else None
             same = [u for u in users if u.outputs and self.nid(u.outputs[0]) == nid]
             if len(users) != 1 or not same:
                 return None
             value = same[0].outputs[0]
 
+    def is_sum(self, node: Node) -> bool:
+        """Whether a node is an addition or a subtraction in the program, and a sum of two in the view."""
+        return node.primitive in ("add", "sub") and self.view.nodes[self.nid(node.outputs[0])].op == "sum"
+
     def given_broadcast(self, atom: Any) -> bool:
         """Whether an operand is an input of the block that is broadcast where the block's own node reads it (a hoisted bias)."""
         view, index = self.view, None
         if view.outer is not None and isinstance(atom, Value):
-            index = next((i for i, v in enumerate(view.block.inputs) if v.id == atom.id), None)
+            index = input_index(view.block, atom)
         if view.outer is None or index is None or index >= passed_whole(view.outer[1]):
             return False
         outer, node = view.outer
@@ -220,7 +231,7 @@ class LinearSite(Site):
         """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
         axes = axes_of(found, self.view, found.pattern.root, total, broadcast=True)
         features = found.letters["n"]
-        real = [c for c in axes if c is not None]
+        real = present(axes)
         if not features or len(found.letters["m"]) != 1 or len(features) != 1 or real[-1] in features:
             return None
         sentence = f"{anchor_text(node)} adds a vector along the rows of the product, not along its output features"
@@ -239,10 +250,9 @@ class LinearSite(Site):
         """Why what is added is no bias; None when the product is no linear layer at all."""
         dot = self.view.nodes[self.nid(self.product)]
         batch = self.batch()
-        other_ref = self.view.read(other)
-        if self.view.nodes[other_ref.nid].op == "dot":
+        if self.view.nodes[self.view.read(other).nid].op == "dot":
             return None  # a sum of two products
-        span = sum(d >= 0 for d in other_ref.dims)
+        span = self.span(other)
         if batch:
             # Attention scores plus a mask or a bias, and the like, are no linear layer.
             is_bias = span < len(dot.shape) and not feeds_softmax(self, node.outputs[0])
@@ -259,7 +269,7 @@ class LinearSite(Site):
         elif not span:
             what = f"a scalar, {self.shown(other)}, not a bias along the output features"
         else:
-            axes = [i for i, size in enumerate(other.shape) if size != 1]
+            axes = real_axes(other.shape)
             of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
             what = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
         return self.rejection("bias", f"{anchor_text(node)} adds {what}", [node], (1, 2), edit, concepts=concepts)

@@ -11,7 +11,7 @@ from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ...engine.base import Plan
-from ...engine.layout import Axes, arrange, axes_of, in_order, restore
+from ...engine.layout import Axes, arrange, axes_of, in_order, places, restore
 from ...engine.passages import replayed, unplaced
 from .linear_parts import Linear, LinearSite
 
@@ -87,8 +87,7 @@ def plan_of(
         if role != "b" or linear.matched_bias
     }
     product = _Product.of(axes["x"], axes["w"], site.anchor.primitive != "dot_general")
-    position = {v.id: i for i, v in enumerate(region.inputs)}
-    pick = {role: position[v.id] for role, v in region.leaves.items()}
+    pick = places(region)
     matched = linear.value if behind is None and linear.bias else site.product
     root_axes = axes_of(m, view, m.pattern.root, matched)  # an activation keeps the axes
     views = (*(behind.views if behind is not None else ()), *after)

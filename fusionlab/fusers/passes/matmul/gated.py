@@ -6,7 +6,7 @@ than what XLA makes of the pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ....graph.certify.activations import between
-from ....graph.matching.region import CASTS, NotARegion, Region, dead_with
-from ....graph.program.ir import Node, Value
+from ....graph.matching.region import CASTS, NotARegion, Region
+from ....graph.program.ir import Atom, Node, Value
 from ....graph.program.scopes import is_backward
 from ....kernels import OPS
 from ....kernels.op.arrays import is_explicitly_sharded
@@ -28,6 +28,7 @@ from ...engine.passages import is_half, passage, rounding
 from ...engine.site import Site
 from ..linear.epilogues import Epilogue, concepts_of
 from .gates import BETWEEN, Behind, sides_of
+from .products import region_with
 
 IMPLEMENTATIONS = {"concatenated": "concatenated", "kernel": "cuda"}  # what the option names
 TOLD = (
@@ -85,10 +86,7 @@ class GatedSite(Site):
         problem = self.set_apart(up) or self.unlike(gate, up.product)
         if problem is not None:
             return problem
-        behind = Epilogue(self, self.widened(gate.outputs[0]), False)
-        end, name, problem = behind.activation()
-        if name is None and behind.leaking is not None and self.search.differentiated:
-            end, name = behind.leaking
+        end, name, problem = Epilogue(self, self.widened(gate.outputs[0]), False).last()
         if end is None or name is None:
             sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
             return problem or self.biased(gate) or self.rejection("activation", sentence, [gate], (1, 2))
@@ -134,33 +132,28 @@ class GatedSite(Site):
     def unlike(self, gate: Node, up: Node) -> Rejection | None:
         """Why two products of one value are not act(x @ w) and x @ v."""
         both = f"{anchor_text(gate)} and {anchor_text(up)}"
-        dimensions = [canonical(n.params["dimension_numbers"]) for n in (gate, up)]
-        (x, w), (_, v) = (n.inputs for n in (gate, up))
-        if not all(isinstance(a, Value) for n in (gate, up) for a in n.inputs):
+        (_, w), (_, v) = gate.inputs, up.inputs
+        if not all(isinstance(a, Value) for a in (*gate.inputs, *up.inputs)):
             return self.rejection("structure", f"{both} have a literal operand", [up])
-        plain = (((len(x.shape) - 1,), (0,)), ((), ())), (((len(x.shape) - 1,), (1,)), ((), ()))
-        if dimensions[0] != dimensions[1] or dimensions[0] not in plain or len(w.shape) != 2 or len(x.shape) < 2:
+        if not _are_of_rows(gate, up):
             sentence = f"{both} are not both a product of rows, by their last axis, with a matrix that lies as the other's does"
             return self.rejection("axes", sentence, [gate, up], (1, 2))
         if self.view.read(w) == self.view.read(v) or w.shape != v.shape:
             return self.rejection("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
         if gate.params.get("precision") != up.params.get("precision"):
             return self.rejection("structure", f"{both} are asked for in different precisions", [gate, up])
-        sharded = any(n.params.get("out_sharding") is not None for n in (gate, up))
-        if sharded or any(isinstance(a, Value) and is_explicitly_sharded(a.aval) for a in (x, w, v)):
+        if _are_sharded(gate, up):
             return self.rejection("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
         return self.wrong_dtypes(gate, up)
 
     def wrong_dtypes(self, gate: Node, up: Node) -> Rejection | None:
         """For dtypes that are not one, and results that are neither in it nor in float32 and then rounded to it."""
-        given = {np.dtype(a.dtype).name for n in (gate, up) for a in n.inputs}
-        made = {np.dtype(n.outputs[0].dtype).name for n in (gate, up)}
-        if len(given) == len(made) == 1 and given <= set(DTYPES):
-            (dtype,) = given
-            if made == given and np.dtype(self.root(gate).dtype).name == dtype:
+        given, made = _dtypes((*gate.inputs, *up.inputs)), _dtypes((gate.outputs[0], up.outputs[0]))
+        if len(given) == 1 and given <= set(DTYPES) and given == _dtypes([self.root(gate)]):
+            if made == given:
                 return None
-            if made == {"float32"} and np.dtype(self.root(gate).dtype).name == dtype:
-                return self.narrow_range(gate, up) if dtype == "float16" and self.search.gradient else None
+            if made == {"float32"}:
+                return self.narrow_range(gate, up) if given == {"float16"} and self.search.gradient else None
         sentence = (
             f"{anchor_text(gate)} and {anchor_text(up)} multiply {', '.join(sorted(given))} to {', '.join(sorted(made))}; "
             f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
@@ -200,14 +193,21 @@ class GatedSite(Site):
         while isinstance(first, Value) and isinstance(second, Value):
             if first is second:
                 return first, tuple(reversed(dtypes)), tuple(passed.values())
-            makers = [m for a in (first, second) if (m := self.search.block.producer.get(a.id)) is not None]
-            kinds = {m.primitive for m in makers}
-            if len(makers) < 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
+            makers = self.alike_makers(first, second)
+            if makers is None:
                 return None
-            dtypes += [first.dtype] if kinds <= CASTS else []
+            dtypes += [first.dtype] if makers[0].primitive in CASTS else []
             passed.update((m.id, m) for m in makers)
             first, second = (m.inputs[0] for m in makers)
         return None
+
+    def alike_makers(self, first: Value, second: Value) -> list[Node] | None:
+        """The nodes that make two values, where both cast to one dtype, or both mark what varies; None where they do not."""
+        makers = [m for a in (first, second) if (m := self.search.block.producer.get(a.id)) is not None]
+        kinds = {m.primitive for m in makers}
+        if len(makers) < 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
+            return None
+        return makers
 
     # -- the candidate -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,22 @@ class GatedSite(Site):
             for n in (gate, up, *side.between, *side.copies, self.anchor, *last, *activation)
             if n.id not in support
         }
-        inner.update(dead_with(block, inner, support, leaves.values()))
-        kept = tuple(support[i] for i in sorted(support) if i not in inner)
-        nodes = tuple(inner[i] for i in sorted(inner))
-        return Region(block, root, leaves, nodes, kept, view.known_inputs), dtypes
+        return region_with(view, root, leaves, inner, support), dtypes
+
+
+def _are_of_rows(gate: Node, up: Node) -> bool:
+    """Whether two products are of rows, by their last axis, with matrices that lie alike."""
+    x, w = gate.inputs
+    one, two = (canonical(n.params["dimension_numbers"]) for n in (gate, up))
+    plain = (((len(x.shape) - 1,), (0,)), ((), ())), (((len(x.shape) - 1,), (1,)), ((), ()))
+    return one == two and one in plain and len(w.shape) == 2 and len(x.shape) >= 2
+
+
+def _are_sharded(gate: Node, up: Node) -> bool:
+    """Whether one of two products of one x, or an operand of theirs, lies on explicit mesh axes."""
+    asked = any(n.params.get("out_sharding") is not None for n in (gate, up))
+    return asked or any(is_explicitly_sharded(a.aval) for a in (*gate.values, *up.values[1:]))
+
+
+def _dtypes(atoms: Iterable[Atom]) -> set[str]:
+    return {np.dtype(a.dtype).name for a in atoms}

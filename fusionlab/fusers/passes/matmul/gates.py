@@ -28,6 +28,7 @@ BETWEEN = {
 COPIES = TRANSPARENT - VIEWS  # the value itself
 _PARTS = having("part")
 _RULES = having("rule")  # JAX's own, or a user's, which is declined
+_BY_ENTRY = ELEMENTWISE | COPIES | _RULES | BETWEEN.keys()
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Sides:
             node = view.block.producer.get(stack.pop().id)
             if node is not None and node.id not in found:
                 found[node.id] = node
-                stack += [a for a in node.inputs if isinstance(a, Value)]
+                stack += node.values
         return found
 
 
@@ -105,29 +106,28 @@ def packed(view: View, multiplication: Node) -> dict[int, Node] | None:
 
 def _part_of(view: View, value: Value) -> _Part | None:
     """The one part of another value that a value is made of, entry by entry, whatever else is read on the way if it is given."""
-    parts: dict[int, Node] = {}
     nodes: dict[int, Node] = {}
-    made: dict[int, Value] = {}
+    found: dict[int, tuple[Value, Value]] = {}  # parts, each with what it is one of
     stack, activated = [value], False
     while stack and len(nodes) < _STEPS:
         at = stack.pop()
         node = view.block.producer.get(at.id)
-        if node is None or (node.id in nodes and node.id not in parts) or _is_number(view, at):
-            continue  # given, or seen
-        if node.primitive in _PARTS and isinstance(node.inputs[0], Value):
-            parts[node.id] = nodes[node.id] = node
-            made[at.id] = at
-        elif node.primitive in ELEMENTWISE | COPIES | _RULES | BETWEEN.keys():
+        if node is None or _is_number(view, at):
+            continue  # given
+        whole = node.inputs[0] if node.primitive in _PARTS else None
+        if isinstance(whole, Value):
             nodes[node.id] = node
-            activated = activated or node.primitive in NONLINEAR | _RULES
-            stack += [a for a in node.inputs if isinstance(a, Value)]
-        else:
+            found[at.id] = at, whole
+        elif node.primitive not in _BY_ENTRY:
             return None
-    if len(made) != 1 or stack:
+        elif node.id not in nodes:
+            nodes[node.id] = node
+            activated |= node.primitive in NONLINEAR | _RULES
+            stack += node.values
+    if len(found) != 1 or stack:
         return None
-    ((node,), (part,)) = parts.values(), made.values()
-    whole = node.inputs[0]
-    return _Part(part, whole, activated, nodes) if isinstance(whole, Value) else None
+    ((part, whole),) = found.values()
+    return _Part(part, whole, activated, nodes)
 
 
 def given(view: View, atom: Any) -> bool:
@@ -158,14 +158,17 @@ def _product_behind(view: View, value: Value) -> Behind | None:
             copies.append(node)
             value = node.inputs[0]
             continue
-        sources = [a for a in node.inputs if isinstance(a, Value)]
-        if node.primitive == "add":
-            sources = [a for a in sources if not given(view, a)]
+        sources = _sources(view, node)
         if node.primitive not in BETWEEN or len(sources) != 1:
             return None
         passed.append(node)
         value = sources[0]
     return None
+
+
+def _sources(view: View, node: Node) -> list[Value]:
+    """What a node reads; of an addition not what is given, as a bias is."""
+    return [a for a in node.values if not given(view, a)] if node.primitive == "add" else node.values
 
 
 def _origin(view: View, value: Value) -> Node | None:
@@ -180,12 +183,14 @@ def _origin(view: View, value: Value) -> Node | None:
         if one.id in seen or _is_number(view, one):
             continue
         seen.add(one.id)
-        if node is not None and node.primitive == "dot_general":
+        if node is None:
+            continue  # given
+        if node.primitive == "dot_general":
             products[node.id] = node
-        elif node is not None and (node.primitive in ELEMENTWISE | COPIES | _RULES | BETWEEN.keys()):
-            activated = activated or node.primitive in NONLINEAR | _RULES
-            stack += [a for a in node.inputs if isinstance(a, Value)]
-        elif node is not None or not given(view, one):
+        elif node.primitive in _BY_ENTRY:
+            activated |= node.primitive in NONLINEAR | _RULES
+            stack += node.values
+        else:
             return None
     found = list(products.values())
     return found[0] if len(found) == 1 and not stack and activated else None

@@ -7,7 +7,7 @@ A product that stays with XLA as it is written is no candidate and no rejection:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -184,8 +184,7 @@ def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | No
       findings: whose candidates claim products.
     """
     mine = [c for c in findings.candidates if (c.pass_name, c.op) == (_PASS.name, _PASS.op)]
-    claims = {n: c for c in findings.candidates if c not in mine for n in c.all_node_ids}
-    own = {n: c for c in mine for n in c.all_node_ids}
+    claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
     rows = []
     for search, rule in searched:
         for node in search.block.nodes:
@@ -193,6 +192,11 @@ def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | No
                 routed = Routed(_PASS, search, node, library)
                 rows.append(_row(routed, claims.get(node.id), own.get(node.id), rule))
     return Routes(findings.device, tuple(sorted(rows, key=lambda row: row.node)))
+
+
+def _by_node(candidates: Iterable[Candidate]) -> dict[int, Candidate]:
+    """Node -> the candidate that it is fused with."""
+    return {n: c for c in candidates for n in c.all_node_ids}
 
 
 _PASS = MatmulSchedulePass()
@@ -210,10 +214,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
         "dtype": f"{dtype_text(first.dtype)} x {dtype_text(second.dtype)} -> {dtype_text(node.outputs[0].dtype)}",
     }
     if claim is not None:
-        backend = claim.backend
-        by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
-        reason = f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")
-        return ProductRoute(**about, site=claim.id, formula=claim.formula, tag=tag_of(claim), reason=reason)
+        return ProductRoute(**about, site=claim.id, formula=claim.formula, tag=tag_of(claim), reason=_claimed(claim))
     bare = MATMUL.formula()
     if rule is not None:
         return ProductRoute(
@@ -234,3 +235,10 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
     taken = told[-1].route.tag
     behind = routed.left_behind(call)
     return ProductRoute(**about, site=own.id if own else "", formula=formula, tag=taken, answers=told, split=behind)
+
+
+def _claimed(claim: Candidate) -> str:
+    """Why no route is asked of a product that is a larger fusion's."""
+    backend = claim.backend
+    by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
+    return f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
+from ....graph.canonical.view import View
 from ....graph.certify.activations import between
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens
 from ....graph.program.ir import Node, Value
-from ....kernels.op.arrays import is_explicitly_sharded, precisions
+from ....kernels.op.arrays import is_default, is_explicitly_sharded
 from ....kernels.ops.matmul.axes import Dimensions, Product, canonical
 from ...engine.site import Site
 from ..linear.epilogues import Epilogue
@@ -77,24 +77,19 @@ class Reader:
     def bare(self) -> Call | None:
         """The product alone; None where the op takes no such product."""
         node = self.site.anchor
-        a, b = node.inputs
-        made = node.outputs[0]
-        if not (isinstance(a, Value) and isinstance(b, Value)) or not is_float(made.dtype):
+        made, operands = node.outputs[0], _operands(node)
+        if operands is None:
             return None
-        if np.dtype(a.dtype) != np.dtype(b.dtype) or node.params.get("out_sharding") is not None:
-            return None
-        if is_explicitly_sharded(a.aval) or is_explicitly_sharded(b.aval):
-            return None
+        a, b = operands
         dtype = np.dtype(made.dtype).name
         dimensions = canonical(node.params["dimension_numbers"])
         call = Call(made, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
-        if any(p not in (None, lax.Precision.DEFAULT) for p in precisions(call.precision)):
-            return (
-                call  # asked for more than the default, or for an algorithm by name: with the operands that they have
-            )
+        if not is_default(call.precision):
+            # Asked for more than the default, or for an algorithm by name: with the operands that they have.
+            return call
         # In float32 products of numbers of 16 bits are exact, and summed in float32 they are what the product of both as they are is.
         return replace(call, a=narrow[0], b=narrow[1], widened=True)
 
@@ -124,12 +119,13 @@ class Reader:
             return self.cast(call, user)
         if call.activation != "none":
             return None
-        found = None
-        if user is not None and user.primitive in SCALINGS:
-            found = self.scaled(call, user)
-        elif user is not None and user.primitive in ("add", "sub") and call.bias is None:
-            found = self.biased(call, user)
+        found = self.scaled_or_biased(call, user) if user is not None else None
         return found or self.activated(call)
+
+    def scaled_or_biased(self, call: Call, user: Node) -> Call | None:
+        if user.primitive in SCALINGS:
+            return self.scaled(call, user)
+        return self.biased(call, user) if user.primitive in ("add", "sub") and call.bias is None else None
 
     def only_reader(self, value: Value) -> Node | None:
         users = self.site.users(value)
@@ -187,18 +183,24 @@ class Reader:
     def bias(self, call: Call, value: Value) -> tuple[Value, tuple[int, ...]] | None:
         """What is added, before it is broadcast and widened, with the shape in which it broadcasts; None for what is no bias."""
         result = call.value.shape
-        thin, known = tuple(value.shape), self.view.is_literal(self.view.read(value))
-        value = value if known else self.widened(value)
-        maker = self.block.producer.get(value.id)
-        if not known and maker is not None and maker.primitive == "broadcast_in_dim" and len(maker.inputs) == 1:
-            (source,) = maker.inputs
-            if isinstance(source, Value):
-                places = dict(zip(maker.params["broadcast_dimensions"], source.shape, strict=True))
-                thin, value = tuple(places.get(i, 1) for i in range(len(value.shape))), self.widened(source)
+        if self.view.is_literal(self.view.read(value)):
+            return None
+        value, thin = self.unbroadcast(self.widened(value))
         thin = thin or (1,) * len(result)
-        if known or len(thin) != len(result) or any(n not in (1, m) for n, m in zip(thin, result, strict=True)):
+        if len(thin) != len(result) or any(n not in (1, m) for n, m in zip(thin, result, strict=True)):
             return None
         return (value, thin) if self.is_bias(call.sizes, thin) and is_float(value.dtype) else None
+
+    def unbroadcast(self, value: Value) -> tuple[Value, tuple[int, ...]]:
+        """What a value is broadcast from, before it is widened, and the shape in which that broadcasts to it; itself where it is not."""
+        maker = self.block.producer.get(value.id)
+        # Further operands are sizes that are not known when the program is traced.
+        if maker is not None and maker.primitive == "broadcast_in_dim" and len(maker.inputs) == 1:
+            (source,) = maker.inputs
+            if isinstance(source, Value):
+                lengths = dict(zip(maker.params["broadcast_dimensions"], source.shape, strict=True))
+                return self.widened(source), tuple(lengths.get(i, 1) for i in range(len(value.shape)))
+        return value, tuple(value.shape)
 
     def widened(self, value: Value) -> Value:
         """What a value is widened from, if it is: the op widens again what is added, and XLA adds none that it has to widen in a product's
@@ -227,6 +229,16 @@ class Reader:
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
 
 
+def _operands(product: Node) -> tuple[Value, Value] | None:
+    """The operands of a product that the op takes: floats of one dtype, on no explicit mesh axes; None for any other."""
+    a, b = product.inputs
+    if not (isinstance(a, Value) and isinstance(b, Value)) or not is_float(product.outputs[0].dtype):
+        return None
+    if np.dtype(a.dtype) != np.dtype(b.dtype) or product.params.get("out_sharding") is not None:
+        return None
+    return None if is_explicitly_sharded(a.aval) or is_explicitly_sharded(b.aval) else (a, b)
+
+
 def _is_held(factor: float, dtype: str) -> bool:
     """Whether a factor is neither infinite nor 0 in the dtype it is applied in: several that are not may have a product that is."""
     with np.errstate(over="ignore", under="ignore"):
@@ -245,7 +257,7 @@ def region_of(site: Site, call: Call) -> Region:
     stop = {v.id for v in leaves.values()}
     inner = {n.id: n for n in (site.anchor, *call.after)}
     support: dict[int, Node] = {}
-    stack = [a for n in inner.values() for a in n.inputs if isinstance(a, Value)]
+    stack = [a for n in inner.values() for a in n.values]
     while stack:
         value = stack.pop()
         node = block.producer.get(value.id)
@@ -254,11 +266,18 @@ def region_of(site: Site, call: Call) -> Region:
         if node is None:
             raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
         support[node.id] = node
-        stack.extend(a for a in node.inputs if isinstance(a, Value))
-    inner.update(dead_with(block, inner, support, leaves.values()))
-    kept = tuple(support[i] for i in sorted(support) if i not in inner)
-    nodes = tuple(inner[i] for i in sorted(inner))
-    return Region(block, call.value, leaves, nodes, kept, view.known_inputs)
+        stack += node.values
+    return region_with(view, call.value, leaves, inner, support)
+
+
+def region_with(
+    view: View, root: Value, leaves: Mapping[str, Value], inner: dict[int, Node], support: dict[int, Node]
+) -> Region:
+    """The region of some nodes, and of those of their `support` that nothing else reads, which goes with them."""
+    gone = {**inner, **dead_with(view.block, inner, support, leaves.values())}
+    kept = tuple(support[i] for i in sorted(support) if i not in gone)
+    nodes = tuple(gone[i] for i in sorted(gone))
+    return Region(view.block, root, leaves, nodes, kept, view.known_inputs)
 
 
 def shapes_of(call: Call) -> Mapping[str, Any]:

@@ -66,10 +66,7 @@ class GroupSite(NormSite):
 
     def activated(self, value: Value) -> Iterator[tuple[Value, str]]:
         """A SiLU of a result, where nothing but a backward pass reads what stands before it."""
-        epilogue = Epilogue(self, value, biased=True)
-        end, name, _ = epilogue.activation()
-        if end is None and epilogue.leaking is not None and self.search.differentiated:
-            end, name = epilogue.leaking
+        end, name, _ = Epilogue(self, value, biased=True).last()
         if end is not None and name == "silu":
             yield end, name
 

@@ -1,0 +1,70 @@
+"""Equal layers each of which reads the one before: told by what they compute and where it goes, not by names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from ...graph.canonical.fused_nodes import Labelled
+from ...graph.canonical.nodes import ONE, CNode
+from ...graph.canonical.view import View
+from ...graph.matching.match import Match
+
+Layer = TypeVar("Layer")
+
+
+def rows_of(view: View, layers: Sequence[tuple[Match, Layer]]) -> Iterator[list[Layer]]:
+    """Each row of two layers or more.
+
+    Args:
+      view: the block's canonical view.
+      layers: each with its match.
+    """
+    after: dict[Any, list[tuple[Match, Layer]]] = {}
+    for found, layer in layers:
+        after.setdefault((_kind_of(view, found), _reads(view, found)), []).append((found, layer))
+    used: set[int] = set()
+    for found, layer in layers:
+        row = [layer]
+        while id(row[-1]) not in used:
+            used.add(id(row[-1]))
+            following = after.get((_kind_of(view, found), _gives(view, found)), ())
+            found, following = next(((m, s) for m, s in following if id(s) not in used), (found, None))
+            if following is None:
+                break
+            row.append(following)
+        if len(row) > 1:
+            yield row
+
+
+def _reads(view: View, found: Match) -> tuple[int, tuple[str, ...]]:
+    """What a layer reads, and the letter of each of its axes."""
+    return found.leaves["x"], _letters_of(view, found, found.leaf_id("x"))
+
+
+def _gives(view: View, found: Match) -> tuple[int, tuple[str, ...]]:
+    """What a layer makes, and the letter of each of its axes: the next one may read it turned."""
+    return found.nodes[found.pattern.root], _letters_of(view, found, found.pattern.root)
+
+
+def _letters_of(view: View, found: Match, pid: int) -> tuple[str, ...]:
+    letter = {c: x for x, cs in found.letters.items() for c in cs}
+    return tuple(letter[found.axes[pid, axis]] for axis in range(len(view.nodes[found.nodes[pid]].shape)))
+
+
+def _kind_of(view: View, found: Match) -> Any:
+    """What a match computes, whatever its weights: equal for equal layers."""
+    inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
+    nodes = [view.nodes[found.nodes[p]] for p in inner]
+    made = tuple(
+        (n.params.traits, n.params.slots, _numbers(n)) if isinstance(n.params, Labelled) else () for n in nodes
+    )
+    sizes = tuple((x, tuple(sorted(found.sizes[c] for c in cs))) for x, cs in sorted(found.letters.items()))
+    dtype = view.values_of[found.nodes[found.pattern.root]][0].dtype
+    return found.pattern.example.name, made, sizes, str(dtype)
+
+
+def _numbers(node: CNode) -> tuple[tuple[str, Any], ...]:
+    """The numbers among a fused op's operands, and its mask: layers that see other keys are no equal ones."""
+    slots = zip(node.params.slots, node.operands, strict=True)
+    return tuple((slot, o.nid if slot == "mask" else o.coef) for slot, o in slots if o.nid == ONE or slot == "mask")
